@@ -1,0 +1,1 @@
+"""The decoder, and the way in and out of Hugging Face's layout."""

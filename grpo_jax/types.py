@@ -1,0 +1,111 @@
+"""The axes, and the frozen pytrees that travel along them.
+
+Axis letters, used in every docstring of this package:
+
+| letter | meaning |
+|---|---|
+| B | prompts in a batch |
+| G | completions of one prompt (`num_generations`) |
+| P | prompt tokens, right-padded |
+| T | completion tokens, right-padded |
+| K | reward functions |
+| V | vocabulary |
+| D | model width |
+
+The group is an axis: prompts are `[B, P]`, everything about completions is `[B, G, ...]`. A reduction over axis 1 is a
+reduction over a group and cannot mix prompts. Tokens are right-padded with lengths, so a position is its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+
+Params = Any
+"""A pytree of arrays: nested dicts for the models of this package."""
+
+
+@flax.struct.dataclass
+class Prompts:
+    """Token ids of a batch of prompts.
+
+    Attributes:
+      tokens: [B, P] int32, right-padded; what stands at and after `lengths` is never looked at.
+      lengths: [B] int32, in 1..P.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+@flax.struct.dataclass
+class Completions:
+    """What the sampler returned for a batch of prompts.
+
+    ```
+    t              0     1     2     3     4
+    tokens       "the" "cat"  EOS    0     0
+    mask           1     1     1     0     0
+    log_probs    -1.2  -0.7  -0.1    0     0     log-prob of tokens[t], given the prompt and tokens[:t]
+    ended = True: the row drew an EOS. A row that reached T without one has ended = False (it was truncated).
+    ```
+
+    Attributes:
+      tokens: [B, G, T] int32; the pad id where `mask` is False.
+      mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
+      log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
+      ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
+    """
+
+    tokens: jax.Array
+    mask: jax.Array
+    log_probs: jax.Array
+    ended: jax.Array
+
+
+@flax.struct.dataclass
+class Batch:
+    """One optimizer batch: all that a gradient depends on beside the params.
+
+    Attributes:
+      prompts: `Prompts`, tokens [B, P].
+      tokens: [B, G, T] int32 completion tokens.
+      mask: [B, G, T] bool; the tokens that count in the loss.
+      advantages: [B, G] float32.
+      old_log_probs: [B, G, T] float32 kept from the sampler, or None for one update per rollout.
+      ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
+      normalizer: [] float32, masked-in tokens of the whole optimizer batch (the denominator of `dapo`).
+    """
+
+    prompts: Prompts
+    tokens: jax.Array
+    mask: jax.Array
+    advantages: jax.Array
+    old_log_probs: jax.Array | None = None
+    ref_log_probs: jax.Array | None = None
+    normalizer: jax.Array | None = None
+
+
+class Model(Protocol):
+    """The least a model has to be: a Flax module, or anything with its `apply`.
+
+    `apply({"params": params}, tokens)` takes [B, T] int32 right-padded tokens and returns [B, T, V] float32 logits in
+    which position t sees tokens 0..t only.
+    """
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class RewardFn(Protocol):
+    """A reward function, with TRL's contract.
+
+    It is called once a batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other column
+    of the dataset under its own name; only those are passed that its signature takes. Each is a list with one entry a
+    completion, in prompt-major order (the G completions of the first prompt come first). It returns one float or None a
+    completion; None means "not scored" and is not a zero. It may be `async`.
+    """
+
+    def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...

@@ -1,0 +1,19 @@
+"""Strict by default: ranks never broadcast by accident, every warning is an error, and there are four CPU devices."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import chex
+import jax
+import pytest
+
+chex.set_n_cpu_devices(4)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)
