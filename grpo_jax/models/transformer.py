@@ -1,0 +1,462 @@
+"""One Flax decoder, by configuration.
+
+Attention looks at two places. `own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt and
+are shared by the G completions of that prompt, so the prompt is computed and held once:
+
+```
+                    prefix (one a prompt)         own (one a row)
+    row (b, 0)   │ p0 p1 p2 p3 ·  ·  │          c0 c1 c2
+    row (b, 1)   │   the same keys   │          c0 c1
+    slots        │ 0 … lengths[b]-1  │          0 … t      (position = lengths[b] + slot)
+```
+
+Without a prefix the same code is the ordinary causal decoder. Layers are separate subtrees and unrolled: their names map
+one to one to Hugging Face's, and no step has to slice weights out of a stack. Softmax, norms and logits are float32
+whatever the compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MASKED = -1e30
+"""A score no softmax can see, finite so that a fully masked row stays finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), by `kind` scaled for longer contexts.
+
+    Attributes:
+      theta: base of the frequencies.
+      kind: "default", or a scaling named as in Hugging Face's `rope_type`.
+      scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      intermediate_size: width of the gated MLP.
+      num_layers: decoder layers.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides `num_heads`.
+      head_dim: width of one head.
+      rms_norm_eps: added to the mean square.
+      tie_word_embeddings: the output head is the embedding.
+      max_position_embeddings: context length the checkpoint was made for.
+      rope: rotary embedding of full-attention layers.
+      local_rope: that of sliding-window layers, where it differs.
+      rotary_layers: one bool a layer, False for a layer without rotary embedding; None means all.
+      windows: one entry a layer, the sliding window in tokens or None; None means full attention everywhere.
+      qkv_bias, o_bias, mlp_bias: biases of the projections.
+      qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
+      norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
+      norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
+      activation: "silu" or "gelu_tanh".
+      query_scale: factor on the attention scores; None means head_dim^(−1/2).
+      attention_soft_cap: c in c·tanh(score/c), or None.
+      logit_soft_cap: the same on the logits.
+      embedding_scale: factor on the embeddings.
+      initializer_range: standard deviation of freshly made weights.
+      dtype: compute dtype of the matrix products, "float32" or "bfloat16".
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = 32768
+    rope: Rope = Rope()
+    local_rope: Rope | None = None
+    rotary_layers: tuple[bool, ...] | None = None
+    windows: tuple[int | None, ...] | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    query_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    initializer_range: float = 0.02
+    dtype: str = "float32"
+    remat: bool = False
+
+
+@flax.struct.dataclass
+class Prefix:
+    """Keys and values of a batch of prompts, shared by all completions of a prompt.
+
+    Attributes:
+      layers: one (keys, values) pair a layer, each [B, H_kv, P, d].
+      lengths: [B] int32; slots at and after it are never looked at.
+    """
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    lengths: jax.Array
+
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Own keys and values while decoding: one pair a layer, each [B, H_kv, G, S, d]."""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
+}
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angular frequencies [d/2] float32 of `rope`, and the factor on its cosines and sines."""
+    inverse = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind != "default":
+        raise ValueError(f"rope kind {rope.kind!r} is not supported; this decoder knows 'default'.")
+    return inverse.astype(np.float32), 1.0
+
+
+def rope_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, 1, T, d/2] float32 of [B, T] positions; the axis of one is G: rows of a prompt agree."""
+    frequencies, factor = rope_frequencies(rope, head_dim)
+    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
+    cos, sin = (t[:, :, :, None] for t in table)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def group_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
+    *,
+    index: jax.Array | int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of G rows over their own keys and over one prefix that they share.
+
+    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o), e = exp(score − max).
+
+    Args:
+      q: [B, H_kv, G, T, R, d]; R query heads share a key head.
+      k, v: [B, H_kv, G, S, d]; query t stands at slot `index + t` and sees slots 0..index+t.
+      prefix: keys and values [B, H_kv, P, d] and lengths [B], or None.
+      index: slot of the first query.
+      scale: factor on the scores.
+      window: a query sees the last `window` positions, itself included; None means all.
+      soft_cap: c in c·tanh(score/c).
+
+    Returns:
+      [B, H_kv, G, T, R, d].
+    """
+    b, h, g, t, r, d = q.shape
+    s = k.shape[3]
+
+    def cap(scores):
+        scores = scores.astype(jnp.float32) * scale
+        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+    own = cap(jnp.einsum("bhgqd,bhgsd->bhgqs", q.reshape(b, h, g, t * r, d), k)).reshape(b, h, g, t, r, s)
+    distance = index + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    own = jnp.where(visible.reshape(1, 1, 1, t, 1, s), own, MASKED)
+    top = own.max(axis=-1, keepdims=True)
+    if prefix is None:
+        e_own = jnp.exp(own - jax.lax.stop_gradient(top))
+        total = e_own.sum(axis=-1, keepdims=True)
+        out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v)
+        return out.reshape(q.shape) / total.astype(v.dtype)
+
+    pk, pv, lengths = prefix
+    p = pk.shape[2]
+    shared = cap(jnp.einsum("bhqd,bhpd->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+    slot = jnp.arange(p).reshape(1, 1, p)
+    seen = slot < lengths.reshape(b, 1, 1)
+    if window is not None:
+        query = lengths.reshape(b, 1, 1) + index + jnp.arange(t).reshape(1, t, 1)
+        seen = seen & (query - slot < window)
+    shared = jnp.where(seen.reshape(b, 1, 1, -1, 1, p), shared, MASKED)
+    top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
+    e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
+    total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)
+    out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v).reshape(q.shape)
+    out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+    return out / total.astype(v.dtype)
+
+
+class Linear(nn.Module):
+    """x W (+ b), with W stored [in, out]."""
+
+    features: int
+    use_bias: bool
+    dtype: Any
+    stddev: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
+
+    eps: float
+    offset: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale = self.param("scale", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections, rotary embedding and `group_attention` of one layer."""
+
+    config: TransformerConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x, tables, prefix, cache, index):
+        c = self.config
+        b, g, t, _ = x.shape
+        h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
+        window = c.windows[self.layer] if c.windows else None
+
+        def linear(name, features, bias):
+            return Linear(features, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+
+        def norm(name):
+            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
+
+        q = linear("q_proj", h * r * d, c.qkv_bias)(x)
+        k = linear("k_proj", h * d, c.qkv_bias)(x)
+        v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
+        if c.qk_norm == "flat":
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        q, k = q.reshape(b, g, t, h * r, d), k.reshape(b, g, t, h, d)
+        if c.qk_norm == "head":
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        if c.rotary_layers is None or c.rotary_layers[self.layer]:
+            table = tables[1] if window is not None and c.local_rope is not None else tables[0]
+            q, k = rotate(q, table), rotate(k, table)
+        # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
+        q = q.reshape(b, g, t, h, r, d).transpose(0, 3, 1, 2, 4, 5)
+        k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+        if cache is not None:
+            k = jax.lax.dynamic_update_slice_in_dim(cache[0], k.astype(cache[0].dtype), index, axis=3)
+            v = jax.lax.dynamic_update_slice_in_dim(cache[1], v.astype(cache[1].dtype), index, axis=3)
+        scale = d**-0.5 if c.query_scale is None else c.query_scale
+        y = group_attention(q, k, v, prefix, index=index, scale=scale, window=window, soft_cap=c.attention_soft_cap)
+        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, t, h * r * d)
+        return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+
+class MLP(nn.Module):
+    """down(act(gate x) · up x) (Shazeer 2020, GLU variants)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+
+        def linear(name, features):
+            return Linear(features, c.mlp_bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+
+        gate = ACTIVATIONS[c.activation](linear("gate_proj", c.intermediate_size)(x))
+        return linear("down_proj", c.hidden_size)(gate * linear("up_proj", c.intermediate_size)(x))
+
+
+class Layer(nn.Module):
+    """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names."""
+
+    config: TransformerConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x, tables, prefix, cache, index):
+        c = self.config
+
+        def norm(name):
+            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
+
+        attention, mlp = Attention(c, self.layer, name="self_attn"), MLP(c, name="mlp")
+        if c.norms == "pre":
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index)
+            x = x + y
+            return x + mlp(norm("post_attention_layernorm")(x)), kv
+        if c.norms == "sandwich":
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index)
+            x = x + norm("post_attention_layernorm")(y)
+            y = mlp(norm("pre_feedforward_layernorm")(x))
+            return x + norm("post_feedforward_layernorm")(y), kv
+        y, kv = attention(x, tables, prefix, cache, index)
+        x = x + norm("post_attention_layernorm")(y)
+        return x + norm("post_feedforward_layernorm")(mlp(x)), kv
+
+
+class Embedding(nn.Module):
+    """Rows of a table, and by the same table the output head where the two are tied."""
+
+    config: TransformerConfig
+
+    def setup(self):
+        c = self.config
+        self.embedding = self.param(
+            "embedding", nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
+        )
+
+    def __call__(self, tokens):
+        c = self.config
+        x = jnp.take(self.embedding, tokens, axis=0).astype(c.dtype)
+        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+
+    def attend(self, x):
+        return x @ self.embedding.astype(x.dtype).T
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    `apply({"params": params}, tokens)` is the whole of it for most uses: [B, T] int32 right-padded tokens to [B, T, V]
+    float32 logits, position t seeing tokens 0..t. `hidden`, `prefill` and `unembed` are its parts, for those who share
+    a prompt among rows or want logits only where they need them; call them by `apply(..., method="prefill")`.
+
+    Example:
+      >>> import jax
+      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+      >>> tokens = jax.numpy.zeros((2, 5), "int32")
+      >>> params = model.init(jax.random.key(0), tokens)["params"]
+      >>> model.apply({"params": params}, tokens).shape
+      (2, 5, 32)
+    """
+
+    config: TransformerConfig
+
+    def setup(self):
+        c = self.config
+        layer = nn.remat(Layer) if c.remat else Layer
+        self.embed_tokens = Embedding(c)
+        self.layers = [layer(c, i) for i in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
+        if not c.tie_word_embeddings:
+            self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits [B, T, V] float32 of tokens [B, T]."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [B, T]; got shape {tokens.shape}.")
+        hidden, _ = self.hidden(tokens[:, None])
+        return self.unembed(hidden[:, 0])
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        prefix: Prefix | None = None,
+        cache: Cache | None = None,
+        index: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Cache]:
+        """Last hidden states of G rows a prompt.
+
+        Args:
+          tokens: [B, G, T] int32.
+          prefix: the prompts' keys and values; None where the rows stand for themselves.
+          cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
+          index: slot of the first token.
+
+        Returns:
+          Hidden states [B, G, T, D] after the last norm, and the own keys and values, the new ones written.
+        """
+        c = self.config
+        b, _, t = tokens.shape
+        positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
+        if prefix is not None:
+            positions = positions + prefix.lengths[:, None]
+        tables = tuple(rope_table(positions, rope, c.head_dim) for rope in (c.rope, c.local_rope) if rope is not None)
+        x = self.embed_tokens(tokens)
+        own = []
+        for i, layer in enumerate(self.layers):
+            shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
+            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index)
+            own.append(kv)
+        return self.norm(x), tuple(own)
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
+        """Read the prompts once: hidden state [B, D] of each prompt's last token, and the `Prefix` for its rows."""
+        hidden, own = self.hidden(tokens[:, None])
+        last = jnp.take_along_axis(hidden[:, 0], lengths[:, None, None] - 1, axis=1)[:, 0]
+        return last, Prefix(tuple((k[:, :, 0], v[:, :, 0]) for k, v in own), lengths)
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] float32 of hidden states [..., D]."""
+        c = self.config
+        logits = self.embed_tokens.attend(hidden) if c.tie_word_embeddings else self.lm_head(hidden)
+        logits = logits.astype(jnp.float32)
+        return logits if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
+
+
+def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
+    """Own keys and values for `slots` decode steps of [batch, group] rows, zeros."""
+    shape = (batch, config.num_kv_heads, group, slots, config.head_dim)
+    dtype = jnp.dtype(dtype or config.dtype)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def count_parameters(params: Any) -> int:
+    """Number of scalars in a tree of parameters."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+__all__: Sequence[str] = [
+    "Cache",
+    "Prefix",
+    "Rope",
+    "Transformer",
+    "TransformerConfig",
+    "count_parameters",
+    "empty_cache",
+    "group_attention",
+    "rope_frequencies",
+]
