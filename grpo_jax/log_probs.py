@@ -1,0 +1,234 @@
+"""Log-probs of completions, without ever holding logits [B, G, T, V].
+
+Logits are made for one chunk of tokens at a time and made again in the backward pass. The prompt is read once a group,
+and the head runs on completion positions only:
+
+```
+reads         p3(last)   c0    c1    c2          hidden states: the prompt's last, then those of the completion
+predicts         c0      c1    c2    c3
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.sampling import process_logits
+from grpo_jax.types import Completions, Model, Params, Prompts
+
+__all__ = ["completion_log_probs", "score_completions", "token_log_probs"]
+
+CHUNK = 1024
+"""Tokens whose logits are held at a time: enough to fill a matrix product, little beside the activations."""
+
+
+def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float = 1.0) -> jax.Array:
+    """Log-prob of each token: log softmax(logits / temperature)[token].
+
+    Args:
+      logits: [..., V], any float dtype; computed in float32.
+      tokens: [...] integer, in 0..V-1.
+      temperature: > 0, unitless.
+
+    Returns:
+      [...] float32, ≤ 0.
+
+    Raises:
+      ValueError: shapes that do not match, tokens that are not integers, a temperature that is not positive.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> round(float(token_log_probs(jnp.array([0.0, jnp.log(3.0)]), jnp.array(1))), 4)
+      -0.2877
+    """
+    if logits.ndim < 1 or logits.shape[:-1] != tokens.shape:
+        raise ValueError(f"logits must be [..., V] for tokens [...]; got {logits.shape} and {tokens.shape}.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding has no log-probs).")
+    return _log_probs(process_logits(logits, temperature=temperature), tokens)
+
+
+def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_p = logits - log_z
+    # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.
+    plogp = jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p))
+    return _log_probs(logits, tokens), -plogp.sum(axis=-1)
+
+
+def chunked(
+    unembed: Callable[[Params, jax.Array], jax.Array],
+    params: Params,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    *,
+    with_entropy: bool,
+    chunk: int = CHUNK,
+    **sampling: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs (and entropies, else zeros) [N] of tokens [N], given hidden states [N, D], chunk by chunk."""
+
+    @jax.checkpoint
+    def one(params, hidden, tokens):
+        logits = process_logits(unembed(params, hidden), keep=tokens, **sampling)
+        if with_entropy:
+            return _log_probs_and_entropy(logits, tokens)
+        log_probs = _log_probs(logits, tokens)
+        return log_probs, jnp.zeros_like(log_probs)
+
+    n = tokens.shape[0]
+    if n <= chunk:
+        return one(params, hidden, tokens)
+    pieces = -(-n // chunk)
+    size = -(-n // pieces)  # equal pieces: the last one is not mostly padding
+    pad = pieces * size - n
+    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(pieces, size, -1)
+    tokens = jnp.pad(tokens, (0, pad)).reshape(pieces, size)
+    log_probs, entropy = jax.lax.map(lambda x: one(params, *x), (hidden, tokens))
+    return log_probs.reshape(-1)[:n], entropy.reshape(-1)[:n]
+
+
+def score_completions(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    with_entropy: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
+
+    The distribution is the one that the sampler drew from: the same settings give the sampler's log-probs back. A drawn
+    token is never cut, so its log-prob stays finite while the params move.
+
+    Args:
+      model: a model of this package, or any `apply` by `types.Model`.
+      params: its parameters.
+      prompts: tokens [B, P].
+      tokens: [B, G, T] int32.
+      mask: [B, G, T] bool.
+      temperature, top_k, top_p, min_p: as the sampler had them.
+      with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
+
+    Returns:
+      log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats, without gradient's cost
+      where they are not used.
+    """
+    b, g, t = tokens.shape
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if hasattr(model, "prefill"):
+        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
+        hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
+        if t > 1:
+            rest, _ = model.apply({"params": params}, tokens[:, :, :-1], prefix, method="hidden")
+            hidden = jnp.concatenate([hidden, rest], axis=2)
+        unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
+        log_probs, entropy = chunked(
+            unembed, params, hidden.reshape(b * g * t, -1), tokens.reshape(-1), with_entropy=with_entropy, **sampling
+        )
+        log_probs, entropy = log_probs.reshape(b, g, t), entropy.reshape(b, g, t)
+    else:
+        rows, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, rows)
+        at = start[:, None] - 1 + jnp.arange(t)[None]
+        logits = jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1)
+        logits = process_logits(logits, keep=tokens, **sampling)
+        log_probs, entropy = _log_probs_and_entropy(logits, tokens)
+    return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Prompt and completion as one right-padded row: [B·G, P+T] tokens, and where each completion starts [B·G]."""
+    b, g, t = tokens.shape
+    p = prompts.tokens.shape[1]
+    position = jnp.arange(p + t)[None]
+    lengths = jnp.repeat(prompts.lengths, g)[:, None]
+    prompt = jnp.pad(jnp.repeat(prompts.tokens, g, axis=0), ((0, 0), (0, t)))
+    at = jnp.clip(position - lengths, 0, t - 1)
+    completion = jnp.take_along_axis(tokens.reshape(b * g, t), at, axis=1)
+    return jnp.where(position < lengths, prompt, completion), lengths[:, 0]
+
+
+def completion_log_probs(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    completions: Completions,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+) -> jax.Array:
+    """Log-prob of each completion token given its prompt and the tokens before it.
+
+    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), π the distribution that the sampler draws from
+    with the same settings.
+
+    Args:
+      model: a model of this package, or any `apply` by `types.Model`.
+      params: its parameters; the gradient flows to them.
+      prompts: tokens [B, P] int32.
+      completions: tokens and mask [B, G, T].
+      temperature: > 0, unitless.
+      top_k, top_p, min_p: see `sampling.process_logits`.
+
+    Returns:
+      [B, G, T] float32; 0 where mask is 0.
+
+    Raises:
+      ValueError: shapes that do not match, or a temperature that is not positive.
+
+    Example:
+      >>> import jax
+      >>> from grpo_jax.models.transformer import Transformer, TransformerConfig
+      >>> from grpo_jax.rollout import generate
+      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+      >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))
+      >>> params = model.init(jax.random.key(0), prompts.tokens)["params"]
+      >>> completions = generate(model, params, prompts, jax.random.key(1), num_generations=2, max_completion_length=4)
+      >>> log_probs = completion_log_probs(model, params, prompts, completions)
+      >>> bool(abs(log_probs - completions.log_probs).max() < 1e-5)
+      True
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (score greedy completions at temperature 1).")
+    check_rows(prompts, completions.tokens, completions.mask)
+    log_probs, _ = score_completions(
+        model,
+        params,
+        prompts,
+        completions.tokens,
+        completions.mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        with_entropy=False,
+    )
+    return log_probs
+
+
+def check_rows(prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> None:
+    """Raise ValueError unless tokens and mask are [B, G, T] for these prompts."""
+    if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
+        raise ValueError(
+            "completions must have tokens and mask [B, G, T] for prompts [B, P]; got "
+            f"tokens {tokens.shape}, mask {mask.shape}, prompts {prompts.tokens.shape}."
+        )

@@ -1,0 +1,179 @@
+"""Logits to tokens: the processed distribution, and an exact draw from it by the inverse of its cumulative sum.
+
+A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a CPU.
+The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks a token
+inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["check_sampling", "draw_tokens", "process_logits", "sample_tokens", "uniforms"]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float | None) -> None:
+    """Raise ValueError for a setting that names no distribution; the settings are Python numbers."""
+    if not temperature >= 0 or math.isinf(temperature):
+        raise ValueError(f"temperature must be a finite number ≥ 0 (0 is greedy); got {temperature!r}.")
+    if top_k < 0 or int(top_k) != top_k:
+        raise ValueError(f"top_k must be an integer ≥ 0 (0 keeps all tokens); got {top_k!r}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1] (1 keeps all tokens); got {top_p!r}.")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be None or in [0, 1]; got {min_p!r}.")
+
+
+def process_logits(
+    logits: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    keep: jax.Array | None = None,
+) -> jax.Array:
+    """Logits of the distribution that tokens are drawn from: tempered, then cut to its head.
+
+    In this order, each on what the one before left (as transformers does): logits / temperature; the `top_k` largest;
+    the smallest set of most likely tokens whose mass reaches `top_p`; tokens at least `min_p` times as likely as the
+    likeliest. What is cut gets −inf. Tokens that tie with the last one kept are kept.
+
+    Args:
+      logits: [..., V], any float dtype.
+      temperature: > 0, unitless. 0 stands for greedy decoding, whose log-probs are those at temperature 1.
+      top_k: tokens to keep, 0 for all.
+      top_p: mass to keep, in (0, 1].
+      min_p: in [0, 1], or None.
+      keep: [...] int token ids that are never cut: the trainer scores a token that was drawn, and it must not vanish
+        when the params have moved a little since.
+
+    Returns:
+      [..., V] float32.
+
+    Raises:
+      ValueError: a setting outside its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> process_logits(jnp.array([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
+      [4.0, 2.0, -inf]
+    """
+    check_sampling(temperature, top_k, top_p, min_p)
+    logits = logits.astype(jnp.float32)
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    if not (top_k or top_p < 1 or min_p):
+        return logits
+    full = logits
+    if 0 < top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+    if top_p < 1:
+        descending = -jnp.sort(-logits, axis=-1)
+        probs = jax.nn.softmax(descending, axis=-1)
+        # A token stays if the mass of those before it has not reached top_p yet: the first always stays.
+        stays = jnp.cumsum(probs, axis=-1) - probs < top_p
+        smallest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+    if min_p:
+        logits = jnp.where(logits >= logits.max(axis=-1, keepdims=True) + math.log(min_p), logits, -jnp.inf)
+    if keep is not None:
+        kept = jnp.arange(logits.shape[-1]).reshape((1,) * keep.ndim + (-1,)) == keep[..., None]
+        logits = jnp.where(kept, full, logits)
+    return logits
+
+
+def uniforms(keys: jax.Array) -> jax.Array:
+    """The two uniforms [..., 2] float32 in [0, 1) that a draw takes, for each of [...] typed keys."""
+    flat = keys.reshape(-1)
+    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape(*keys.shape, 2)
+
+
+def _inverse_cdf(u: jax.Array, weights: jax.Array) -> jax.Array:
+    """First index at which the cumulative sum of weights [..., N] passes u · total, for u [...] in [0, 1).
+
+    An entry of weight zero is never returned, however the sums were rounded, as long as one entry is positive.
+    """
+    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
+    total = cumulative.max(axis=-1)
+    target = jnp.minimum(u * total, jnp.nextafter(total, jnp.zeros_like(total)))
+    return jnp.argmax(cumulative > target[..., None], axis=-1)
+
+
+def draw_tokens(u: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw a token from softmax(logits) for each row, given its two uniforms.
+
+    Args:
+      u: [..., 2] float32 in [0, 1).
+      logits: [..., V] float32; −inf is never drawn.
+
+    Returns:
+      tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
+    """
+    vocab = logits.shape[-1]
+    width = 1 << max(0, math.ceil(math.log2(max(vocab, 1)) / 2))  # about √V: both levels then cost the same
+    top = logits.max(axis=-1, keepdims=True)
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -vocab % width)]
+    weights = jnp.pad(jnp.exp(logits - top), padding).reshape(*logits.shape[:-1], -1, width)
+    masses = weights.sum(axis=-1)
+    block = _inverse_cdf(u[..., 0], masses)
+    inside = jnp.take_along_axis(weights, block[..., None, None], axis=-2)[..., 0, :]
+    tokens = (block * width + _inverse_cdf(u[..., 1], inside)).astype(jnp.int32)
+    drawn = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return tokens, drawn - top[..., 0] - jnp.log(masses.sum(axis=-1))
+
+
+def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The likeliest token of each row [...] int32, and its log-prob [...] float32."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def sample_tokens(
+    key: jax.Array,
+    logits: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Draw one token for each row of logits, and say with which log-prob it was drawn.
+
+    token ~ softmax(process_logits(logits)), log-prob = log softmax(process_logits(logits))[token].
+
+    Args:
+      key: one typed PRNG key, consumed; or [...] keys, one a row.
+      logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
+      temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
+      top_k, top_p, min_p: see `process_logits`.
+
+    Returns:
+      tokens [...] int32, log_probs [...] float32.
+
+    Raises:
+      ValueError: logits without a vocabulary axis, keys of another shape, or a setting outside its range.
+
+    Example:
+      >>> import jax
+      >>> tokens, log_probs = sample_tokens(jax.random.key(0), jax.numpy.zeros((3, 4)))
+      >>> tokens.shape, [round(x, 4) for x in log_probs.tolist()]
+      ((3,), [-1.3863, -1.3863, -1.3863])
+    """
+    if logits.ndim < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [..., V] with V ≥ 1; got shape {logits.shape}.")
+    processed = process_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if temperature == 0:
+        return greedy_tokens(processed)
+    rows = logits.shape[:-1]
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)  # keys of the old kind, uint32 [..., 2]
+    if key.shape == ():
+        return draw_tokens(jax.random.uniform(key, (*rows, 2)), processed)
+    if key.shape != rows:
+        raise ValueError(f"key must be one key or one a row {rows}; got shape {key.shape}.")
+    return draw_tokens(uniforms(key), processed)
