@@ -1,0 +1,121 @@
+"""Moving the reference policy towards the policy (TR-DPO)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.types import Params
+
+
+def _check_alpha(alpha: float | jax.Array) -> None:
+    """A number outside [0, 1] is an error; a traced value cannot be looked at."""
+    if isinstance(alpha, int | float) and not 0 <= alpha <= 1:
+        raise ValueError(f"alpha={alpha} must lie in [0, 1]: it is the weight of the new params.")
+
+
+def _check_trees(ref_params: Params, params: Params) -> None:
+    """Same structure, same shapes, floats only."""
+    ref_leaves, ref_structure = jax.tree_util.tree_flatten_with_path(ref_params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    if ref_structure != structure:
+        raise ValueError(f"ref_params and params differ in structure: {ref_structure} and {structure}.")
+    for (path, ref_leaf), (_, leaf) in zip(ref_leaves, leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        if jnp.shape(ref_leaf) != jnp.shape(leaf):
+            raise ValueError(f"Leaf {name}: ref_params has shape {jnp.shape(ref_leaf)}, params {jnp.shape(leaf)}.")
+        for which, x in (("ref_params", ref_leaf), ("params", leaf)):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                raise ValueError(
+                    f"Leaf {name} of {which} has dtype {jnp.result_type(x)}; only floats have a weighted mean. "
+                    "Keep integer leaves out of the params that are mixed."
+                )
+
+
+def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Params:
+    """Mixes params into the reference params.
+
+        θ_ref ← alpha·θ + (1 − alpha)·θ_ref
+
+    The arithmetic is float32 (float64 for float64 leaves): in bfloat16 a small alpha would round to no change at all.
+
+    Args:
+      ref_params: pytree of float leaves of any shape; `None` leaves stay `None`.
+      params: pytree of the same structure and shapes; the dtypes may differ.
+      alpha: [] float in [0, 1], the weight of the *new* params (1 copies them, 0 keeps the reference).
+
+    Returns:
+      A pytree like `ref_params`, with the dtype of each of its leaves, in new buffers. It still approaches bfloat16
+      params only to bfloat16's resolution: keep the reference in float32 if alpha is small.
+
+    Raises:
+      ValueError: if the trees differ in structure or shapes, a leaf is not floating, or alpha lies outside [0, 1].
+
+    Gradient:
+      Not meant to be differentiated; nothing is held constant.
+
+    References:
+      TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and optax's `step_size` have the
+      same direction; `optax.incremental_update` computes in the leaves' own dtype, this in float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mixup({"w": jnp.array([0.0, 1.0])}, {"w": jnp.array([1.0, 1.0])}, 0.25)["w"].tolist()
+      [0.25, 1.0]
+    """
+    _check_alpha(alpha)
+    _check_trees(ref_params, params)
+
+    def mix(ref_leaf, leaf):
+        ref_leaf, leaf = jnp.asarray(ref_leaf), jnp.asarray(leaf)
+        dtype = jnp.promote_types(jnp.promote_types(ref_leaf.dtype, leaf.dtype), jnp.float32)
+        mixed = alpha * leaf.astype(dtype) + (1 - alpha) * ref_leaf.astype(dtype)
+        return mixed.astype(ref_leaf.dtype)
+
+    return jax.tree.map(mix, ref_params, params)
+
+
+def sync_reference(
+    ref_params: Params, params: Params, step: int | jax.Array, *, every: int, alpha: float | jax.Array
+) -> Params:
+    """Mixes params into the reference every so many steps.
+
+        θ_ref ← alpha·θ + (1 − alpha)·θ_ref   if step % every == 0,   else θ_ref
+
+    With fixed params, n syncs shrink the distance between the two by (1 − alpha)ⁿ.
+
+    Args:
+      ref_params: pytree of float leaves.
+      params: pytree of the same structure and shapes.
+      step: [] integer, number of optimizer steps done so far (1 after the first); may be traced.
+      every: integer ≥ 1, steps between two syncs (TRL's `ref_model_sync_steps`).
+      alpha: [] float in [0, 1], the weight of the new params.
+
+    Returns:
+      A pytree like `ref_params`, leaf dtypes kept.
+
+    Raises:
+      ValueError: as `mixup`, or if every < 1.
+
+    Gradient:
+      Not meant to be differentiated; nothing is held constant.
+
+    References:
+      TR-DPO (arXiv:2404.09656), section 3. Step 0 counts as a multiple of `every`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> old, new = {"w": jnp.array(0.0)}, {"w": jnp.array(1.0)}
+      >>> [float(sync_reference(old, new, step, every=2, alpha=0.5)["w"]) for step in (1, 2, 3, 4)]
+      [0.0, 0.5, 0.0, 0.5]
+    """
+    if isinstance(every, int) and every < 1:
+        raise ValueError(f"every={every} must be at least 1 (optimizer steps between two syncs).")
+    _check_alpha(alpha)
+    _check_trees(ref_params, params)
+    # A branch and not a select: on the other steps the params are not read at all.
+    return jax.lax.cond(
+        step % every == 0,
+        lambda: mixup(ref_params, params, alpha),
+        lambda: jax.tree.map(jnp.asarray, ref_params),
+    )
