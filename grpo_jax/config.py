@@ -1,0 +1,620 @@
+"""`GRPOConfig`: every setting of a run, its default stated once, wrong values refused before anything runs.
+
+A field that TRL 1.16's `GRPOConfig` (or `transformers.TrainingArguments` under it) has keeps its name, meaning and
+default here; the docs below say "ours" where it does not exist there. Defaults live in this file only: the functions
+of the library take plain keyword arguments, which the loop reads from a config and hands on.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from grpo_jax.fields import (
+    Count,
+    In,
+    NotNegative,
+    Positive,
+    nearest,
+    raise_all,
+    read,
+    read_json,
+    read_mesh,
+    read_weights,
+    show,
+    unknown_field,
+)
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class Sizes(NamedTuple):
+    """What the batch fields of a `GRPOConfig` come to on a number of devices.
+
+    ```
+    iteration:  prompts × G = completions          sampled together from one snapshot of the policy
+      pass:     num_iterations (μ) times over the same completions
+        update: slices in a pass; prompts_per_update prompts each; one optimizer step each
+          micro-batch: micro_batches in an update; [micro_prompts, micro_completions] completions each
+    ```
+
+    Attributes:
+      prompts: B, prompts of an iteration, over all devices.
+      completions: B × G, completions of an iteration, over all devices (TRL's `generation_batch_size`).
+      slices: optimizer batches that one pass over the completions is cut into, along B.
+      updates: optimizer steps of an iteration, `num_iterations` × `slices`.
+      prompts_per_update: prompts in one optimizer batch, over all devices.
+      micro_batches: micro-batches of one optimizer batch (`gradient_accumulation_steps`).
+      micro_prompts: prompts in one micro-batch, over all devices.
+      micro_completions: completions of each of them in one micro-batch: G, or a divisor of G when a micro-batch is
+        smaller than a group.
+    """
+
+    prompts: int
+    completions: int
+    slices: int
+    updates: int
+    prompts_per_update: int
+    micro_batches: int
+    micro_prompts: int
+    micro_completions: int
+
+
+def _checked(cls: _Class) -> _Class:
+    """Give a dataclass an `__init__` that reports unknown fields and bad values together, in one `ValueError`."""
+    plain_init: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(plain_init)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        if args:
+            raise ValueError(
+                f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
+            )
+        known = {f.name for f in dataclasses.fields(cls)}
+        problems = [unknown_field(name, known, _ELSEWHERE) for name in values if name not in known]
+        plain_init(self, **{name: value for name, value in values.items() if name in known})
+        raise_all(cls.__name__, problems + _normalize(self))
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+@_checked
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """Settings of a GRPO run; one that exists is valid.
+
+    All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
+    that contradict each other. What depends on the data or the devices is looked at by `check_run`.
+
+    Raises:
+      ValueError: with one line an error, each with the field, the value that came and what to do.
+
+    Example:
+      >>> config = GRPOConfig(num_generations=4, per_device_train_batch_size=16)
+      >>> config.sizes().prompts
+      4
+      >>> GRPOConfig(num_generation=4)
+      Traceback (most recent call last):
+      ValueError: GRPOConfig has 1 error:
+        num_generation: no such field; did you mean num_generations?
+      >>> GRPOConfig.from_dict(config.to_dict()) == config
+      True
+    """
+
+    # Sampling.
+    num_generations: Annotated[int, In("[2, inf)", "a group of one has nothing to be compared with: use 2 or more")] = 8
+    """G, completions of each prompt."""
+    max_completion_length: Count = 512
+    """T, tokens; a completion that reaches it without an EOS is truncated."""
+    max_prompt_length: Count | None = None
+    """Tokens; None: bounded by the model's context only. Ours."""
+    on_long_prompt: Literal["error", "drop"] = "error"
+    """What happens to a row whose prompt is longer than `max_prompt_length`: never cut; "drop" counts it. Ours."""
+    temperature: Annotated[float, In("(0, inf)", "sampling needs more than 0 (greedy is for evaluation)")] = 1.0
+    """Logits are divided by it, in sampling and in every log-prob of the loss alike."""
+    top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
+    """Probability mass of the most probable tokens that are kept."""
+    top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
+    """How many of the most probable tokens are kept; 0: all."""
+    min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
+    """Tokens less probable than this share of the most probable one are dropped; None: off."""
+    chat_template_kwargs: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
+    pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
+    """Tokens; prompts are padded to a multiple of it, so that few shapes are compiled; "auto": 32; None: the longest.
+
+    TRL's "auto" pads on Trainium only, the one target that compiles per shape there; XLA does so everywhere."""
+
+    # Batches (see `Sizes`).
+    per_device_train_batch_size: Count = 8
+    """Completions (not prompts) of one micro-batch on one device: whole groups, or a whole fraction of one."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches of one optimizer step; how a batch is cut does not change the gradient."""
+    steps_per_generation: Count | None = None
+    """Micro-batches that one generation batch is cut into; None: `gradient_accumulation_steps`, one update a pass."""
+    generation_batch_size: Count | None = None
+    """Completions of one iteration over all devices: another way to say `steps_per_generation`; set one of the two."""
+    num_iterations: Count = 1
+    """μ, passes over the completions of one iteration."""
+    max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
+    """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
+    num_train_epochs: Positive = 3.0
+    """Times the dataset is gone through, where `max_steps` is -1."""
+    shuffle_dataset: bool = True
+    """Shuffle the prompts, anew in every epoch."""
+    seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
+    """Of every key of the run: sampling, shuffling."""
+
+    # Rewards and advantages.
+    reward_weights: Sequence[float] | None = None
+    """One weight a reward function; None: 1.0 each."""
+    on_reward_error: Literal["raise", "none"] = "raise"
+    """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
+    mask_truncated_completions: bool = False
+    """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
+    max_refills: Count = 4
+    """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
+
+    # The policy loss.
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    """Surrogate and reduction, see `losses`."""
+    importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
+    """Of the ratio: a token's own, the row's geometric mean (GSPO, arXiv 2507.18071), the row's product (ours)."""
+    epsilon: Positive = 0.2
+    """Lower clip: ratios below 1 − ε."""
+    epsilon_high: Positive | None = None
+    """Upper clip: ratios above 1 + ε_high; None: `epsilon` (DAPO: 0.28). In cispo the cap itself (ScaleRL: 5.0)."""
+    delta: Annotated[float, In("(1, inf)", "at 1 it stops the on-policy gradient: use 1 + ε or more")] | None = None
+    """Cap of the unclipped ratio where the advantage is negative; None: off (INTELLECT-2, arXiv 2505.07291)."""
+    sapo_temperature_neg: Positive = 1.05
+    """τ of sapo where A ≤ 0 (arXiv 2511.20347)."""
+    sapo_temperature_pos: Positive = 1.0
+    """τ of sapo where A > 0."""
+    vespo_k_pos: NotNegative = 2.0
+    """Exponent of vespo's weight where A ≥ 0 (arXiv 2602.10693)."""
+    vespo_lambda_pos: NotNegative = 3.0
+    """Decay of vespo's weight where A ≥ 0."""
+    vespo_k_neg: NotNegative = 3.0
+    """Exponent of vespo's weight where A < 0."""
+    vespo_lambda_neg: NotNegative = 2.0
+    """Decay of vespo's weight where A < 0."""
+    top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
+    """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
+    off_policy_mask_threshold: Positive | None = None
+    """Nats a token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
+    max_kl_old: Positive | None = None
+    """Nats a token: the rest of an iteration's updates is skipped once KL(old‖new) passes it; None: never. Ours."""
+
+    # Entropy bonus.
+    entropy_coef: NotNegative = 0.0
+    """Weight of the mean token entropy (nats) that is subtracted from the loss; the first one if adaptive."""
+    use_adaptive_entropy: bool = False
+    """Move `entropy_coef` at every optimizer step towards `entropy_target` (Skywork-OR1, arXiv 2505.22312)."""
+    entropy_coef_min: NotNegative = 0.0
+    """Lowest adaptive coefficient."""
+    entropy_coef_max: NotNegative = 1.0
+    """Highest adaptive coefficient."""
+    entropy_coef_delta: Positive = 0.005
+    """Step of the adaptive coefficient."""
+    entropy_target: NotNegative = 0.2
+    """Nats a token; the bonus acts at and below it. Set it near the entropy of the first steps."""
+
+    # KL and the reference.
+    beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
+    """Weight of the KL to the reference; 0: no reference is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator of the KL in the loss, see `kl`. TRL has k3 only."""
+    use_bias_correction_kl: bool = True
+    """Multiply the estimator by the ratio, so that its gradient is that of KL(π‖ref) at any μ (DeepSeek-V3.2).
+
+    Without it the gradient of k3 is that of KL(ref‖π), and is biased off-policy."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row. Ours."""
+    sync_ref_model: bool = False
+    """Pull the reference towards the policy (TR-DPO, arXiv 2404.09656)."""
+    ref_model_sync_steps: Count = 512
+    """Optimizer steps between two pulls."""
+    ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
+    """α of a pull: ref ← α·policy + (1 − α)·ref."""
+
+    # Optimizer.
+    learning_rate: NotNegative = 1e-6
+    """Peak of the schedule, for AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Shape of the schedule over the run: down to 0 ("linear", "cosine"), or flat."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps of linear warm-up from 0; below 1: share of all steps."""
+    weight_decay: NotNegative = 0.0
+    """AdamW's, decoupled."""
+    adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: NotNegative = 1.0
+    """Bound of the global gradient norm; 0: no clipping."""
+
+    # Memory and devices.
+    gradient_checkpointing: bool = True
+    """Recompute a layer's activations in the backward pass: less memory, about a fifth more time."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products; softmax, norms, logits and log-probs are float32 always. Ours (TRL: `bf16`)."""
+    mesh: dict[str, int] | None = dataclasses.field(default=None, hash=False)
+    """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
+
+    # Evaluation, logging, checkpoints.
+    eval_steps: Count | None = None
+    """Optimizer steps between two evaluations; None: before the first and after the last only."""
+    per_device_eval_batch_size: Count = 8
+    """Completions evaluated at a time on one device."""
+    num_generations_eval: Count | None = None
+    """Completions of each prompt in evaluation; None: `num_generations`, or 1 if greedy."""
+    temperature_eval: NotNegative | None = None
+    """Temperature in evaluation; 0: greedy; None: `temperature`. Ours."""
+    logging_steps: Count = 10
+    """Optimizer steps between two lines of metrics (the mean over them); TRL's ratios below 1 are not taken."""
+    log_completions: bool = False
+    """Show completions with their rewards at every logging step."""
+    num_completions_to_print: Count | None = None
+    """How many of them are shown; None: all."""
+    save_steps: Count | None = 500
+    """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
+    save_total_limit: Count | None = None
+    """Checkpoints kept, the newest ones; None: all."""
+
+    def validate(self) -> None:
+        """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
+        raise_all(type(self).__name__, _normalize(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":
+        """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
+        if not isinstance(values, dict):
+            raise ValueError(f"GRPOConfig.from_dict takes a dict of fields, not {show(values)}")
+        return cls(**{str(name): value for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as values that `json.dumps` takes and `from_dict` turns back into an equal config."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def data_shards(self, num_devices: int = 1) -> int:
+        """Return over how many devices prompts are split: all of them, but for those along the mesh's tensor axis."""
+        return num_devices // (self.mesh or {}).get("tensor", 1)
+
+    def sizes(self, num_devices: int = 1) -> Sizes:
+        """Return the batch sizes that the fields come to on `num_devices` devices.
+
+        Raises:
+          ValueError: if `generation_batch_size` does not split evenly over that many devices.
+
+        Example:
+          >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
+          (8, 64, 1, 3)
+        """
+        raise_all("GRPOConfig", list(_size_problems(self, num_devices)))
+        shards, group = self.data_shards(num_devices), self.num_generations
+        micro = self.per_device_train_batch_size * shards
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        if self.generation_batch_size is not None:
+            steps = self.generation_batch_size // micro
+        slices = steps // self.gradient_accumulation_steps
+        micro_completions = min(group, self.per_device_train_batch_size)
+        return Sizes(
+            prompts=micro * steps // group,
+            completions=micro * steps,
+            slices=slices,
+            updates=self.num_iterations * slices,
+            prompts_per_update=micro * self.gradient_accumulation_steps // group,
+            micro_batches=self.gradient_accumulation_steps,
+            micro_prompts=micro // micro_completions,
+            micro_completions=micro_completions,
+        )
+
+    def total_steps(self, num_rows: int, num_devices: int = 1) -> int:
+        """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
+
+        Batches run on over the end of an epoch, so that no row is left out: ceil(epochs × rows / B) iterations.
+
+        Example:
+          >>> GRPOConfig(num_train_epochs=2, num_iterations=3).total_steps(num_rows=10)
+          60
+        """
+        if self.max_steps > 0:
+            return self.max_steps
+        sizes = self.sizes(num_devices)
+        return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
+
+    def total_warmup_steps(self, total_steps: int) -> int:
+        """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
+
+    @property
+    def padding(self) -> int:
+        """Multiple that prompts are padded to, in tokens (1: to the longest)."""
+        if isinstance(self.pad_to_multiple_of, int):
+            return self.pad_to_multiple_of
+        return 32 if self.pad_to_multiple_of == "auto" else 1
+
+    @property
+    def eval_temperature(self) -> float:
+        """Temperature of evaluation; 0 is greedy."""
+        return self.temperature if self.temperature_eval is None else self.temperature_eval
+
+    @property
+    def eval_generations(self) -> int:
+        """Completions of each prompt in evaluation."""
+        return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
+
+
+def check_run(
+    config: GRPOConfig,
+    *,
+    num_devices: int,
+    num_rows: int,
+    num_reward_fns: int,
+    num_eval_rows: int | None = None,
+    longest_prompt: int | None = None,
+    context_length: int | None = None,
+) -> None:
+    """Check a config against what it is to be run with; what the config alone can tell is known to be right.
+
+    Args:
+      config: the run's settings.
+      num_devices: devices of the run (1 without a mesh).
+      num_rows: rows of the dataset that are left after long prompts were dropped.
+      num_reward_fns: K, reward functions.
+      num_eval_rows: rows of the evaluation dataset; None: there is none.
+      longest_prompt: tokens of the longest prompt; None: not known.
+      context_length: positions that the model has; None: not known.
+
+    Raises:
+      ValueError: with one line an error, each with the field, the value that came and what to do.
+
+    Example:
+      >>> check_run(GRPOConfig(reward_weights=[1.0, 0.5]), num_devices=1, num_rows=100, num_reward_fns=1)
+      Traceback (most recent call last):
+      ValueError: this run has 1 error:
+        reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
+    """
+    problems = list(_size_problems(config, num_devices))
+    if num_rows < 1:
+        problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
+    if num_reward_fns < 1:
+        problems.append("reward_fns: there is no reward function; give at least one")
+    elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
+        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
+        problems.append(
+            f"{_setting(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
+            " give one weight a function, or None for 1.0 each"
+        )
+    if num_eval_rows is not None:
+        if num_eval_rows < 1:
+            problems.append("eval_dataset: there is no row to evaluate on; give rows, or leave the argument out")
+        batch, group = config.per_device_eval_batch_size, config.eval_generations
+        if batch % group:
+            problems.append(
+                f"{_setting(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
+                f" (num_generations_eval); {nearest(batch, lambda size: size % group == 0)}"
+            )
+    elif config.eval_steps is not None:
+        problems.append(
+            f"{_setting(config, 'eval_steps')}: there is nothing to evaluate on; pass eval_dataset to train"
+        )
+    if context_length is not None:
+        prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
+        if (prompt or 1) + config.max_completion_length > context_length:
+            problems.append(
+                f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt or 1} tokens this passes"
+                f" the {context_length} positions of the model; lower it, or max_prompt_length"
+            )
+    raise_all("this run", problems)
+
+
+# What people write who come from elsewhere, and what it is here.
+_ELSEWHERE = {
+    "output_dir": "pass run_dir to train",
+    "bf16": 'use compute_dtype="bfloat16"',
+    "fp16": 'use compute_dtype="bfloat16"',
+    "use_vllm": "leave it out: the sampler is built in",
+    "report_to": "pass callbacks to train",
+    "eval_strategy": "leave it out: eval_steps says it",
+    "save_strategy": "leave it out: save_steps says it (None: at the end only)",
+    "logging_strategy": "leave it out: logging_steps says it",
+    "optim": "leave it out: it is AdamW",
+    "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
+    "repetition_penalty": "leave it out: the sampler has no such penalty",
+    "kl_coef": "use beta",
+    "clip_eps": "use epsilon",
+    "group_size": "use num_generations",
+    "batch_size": "use per_device_train_batch_size (completions)",
+}
+
+
+def _setting(config: GRPOConfig, name: str) -> str:
+    """Return "name = value", the head of an error line."""
+    return f"{name} = {show(getattr(config, name))}"
+
+
+_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "reward_weights": read_weights,
+    "chat_template_kwargs": read_json,
+    "mesh": read_mesh,
+}
+
+
+def _normalize(config: GRPOConfig) -> list[str]:
+    """Bring the values of a config to their plain Python types, in place, and return the error lines."""
+    problems: list[str] = []
+    wrong: set[str] = set()
+    if isinstance(config.scale_rewards, bool):
+        object.__setattr__(config, "scale_rewards", "group" if config.scale_rewards else "none")
+    for field in dataclasses.fields(config):
+        reader = _READERS.get(field.name, functools.partial(read, field.type))
+        value, fault = reader(getattr(config, field.name))
+        if fault:
+            wrong.add(field.name)
+            problems.append(f"{_setting(config, field.name)}: {fault}")
+        else:
+            object.__setattr__(config, field.name, value)
+    lines = [*_size_problems(config, None, wrong), *_contradictions(config, wrong)]
+    return problems + lines
+
+
+def _size_problems(config: GRPOConfig, num_devices: int | None, wrong: Container[str] = ()) -> Iterator[str]:
+    """Yield the error lines of batch sizes that don't divide; `num_devices` None: on any number of devices."""
+    names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
+    if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size", "mesh"]):
+        return
+    group, micro, accumulated = (getattr(config, name) for name in names)
+    shards = 1
+    if num_devices is not None:
+        devices = math.prod((config.mesh or {"data": 1}).values())
+        if config.mesh is not None and devices != num_devices:
+            yield f"{_setting(config, 'mesh')}: takes {devices} devices, there are {num_devices}; make the product fit"
+            return
+        shards = config.data_shards(num_devices)
+    else:
+
+        def whole_groups(size: int) -> bool:
+            return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
+
+        if not whole_groups(micro):
+            yield (
+                f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
+                f" it makes {micro * accumulated} completions a device and update, which cannot be cut into whole"
+                f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
+            )
+        if config.steps_per_generation is not None and config.steps_per_generation % accumulated:
+            yield (
+                f"{_setting(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
+                f" {accumulated}; {nearest(config.steps_per_generation, lambda size: size % accumulated == 0)}"
+            )
+        if config.generation_batch_size is not None and config.steps_per_generation is not None:
+            yield (
+                f"{_setting(config, 'generation_batch_size')}: steps_per_generation ="
+                f" {config.steps_per_generation} says the same in another way; set one of the two"
+            )
+            return
+        if not whole_groups(micro):
+            return
+    unit = micro * accumulated * shards
+    if config.generation_batch_size is not None and config.generation_batch_size % unit:
+        yield (
+            f"{_setting(config, 'generation_batch_size')}: does not split into optimizer batches of {unit} completions"
+            f" (per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}"
+            + (f" × {shards} devices" if shards > 1 else "")
+            + f"); {nearest(config.generation_batch_size, lambda size: size % unit == 0)}"
+        )
+
+
+class _Contradiction(NamedTuple):
+    """Fields that are right one by one and not together: the one to show, all that are read, the test, the mend."""
+
+    shown: str
+    fields: str
+    holds: Callable[[GRPOConfig], bool]
+    mend: str
+
+
+_CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
+_CONTRADICTIONS = (
+    _Contradiction(
+        "epsilon_high",
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
+        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it (ScaleRL, arXiv 2510.13786: 5.0)",
+    ),
+    _Contradiction(
+        "epsilon_high",
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high < 1,
+        f"{_CAP}; below 1 it scales every gradient down; use 1 or more (ScaleRL, arXiv 2510.13786: 5.0)",
+    ),
+    _Contradiction(
+        "epsilon_high",
+        "epsilon_high loss_type",
+        lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
+        "sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
+    ),
+    _Contradiction(
+        "delta",
+        "delta loss_type",
+        lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
+        "cispo, sapo and vespo have no such cap; leave it at None",
+    ),
+    _Contradiction(
+        "importance_sampling_level",
+        "importance_sampling_level loss_type",
+        lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
+        'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
+    ),
+    _Contradiction(
+        "sync_ref_model",
+        "sync_ref_model beta",
+        lambda c: c.sync_ref_model and c.beta == 0,
+        "with beta = 0 there is no reference to pull along; set beta above 0, or sync_ref_model=False",
+    ),
+    _Contradiction(
+        "entropy_coef_min",
+        "entropy_coef_min entropy_coef_max",
+        lambda c: c.entropy_coef_min > c.entropy_coef_max,
+        "must not be above entropy_coef_max; lower the one or raise the other",
+    ),
+    _Contradiction(
+        "entropy_coef",
+        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
+        lambda c: (
+            c.use_adaptive_entropy
+            and c.entropy_coef_min <= c.entropy_coef_max
+            and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max
+        ),
+        "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+    ),
+    _Contradiction(
+        "max_steps",
+        "max_steps",
+        lambda c: c.max_steps == 0,
+        "nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
+    ),
+    _Contradiction(
+        "warmup_steps",
+        "warmup_steps",
+        lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
+        "must be a whole number of steps, or a share of all steps below 1",
+    ),
+    _Contradiction(
+        "warmup_steps",
+        "warmup_steps max_steps",
+        lambda c: 0 < c.max_steps < c.warmup_steps,
+        "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
+    ),
+    _Contradiction(
+        "warmup_steps",
+        "warmup_steps lr_scheduler_type",
+        lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
+        'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
+    ),
+    _Contradiction(
+        "num_generations_eval",
+        "num_generations_eval temperature_eval",
+        lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
+        "greedy completions of one prompt (temperature_eval = 0) are all the same; use 1 or None",
+    ),
+)
+
+
+def _contradictions(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
+    """Yield an error line for each contradiction between fields that are right by themselves."""
+    for case in _CONTRADICTIONS:
+        if not any(field in wrong for field in case.fields.split()) and case.holds(config):
+            yield f"{_setting(config, case.shown)}: {case.mend}"

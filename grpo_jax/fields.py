@@ -1,0 +1,145 @@
+"""Reading the fields of a settings class by their annotations, with error lines that a person can act on.
+
+A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, or a union of such.
+Nothing here knows `GRPOConfig`.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+
+@dataclasses.dataclass(frozen=True)
+class In:
+    """Bounds of a number, written as an interval such as `"(0, 1]"`, and what to do when it lies outside."""
+
+    interval: str
+    mend: str
+
+    def fault(self, value: float) -> str:
+        """Return what is wrong with a value, "" if nothing is."""
+        low, high = (float(end) for end in self.interval[1:-1].split(","))
+        with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
+        if (low < value or (with_low and value == low)) and (value < high or (with_high and value == high)):
+            return ""
+        bounds = [f"{'at least' if with_low else 'above'} {low:.12g}"]
+        bounds += [f"{'at most' if with_high else 'below'} {high:.12g}"] * math.isfinite(high)
+        return f"must be {' and '.join(bounds)}; {self.mend}"
+
+
+Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
+Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
+NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
+
+
+def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
+    """Return the error line of a field that does not exist; `elsewhere`: names that people bring, and what to do."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    mend = elsewhere.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
+    return f"{name}: no such field; {mend}"
+
+
+def raise_all(what: str, problems: list[str]) -> None:
+    """Raise one `ValueError` with a line a problem; nothing if there is none."""
+    if problems:
+        count = f"{len(problems)} error{'s' * (len(problems) > 1)}"
+        raise ValueError("\n  ".join([f"{what} has {count}:", *problems]))
+
+
+def show(value: object) -> str:
+    """Return a short text of a value, for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest(value: int, fits: Callable[[int], bool]) -> str:
+    """Return the sizes nearest to `value` that fit, in words."""
+    below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
+    above = next((size for size in range(value + 1, 100 * value + 1000) if fits(size)), None)
+    sizes = [str(size) for size in (below, above) if size is not None]
+    return f"the nearest that fit{'s' * (len(sizes) == 1)}: {' and '.join(sizes)}"
+
+
+def read(kind: Any, value: Any) -> tuple[Any, str]:
+    """Return a value as the plain type that an annotation asks for, and what is wrong with it ("" if nothing is)."""
+    if get_origin(kind) in (Union, UnionType):
+        options = get_args(kind)
+        results = [(None, "")] if value is None and NoneType in options else []
+        results += [read(option, value) for option in options if option is not NoneType]
+        faults = " or ".join(fault for _, fault in results)
+        return next((result for result in results if not result[1]), (value, faults))
+    if get_origin(kind) is Literal:
+        return _read_name(get_args(kind), value)
+    if kind is bool:
+        return value, "" if isinstance(value, bool) else "must be True or False"
+    bounds = None
+    if get_origin(kind) is Annotated:
+        kind, bounds = get_args(kind)
+    value, fault = _read_number(kind, value)
+    return value, fault or (bounds.fault(value) if bounds else "")
+
+
+def _read_name(names: tuple[str, ...], value: Any) -> tuple[Any, str]:
+    """Return a variant's name, or the nearest one and all there are."""
+    if isinstance(value, str) and value in names:
+        return value, ""
+    close = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
+    hint = f'did you mean "{close[0]}"? ' if close else ""
+    return value, hint + f"must be {' or '.join(repr(name) for name in names)}".replace("'", '"')
+
+
+def _read_number(kind: type, value: Any) -> tuple[Any, str]:
+    """Return a number as a Python int or float (NumPy's scalars are taken)."""
+    noun = "a whole number" if kind is int else "a number"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value, f"must be {noun}, not {type(value).__name__}"
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return value, f"must be {noun}, and finite"
+    if kind is int and not isinstance(value, numbers.Integral):
+        return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
+    return kind(value), ""
+
+
+def read_weights(value: Any) -> tuple[Any, str]:
+    """Return reward weights as a tuple of floats."""
+    if value is None:
+        return None, ""
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        return value, "must be a list with one number a reward function; or None for 1.0 each"
+    results = [_read_number(float, weight) for weight in value]
+    faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
+    return tuple(weight for weight, _ in results), "; ".join(faults)
+
+
+def read_json(value: Any) -> tuple[Any, str]:
+    """Return a copy of a dict that JSON can hold."""
+    if value is None:
+        return None, ""
+    fault = "must be a dict of keywords that JSON can hold, or None"
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        return value, fault
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)), ""
+    except (TypeError, ValueError):
+        return value, fault
+
+
+def read_mesh(value: Any) -> tuple[Any, str]:
+    """Return mesh axes and their sizes."""
+    if value is None:
+        return None, ""
+    names = {"data", "fsdp", "tensor"}
+    if not isinstance(value, dict) or not value or not names.issuperset(value):
+        return value, 'must be a dict of devices along "data", "fsdp" and "tensor", or None'
+    results = {name: read(Count, size) for name, size in value.items()}
+    faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
+    return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
