@@ -82,9 +82,7 @@ def _id_array(ids: Any, where: str) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise ValueError(f"{where} holds {array.dtype} values, {_short(ids)}: token ids are integers")
     if array.min() < 0 or array.max() >= 2**31:
-        raise ValueError(
-            f"{where} holds the id {int(array.min() if array.min() < 0 else array.max())}: outside 0..2³¹−1"
-        )
+        raise ValueError(f"{where} holds ids from {array.min()} to {array.max()}: token ids are in 0..2³¹−1")
     return array
 
 
@@ -97,7 +95,7 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
       argument: what the caller calls it, for the messages.
 
     Returns:
-      A list of dicts. `prompt` is a str, or a list of messages (`{"role": ..., "content": ...}`), the same in every row.
+      A list of dicts. `prompt` is text in every row, or in every row a list of messages with `role` and `content`.
 
     Raises:
       ValueError: no rows; a row that is no dict; no `prompt`, or one that is neither text nor messages; rows whose
@@ -156,9 +154,7 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     """Read one JSON value from each non-empty line."""
     rows = []
     if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"{argument} is {os.fspath(path)!r}: no such file; give the path of a JSONL file, or rows"
-        )
+        raise FileNotFoundError(f"{argument} is {os.fspath(path)!r}, which is no file: give the path of a JSONL file")
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -255,15 +251,25 @@ def encode_prompts(
     for name in _OWN_TEMPLATE_KWARGS:
         if name in template_kwargs:
             raise ValueError(f"chat_template_kwargs has {name!r}, which encode_prompts sets itself: take it out")
-    token_ids = [_encode(row["prompt"], tokenizer, template_kwargs, index) for index, row in enumerate(rows)]
+    prompts = [row["prompt"] for row in rows]
+    if all(isinstance(prompt, str) for prompt in prompts):
+        token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
+    else:
+        token_ids = [_encode_messages(prompt, tokenizer, template_kwargs, i) for i, prompt in enumerate(prompts)]
+    for index, ids in enumerate(token_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at all: check "
+                "that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
+            )
     bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
     long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
     if long and (on_long_prompt == "error" or len(long) == len(rows)):
         longest = max(long, key=lambda index: len(token_ids[index]))
+        drop = " or leave such rows out with on_long_prompt='drop'" if len(long) < len(rows) else ""
         raise ValueError(
-            f"max_prompt_length is {max_prompt_length}, but {len(long)} of {len(rows)} prompts are longer; the longest, "
-            f"row {longest}, has {len(token_ids[longest])} tokens: raise max_prompt_length"
-            + (" or leave such rows out with on_long_prompt='drop'" if len(long) < len(rows) else "")
+            f"max_prompt_length is {max_prompt_length}, but {len(long)} of {len(rows)} prompts are longer; the "
+            f"longest, of row {longest}, has {len(token_ids[longest])} tokens: raise max_prompt_length{drop}"
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
     return EncodedPrompts(
@@ -271,49 +277,39 @@ def encode_prompts(
     )
 
 
-def _encode(prompt: str | Messages, tokenizer: Any, template_kwargs: dict[str, Any], index: int) -> list[int]:
-    """Return the token ids of one prompt."""
-    if not is_conversation(prompt):
-        ids = tokenizer(text=prompt)["input_ids"]
-    else:
-        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
-            raise ValueError(
-                f"row {index}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
-                "tokenizer.chat_template, pass chat_template_kwargs={'chat_template': ...}, use an instruct checkpoint, "
-                "or give prompts as text"
-            )
-        prefilled = prompt[-1]["role"] == "assistant"
-        try:
-            # return_dict=False: transformers 5 would return a dict of ids and attention mask.
-            ids = tokenizer.apply_chat_template(
-                list(prompt),
-                add_generation_prompt=not prefilled,
-                continue_final_message=prefilled,
-                tokenize=True,
-                return_dict=False,
-                **template_kwargs,
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # jinja2 and the template's own raise_exception: no common class below Exception
-            raise ValueError(
-                f"row {index}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
-                f"{_short(prompt)}"
-            ) from error
-    if len(ids) == 0:
+def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], index: int) -> list[int]:
+    """Return the token ids of one conversation, open for the assistant to speak."""
+    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
         raise ValueError(
-            f"row {index}: the tokenizer encodes the prompt {_short(prompt)} to no token at all: check that the "
-            "tokenizer belongs to the checkpoint, and that the prompt is not empty"
+            f"row {index}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
+            "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
-    return [int(token) for token in ids]
+    prefilled = prompt[-1]["role"] == "assistant"
+    try:
+        # return_dict=False: transformers 5 would return a dict of ids and attention mask.
+        return tokenizer.apply_chat_template(
+            list(prompt),
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+    except ImportError:  # jinja2 is missing, and the message says so
+        raise
+    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+        raise ValueError(
+            f"row {index}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
+            f"{_short(prompt)}"
+        ) from error
 
 
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
     """Return entries start..start+count−1 of the infinite sequence of (epoch, row index).
 
-    The sequence is the concatenation of one permutation of 0..num_rows−1 for each epoch, so no row is skipped or doubled
-    within an epoch, and batches may span the end of one. It depends on nothing but the arguments: a data cursor is the
-    one integer `start`, and resuming is calling this again.
+    The sequence is one permutation of 0..num_rows−1 after the other, one for each epoch, so no row is skipped or
+    doubled within an epoch, and batches may span the end of one. It depends on nothing but the arguments: a data cursor
+    is the one integer `start`, and resuming is calling this again.
 
     Args:
       start: how many entries have been used so far.
@@ -361,9 +357,9 @@ def reward_inputs(tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any) -
       mask: [B, G, T] bool, True on the tokens of a completion.
 
     Returns:
-      A dict of `prompts`, `completions`, `completion_ids` (lists of B·G in prompt-major order) and `columns` (every other
-      column of the rows, repeated likewise). Where a conversation ends in a prefill, the prefill is the beginning of the
-      completion's message and no longer the end of the prompt, so that prompt + completion is the conversation.
+      A dict of `prompts`, `completions`, `completion_ids` (lists of B·G in prompt-major order) and `columns` (every
+      other column of the rows, repeated likewise). Where a conversation ends in a prefill, the prefill is the beginning
+      of the completion's message and not the end of the prompt, so that prompt + completion is the conversation.
     """
     group = range(np.shape(tokens)[1])
     prompts = [_without_prefill(row["prompt"]) for row in rows for _ in group]
