@@ -1,18 +1,28 @@
 """Logits to tokens: the processed distribution, and an exact draw from it by the inverse of its cumulative sum.
 
-A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a CPU.
-The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks a token
-inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
+A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a
+CPU. The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks a
+token inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["check_sampling", "draw_tokens", "process_logits", "sample_tokens", "uniforms"]
+__all__ = ["Sampling", "check_sampling", "draw_tokens", "process_logits", "sample_tokens", "uniforms"]
+
+
+class Sampling(NamedTuple):
+    """The settings of `process_logits`, hashable: a static argument of what is compiled."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float | None) -> None:
