@@ -16,12 +16,15 @@ def _check_alpha(alpha: float | jax.Array) -> None:
 
 def _check_trees(ref_params: Params, params: Params) -> None:
     """Same structure, same shapes, floats only."""
-    ref_leaves, ref_structure = jax.tree_util.tree_flatten_with_path(ref_params)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    if ref_structure != structure:
-        raise ValueError(f"ref_params and params differ in structure: {ref_structure} and {structure}.")
-    for (path, ref_leaf), (_, leaf) in zip(ref_leaves, leaves, strict=True):
-        name = jax.tree_util.keystr(path)
+    ref_leaves, leaves = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (ref_params, params)
+    )
+    if ref_leaves.keys() != leaves.keys():
+        odd = sorted(ref_leaves.keys() ^ leaves.keys())
+        raise ValueError(f"ref_params and params differ in structure: only one of them has {', '.join(odd)}.")
+    for name, ref_leaf in ref_leaves.items():
+        leaf = leaves[name]
         if jnp.shape(ref_leaf) != jnp.shape(leaf):
             raise ValueError(f"Leaf {name}: ref_params has shape {jnp.shape(ref_leaf)}, params {jnp.shape(leaf)}.")
         for which, x in (("ref_params", ref_leaf), ("params", leaf)):
