@@ -38,13 +38,15 @@ class Rope:
 
     Attributes:
       theta: base of the frequencies.
-      kind: "default", or a scaling named as in Hugging Face's `rope_type`.
+      kind: "default", or a scaling named as in Hugging Face's `rope_type`; one of `ROPE_KINDS`.
       scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
+      fraction: of the head's width that is rotated, the first part of it.
     """
 
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, Any], ...] = ()
+    fraction: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,17 @@ class TransformerConfig:
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
       norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
-      activation: "silu" or "gelu_tanh".
+      activation: "silu", "gelu" or "gelu_tanh".
       query_scale: factor on the attention scores; None means head_dim^(−1/2).
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
+      num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
+      num_experts_per_token: experts that a token is sent to.
+      expert_size: width of one expert's gated MLP.
+      expert_layers: one bool a layer, True for a mixture of experts in place of the MLP.
+      normalize_expert_weights: the weights of a token's experts sum to one.
+      router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
       initializer_range: standard deviation of freshly made weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
@@ -105,6 +113,12 @@ class TransformerConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_size: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    normalize_expert_weights: bool = False
+    router_loss_coef: float = 0.0
     initializer_range: float = 0.02
     dtype: str = "float32"
     remat: bool = False
@@ -128,30 +142,124 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
+    "gelu": lambda x: nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
 }
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angular frequencies [d/2] float32 of `rope`, and the factor on its cosines and sines."""
-    inverse = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind != "default":
-        raise ValueError(f"rope kind {rope.kind!r} is not supported; this decoder knows 'default'.")
-    return inverse.astype(np.float32), 1.0
+def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """Positions divided by `factor` (position interpolation)."""
+    return inverse / n["factor"], 1.0
 
 
-def rope_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, 1, T, d/2] float32 of [B, T] positions; the axis of one is G: rows of a prompt agree."""
-    frequencies, factor = rope_frequencies(rope, head_dim)
+def _dynamic(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """NTK-aware: a larger base once the sequence is longer than the context that the model was made for."""
+    longest, d = n["max_position_embeddings"], 2 * len(inverse)
+    growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
+    return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
+
+
+def _llama3(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """Long wavelengths interpolated, short ones kept, a linear passage between the two."""
+    turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
+    return inverse * (kept + (1 - kept) / n["factor"]), 1.0
+
+
+def _yarn(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """As llama3 with the passage counted in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
+    d, original = 2 * len(inverse), n["original_max_position_embeddings"]
+    factor = n["factor"] or n["max_position_embeddings"] / original
+
+    def dimension(turns):
+        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    def temperature(mscale):
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = dimension(n["beta_fast"]), dimension(n["beta_slow"])
+    if n["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    interpolated = np.clip((np.arange(d // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    attention = n["attention_factor"]
+    if attention is None and n["mscale"] and n["mscale_all_dim"]:
+        attention = temperature(n["mscale"]) / temperature(n["mscale_all_dim"])
+    elif attention is None:
+        attention = temperature(1.0)
+    return inverse * (1 - interpolated + interpolated / factor), attention
+
+
+def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """A factor for each frequency, of two sets: one up to the original context, one beyond (Ding et al. 2024)."""
+    original = n["original_max_position_embeddings"]
+    factor = n["factor"] or n["max_position_embeddings"] / original
+    attention = n["attention_factor"]
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
+
+
+ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np.ndarray, float]]] = {
+    "default": lambda inverse, numbers, rope, length: (inverse, 1.0),
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+"""Scalings: from frequencies, the numbers of the scaling, and the length of the sequence, to frequencies and factor."""
+
+ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Scalings that change for the whole sequence when it grows beyond this number."""
+
+
+def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
+    """Angular frequencies of a rotary embedding.
+
+    Args:
+      rope: the embedding.
+      head_dim: width d of a head, of which the first `rope.fraction` is rotated.
+      length: tokens of the sequence; only "dynamic" and "longrope" depend on it.
+
+    Returns:
+      Frequencies [r/2] float32 in radians a position, r the rotated width; and the factor on cosines and sines.
+
+    Example:
+      >>> rope_frequencies(Rope(theta=100.0, kind="linear", scaling=(("factor", 2.0),)), 4)
+      (array([0.5 , 0.05], dtype=float32), 1.0)
+    """
+    if rope.kind not in ROPE_KINDS:
+        raise ValueError(f"rope kind {rope.kind!r} is not supported; one of {list(ROPE_KINDS)} is.")
+    rotated = int(head_dim * rope.fraction)
+    inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    frequencies, factor = ROPE_KINDS[rope.kind](inverse, dict(rope.scaling), rope, length)
+    return frequencies.astype(np.float32), factor
+
+
+def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, 1, T, r/2] float32 of [B, T] positions; the axis of one is G: rows of a prompt agree."""
+    frequencies, factor = rope_frequencies(rope, head_dim, length)
     angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def check_rope_length(rope: Rope, length: int) -> None:
+    """Refuse cached keys where a longer sequence would change the frequencies that they were already rotated by."""
+    limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"prompts and completions together take up to {length} tokens, but beyond {limit} rope_type {rope.kind!r} "
+            "turns with the length of the whole sequence, so keys cannot be kept; use shorter prompts or completions."
+        )
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
     cos, sin = (t[:, :, :, None] for t in table)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
 def group_attention(
@@ -309,6 +417,54 @@ class MLP(nn.Module):
         return linear("down_proj", c.hidden_size)(gate * linear("up_proj", c.intermediate_size)(x))
 
 
+class Experts(nn.Module):
+    """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
+
+    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: no expert has a capacity, no
+    token is dropped, and a row does not depend on its neighbours.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """x [N, D], weights and chosen [N, k] to [N, D]."""
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+
+        def kernel(name, fan_in, fan_out):
+            init = nn.initializers.normal(c.initializer_range)
+            return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
+
+        gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
+        down = kernel("down_proj", c.expert_size, c.hidden_size)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
+        row = order // chosen.shape[1]
+        y = jnp.take(x.astype(dtype), row, axis=0)
+        y = ACTIVATIONS[c.activation](jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
+        y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None].astype(dtype)
+        return jnp.zeros(x.shape, y.dtype).at[row].add(y)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="gate")(x)
+        logits = logits.astype(jnp.float32)
+        self.sow("router", "logits", logits)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
+        if c.normalize_expert_weights:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        flat = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
+        return Experts(c, name="experts")(*flat).reshape(x.shape)
+
+
 class Layer(nn.Module):
     """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names."""
 
@@ -322,7 +478,9 @@ class Layer(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        attention, mlp = Attention(c, self.layer, name="self_attn"), MLP(c, name="mlp")
+        attention = Attention(c, self.layer, name="self_attn")
+        sparse = bool(c.expert_layers) and c.expert_layers[self.layer]
+        mlp = MixtureOfExperts(c, name="mlp") if sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index)
             x = x + y
@@ -414,7 +572,13 @@ class Transformer(nn.Module):
         positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
         if prefix is not None:
             positions = positions + prefix.lengths[:, None]
-        tables = tuple(rope_table(positions, rope, c.head_dim) for rope in (c.rope, c.local_rope) if rope is not None)
+        longest = t if cache is None else cache[0][0].shape[3]
+        ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
+        if prefix is not None or cache is not None:
+            longest += 0 if prefix is None else prefix.layers[0][0].shape[2]
+            for rope in ropes:
+                check_rope_length(rope, longest)
+        tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
         x = self.embed_tokens(tokens)
         own = []
         for i, layer in enumerate(self.layers):
@@ -437,6 +601,44 @@ class Transformer(nn.Module):
         return logits if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
 
 
+def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
+    """Load-balancing loss of a mixture of experts: E Σ_e f_e p_e.
+
+    f_e is the number of tokens sent to expert e, and p_e the mean probability that the router gave it, both over the
+    masked-in tokens of all sparse layers; a router without preferences has the least loss, `num_experts_per_token`.
+
+    Args:
+      router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
+      mask: [B, T] or [B, G, T], as the tokens were; the tokens that count.
+      num_experts_per_token: k of the config.
+
+    Returns:
+      [] float32; minimise, times `config.router_loss_coef`.
+
+    Gradient:
+      Through p only; f counts.
+
+    References:
+      Fedus et al. 2021, Switch Transformers, eq. 4 to 6, as transformers' `load_balancing_loss_func` has it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> router = {"layers_0": {"mlp": {"logits": (jnp.zeros((1, 1, 2, 4)),)}}}
+      >>> float(router_loss(router, jnp.ones((1, 2)), num_experts_per_token=1))
+      1.0
+    """
+    used, given, count = 0.0, 0.0, 0.0
+    flat = mask.reshape(-1, 1).astype(jnp.float32)
+    for logits in jax.tree.leaves(router):
+        probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
+        _, chosen = jax.lax.top_k(probs, num_experts_per_token)
+        used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
+        given += (probs * flat).sum(axis=0)
+        count += flat.sum()
+    count = jnp.maximum(count, 1.0)
+    return jnp.shape(used)[-1] * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))
+
+
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
     """Own keys and values for `slots` decode steps of [batch, group] rows, zeros."""
     shape = (batch, config.num_kv_heads, group, slots, config.head_dim)
@@ -450,6 +652,7 @@ def count_parameters(params: Any) -> int:
 
 
 __all__: Sequence[str] = [
+    "ROPE_KINDS",
     "Cache",
     "Prefix",
     "Rope",
@@ -459,4 +662,5 @@ __all__: Sequence[str] = [
     "empty_cache",
     "group_attention",
     "rope_frequencies",
+    "router_loss",
 ]

@@ -1,0 +1,521 @@
+"""Checkpoints in Hugging Face's layout, in and out, without PyTorch.
+
+`from_pretrained` checks everything that can be checked from config.json and the headers of the weight files before it
+reads the first weight. Tensors are read by rows into their parameters one at a time, the largest first, so the host
+never holds a second copy of the model. `save_pretrained` writes into a directory of a temporary name and renames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.families import Part, Tensor, abstract_params, parameter_paths, read_config, tensor_plan
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Params
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that a tokenizer may consist of; they are kept byte for byte."""
+
+WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
+
+STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+"""Dtypes of stored tensors, as a safetensors header names them."""
+
+BLOCK = 1 << 24
+"""Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
+
+PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
+"""A text that no working tokenizer encodes to nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model with everything that goes into its checkpoint.
+
+    Attributes:
+      model: `Transformer`; `model.config` is the shape of the decoder.
+      params: its parameters, a nested dict of arrays.
+      tokenizer: of transformers, or None where the checkpoint has none.
+      config: the content of config.json, as it came.
+      generation_config: the content of generation_config.json, {} where there is none.
+      files: the tokenizer's files, name to bytes, as they came.
+    """
+
+    model: Any
+    params: Params
+    tokenizer: Any = None
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
+        for ids in (
+            self.generation_config.get("eos_token_id"),
+            self.config.get("eos_token_id"),
+            getattr(self.tokenizer, "eos_token_id", None),
+        ):
+            if ids is not None and ids != []:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        return ()
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
+        for token in (
+            self.generation_config.get("pad_token_id"),
+            self.config.get("pad_token_id"),
+            getattr(self.tokenizer, "pad_token_id", None),
+        ):
+            if token is not None and token >= 0:
+                return token
+        return (*self.eos_token_ids, 0)[0]
+
+    def replace(self, **changes: Any) -> Policy:
+        """This policy with other fields, as `policy.replace(params=state.params)`."""
+        return dataclasses.replace(self, **changes)
+
+
+def from_pretrained(
+    name_or_directory: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    param_dtype: str | None = None,
+    remat: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Policy:
+    """Load a checkpoint in Hugging Face's layout.
+
+    Args:
+      name_or_directory: a directory, or the name of a model on the hub.
+      dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
+      param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      mesh: devices to place the parameters on, or None for the default device.
+
+    Returns:
+      A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
+
+    Raises:
+      FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
+      ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
+        another shape; a tokenizer that encodes text to nothing. All of this is found before a weight is read.
+    """
+    for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
+        if value not in ("float32", "bfloat16"):
+            raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
+    directory = _find(name_or_directory)
+    raw = _read_json(directory / "config.json")
+    if raw is None:
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
+    config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
+    plan = tensor_plan(raw, config)
+    stored = _stored_tensors(directory)
+    _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
+    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    return Policy(
+        model=Transformer(config),
+        params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
+        tokenizer=load_tokenizer(directory) if files else None,
+        config=raw,
+        generation_config=_read_json(directory / "generation_config.json") or {},
+        files=files,
+    )
+
+
+def init_policy(
+    config: Mapping[str, Any],
+    key: jax.Array,
+    *,
+    tokenizer: Any = None,
+    generation_config: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+) -> Policy:
+    """Make a policy with fresh weights, for `save_pretrained` to write as a checkpoint.
+
+    Args:
+      config: what config.json shall say: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
+        `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
+      key: typed PRNG key, consumed.
+      tokenizer: of transformers, or None.
+      generation_config: what generation_config.json shall say; None means the token ids of `config`.
+      dtype: compute and parameter dtype.
+
+    Returns:
+      A `Policy`; matrices are normal with `initializer_range`, norms one, biases zero.
+
+    Example:
+      >>> import jax
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": 3}, jax.random.key(0))
+      >>> policy.eos_token_ids, policy.config["model_type"]
+      ((3,), 'qwen3')
+    """
+    from grpo_jax.models.families import family_of
+
+    raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
+    model = Transformer(read_config(raw, dtype=dtype))
+    params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    if generation_config is None:
+        generation_config = {
+            name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(name) is not None
+        }
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer.save_pretrained(scratch)
+            files = {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return Policy(model, params, tokenizer, raw, dict(generation_config), files)
+
+
+def save_pretrained(
+    directory: str | os.PathLike[str],
+    policy: Policy,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
+
+    Config, generation config and tokenizer files are written as they came; only `dtype` in config.json follows the
+    weights. The directory appears under its name when it is complete, and replaces an older checkpoint of that name.
+
+    Args:
+      directory: where to.
+      policy: what to write.
+      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None means that of the parameters.
+      max_shard_size: bytes of one weight file, as 5_000_000_000 or "5GB"; beyond it the weights are split.
+
+    Raises:
+      FileExistsError: `directory` exists and holds files that are no checkpoint's.
+      ValueError: another dtype, or parameters that are not those of the config.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from safetensors.numpy import save_file
+
+    target = Path(directory).expanduser().absolute()
+    _check_replaceable(target)
+    plan = tensor_plan(policy.config, policy.model.config)
+    leaves = dict(parameter_paths(policy.params))
+    _check_params(plan, leaves)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"dtype is {dtype!r}; use 'float32', 'bfloat16', 'float16', or None to keep that of the params."
+        )
+    stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
+
+    def stack(tensor: Tensor) -> np.ndarray:
+        parts = []
+        for part in tensor.parts:
+            leaf = leaves[part.path]
+            array = np.asarray(leaf if part.expert is None else leaf[part.expert])
+            parts.append(array.T if part.transposed else array)
+        return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0], dtype=stored)
+
+    split = split_state_dict_into_shards_factory(
+        {tensor.name: tensor for tensor in plan},
+        get_storage_size=lambda tensor: math.prod(tensor.shape) * stored.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    tensors = {tensor.name: tensor for tensor in plan}
+    config = dict(policy.config)
+    config.pop("torch_dtype", None)
+    config["dtype"] = stored.name
+    with _appearing(target) as scratch:
+        for filename, names in split.filename_to_tensors.items():
+            save_file({name: stack(tensors[name]) for name in names}, scratch / filename, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            _write_json(scratch / "model.safetensors.index.json", index)
+        _write_json(scratch / "config.json", config)
+        if policy.generation_config:
+            _write_json(scratch / "generation_config.json", policy.generation_config)
+        for name, content in policy.files.items():
+            (scratch / name).write_bytes(content)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a directory, by transformers; one that encodes text to no ids is refused.
+
+    Args:
+      directory: with tokenizer files.
+
+    Returns:
+      What `AutoTokenizer` makes of it.
+
+    Raises:
+      ValueError: it cannot be loaded, or it encodes a probe text to nothing.
+    """
+    with _quiet_import():
+        from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    except Exception as error:
+        raise ValueError(
+            f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load ({error}); "
+            "mend or remove its tokenizer files."
+        ) from error
+    if not tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids. transformers loads "
+            f"it as {type(tokenizer).__name__} because of `model_type` in config.json; a tokenizer made at home "
+            "survives that as a byte-level BPE."
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Import transformers without its advice that PyTorch was not found: nothing here needs it."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _find(name_or_directory: str | os.PathLike[str]) -> Path:
+    """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's."""
+    name = os.fspath(name_or_directory)
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
+    if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise FileNotFoundError(
+            f"name_or_directory {name!r} is no directory; give one, or a hub name as 'owner/model'."
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise FileNotFoundError(
+            f"name_or_directory {name!r} is no local directory, and the hub did not give it: {error}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies: plain reads, since the pages of a memory map would count beside the parameters."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Rows first..first+count-1."""
+        width = math.prod(self.shape[1:])
+        nbytes = self.dtype.itemsize
+        data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
+        return data.view(self.dtype).reshape(count, *self.shape[1:])
+
+
+def _stored_tensors(directory: Path) -> dict[str, _Stored]:
+    """Every tensor of a directory by name, from the headers of its safetensors files."""
+    index = _read_json(directory / "model.safetensors.index.json")
+    files = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+    absent = [name for name in files if not (directory / name).is_file()]
+    if absent:
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        advice = f"; {', '.join(others)} are PyTorch's own format: save them as safetensors" if others else ""
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {', '.join(absent)}{advice}.")
+    tensors = {}
+    for path in (directory / name for name in files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end > size:
+                raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
+            if entry["dtype"] not in STORED:
+                raise ValueError(
+                    f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
+                    f"supported: {', '.join(STORED)}."
+                )
+            tensors[name] = _Stored(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
+    return tensors
+
+
+def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, _Stored], tied: bool) -> None:
+    """Compare the names and shapes of a checkpoint with those of its config."""
+    wanted = {tensor.name: tensor.shape for tensor in plan}
+    # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
+    spare = {name for name in stored if name.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if tied else set())
+    problems = {
+        "missing": [name for name in wanted if name not in stored],
+        "unexpected": [name for name in stored if name not in wanted and name not in spare],
+        "of another shape": [
+            f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name].shape != shape
+        ],
+    }
+    told = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    if told:
+        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
+
+
+def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:
+    """Compare a tree of parameters with the config that it is saved beside."""
+    wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
+    problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
+    problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
+    problems += [
+        f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
+        for path, shape in wanted.items()
+        if path in leaves and leaves[path].shape[-len(shape) :] != shape
+    ]
+    if problems:
+        raise ValueError(f"policy.params are not those of policy.config: {_some(problems)}.")
+
+
+def _some(items: list[str], most: int = 5) -> str:
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _read_params(
+    plan: tuple[Tensor, ...],
+    stored: Mapping[str, _Stored],
+    abstract: Params,
+    dtype: np.dtype,
+    mesh: jax.sharding.Mesh | None,
+) -> Params:
+    """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
+    sources: dict[tuple[str, ...], list[tuple[_Stored, int, Part]]] = {}
+    for tensor in plan:
+        first = 0
+        for part in tensor.parts:
+            sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
+            first += part.rows
+    shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
+    arrays = {}
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
+        array = np.empty(shapes[path], dtype)
+        for source, first, part in sources[path]:
+            _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
+        arrays[path] = _place(path, array, mesh)
+        del array
+    return _nest({path: arrays[path] for path in shapes})
+
+
+def _copy_rows(source: _Stored, first: int, part: Part, out: np.ndarray) -> None:
+    """Copy rows of a stored tensor into a parameter, a block at a time."""
+    width = math.prod(source.shape[1:]) * source.dtype.itemsize
+    step = max(1, BLOCK // max(width, 1))
+    for start in range(0, part.rows, step):
+        count = min(step, part.rows - start)
+        block = source.rows(first + start, count)
+        if part.transposed:
+            out[:, start : start + count] = block.T
+        else:
+            out[start : start + count] = block
+
+
+def _place(path: tuple[str, ...], array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """Put one parameter on its devices. This is where a sharding table by `path` enters; until then, replicas."""
+    if mesh is None:
+        return jnp.array(array, copy=True)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def _check_replaceable(target: Path) -> None:
+    """A checkpoint may be replaced by a checkpoint; nothing else is ever removed."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise FileExistsError(f"directory {str(target)!r} exists and is no directory; give another name.")
+    if not target.exists():
+        return
+    known = {"config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES}
+    others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
+    if others:
+        raise FileExistsError(
+            f"directory {str(target)!r} holds files that are no checkpoint's ({_some(sorted(others))}); "
+            "give a directory of its own."
+        )
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A scratch directory beside `target` that takes its name at the end, or is removed if anything fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+            target.rename(old / target.name)
+            scratch.rename(target)
+            shutil.rmtree(old)
+        else:
+            scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+__all__ = ["Policy", "from_pretrained", "init_policy", "load_tokenizer", "save_pretrained"]
