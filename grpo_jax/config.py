@@ -287,12 +287,21 @@ class GRPOConfig:
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def data_shards(self, num_devices: int = 1) -> int:
-        """Return over how many devices prompts are split: all of them, but for those along the mesh's tensor axis."""
-        return num_devices // (self.mesh or {}).get("tensor", 1)
+    def data_shards(self, num_devices: int | None = None) -> int:
+        """Return over how many devices prompts are split: all but for those along the mesh's "tensor" axis.
 
-    def sizes(self, num_devices: int = 1) -> Sizes:
-        """Return the batch sizes that the fields come to on `num_devices` devices.
+        Args:
+          num_devices: devices of the run; None: those of `mesh`, 1 without one.
+        """
+        mesh = self.mesh or {}
+        devices = math.prod(mesh.values()) if num_devices is None else num_devices
+        return max(devices // mesh.get("tensor", 1), 1)
+
+    def sizes(self, num_devices: int | None = None) -> Sizes:
+        """Return the batch sizes that the fields come to.
+
+        Args:
+          num_devices: devices of the run; None: those of `mesh`, 1 without one.
 
         Raises:
           ValueError: if `generation_batch_size` does not split evenly over that many devices.
@@ -301,8 +310,8 @@ class GRPOConfig:
           >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
           (8, 64, 1, 3)
         """
-        raise_all("GRPOConfig", list(_size_problems(self, num_devices)))
         shards, group = self.data_shards(num_devices), self.num_generations
+        raise_all("GRPOConfig", list(_split_problems(self, shards)))
         micro = self.per_device_train_batch_size * shards
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         if self.generation_batch_size is not None:
@@ -320,7 +329,7 @@ class GRPOConfig:
             micro_completions=micro_completions,
         )
 
-    def total_steps(self, num_rows: int, num_devices: int = 1) -> int:
+    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
         """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
 
         Batches run on over the end of an epoch, so that no row is left out: ceil(epochs × rows / B) iterations.
@@ -386,7 +395,10 @@ def check_run(
       ValueError: this run has 1 error:
         reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
     """
-    problems = list(_size_problems(config, num_devices))
+    problems = list(_split_problems(config, config.data_shards(num_devices)))
+    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
+        product = " × ".join(str(size) for size in config.mesh.values())
+        problems.append(f"{_setting(config, 'mesh')}: {product} is not the {num_devices} devices there are; make it so")
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -432,6 +444,7 @@ _ELSEWHERE = {
     "logging_strategy": "leave it out: logging_steps says it",
     "optim": "leave it out: it is AdamW",
     "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
+    "max_new_tokens": "use max_completion_length",
     "repetition_penalty": "leave it out: the sampler has no such penalty",
     "kl_coef": "use beta",
     "clip_eps": "use epsilon",
@@ -466,146 +479,120 @@ def _normalize(config: GRPOConfig) -> list[str]:
             problems.append(f"{_setting(config, field.name)}: {fault}")
         else:
             object.__setattr__(config, field.name, value)
-    lines = [*_size_problems(config, None, wrong), *_contradictions(config, wrong)]
+    lines = [*_batch_problems(config, wrong), *_contradictions(config, wrong)]
     return problems + lines
 
 
-def _size_problems(config: GRPOConfig, num_devices: int | None, wrong: Container[str] = ()) -> Iterator[str]:
-    """Yield the error lines of batch sizes that don't divide; `num_devices` None: on any number of devices."""
+def _batch_problems(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
+    """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
     names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
-    if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size", "mesh"]):
+    if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size"]):
         return
     group, micro, accumulated = (getattr(config, name) for name in names)
-    shards = 1
-    if num_devices is not None:
-        devices = math.prod((config.mesh or {"data": 1}).values())
-        if config.mesh is not None and devices != num_devices:
-            yield f"{_setting(config, 'mesh')}: takes {devices} devices, there are {num_devices}; make the product fit"
-            return
-        shards = config.data_shards(num_devices)
-    else:
 
-        def whole_groups(size: int) -> bool:
-            return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
+    def whole_groups(size: int) -> bool:
+        return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
 
-        if not whole_groups(micro):
-            yield (
-                f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
-                f" it makes {micro * accumulated} completions a device and update, which cannot be cut into whole"
-                f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
-            )
-        if config.steps_per_generation is not None and config.steps_per_generation % accumulated:
-            yield (
-                f"{_setting(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
-                f" {accumulated}; {nearest(config.steps_per_generation, lambda size: size % accumulated == 0)}"
-            )
-        if config.generation_batch_size is not None and config.steps_per_generation is not None:
-            yield (
-                f"{_setting(config, 'generation_batch_size')}: steps_per_generation ="
-                f" {config.steps_per_generation} says the same in another way; set one of the two"
-            )
-            return
-        if not whole_groups(micro):
-            return
-    unit = micro * accumulated * shards
-    if config.generation_batch_size is not None and config.generation_batch_size % unit:
+    if not whole_groups(micro):
         yield (
-            f"{_setting(config, 'generation_batch_size')}: does not split into optimizer batches of {unit} completions"
-            f" (per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}"
-            + (f" × {shards} devices" if shards > 1 else "")
-            + f"); {nearest(config.generation_batch_size, lambda size: size % unit == 0)}"
+            f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
+            f" it makes {micro * accumulated} completions a device and update, which cannot be cut into whole"
+            f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
+        )
+    steps = config.steps_per_generation
+    if steps is not None and steps % accumulated:
+        yield (
+            f"{_setting(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
+            f" {accumulated}; {nearest(steps, lambda size: size % accumulated == 0)}"
+        )
+    if steps is not None and config.generation_batch_size is not None:
+        yield (
+            f"{_setting(config, 'generation_batch_size')}: steps_per_generation = {steps} says the same in another way;"
+            " set one of the two"
+        )
+    elif whole_groups(micro):
+        yield from _split_problems(config, shards=1)
+
+
+def _split_problems(config: GRPOConfig, shards: int) -> Iterator[str]:
+    """Yield the error line of a generation batch that does not split into the optimizer batches of so many shards."""
+    micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    update = micro * accumulated * shards
+    if config.generation_batch_size is not None and config.generation_batch_size % update:
+        devices = f" × {shards} devices" if shards > 1 else ""
+        product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
+        yield (
+            f"{_setting(config, 'generation_batch_size')}: does not split into optimizer batches of {update}"
+            f" completions ({product}); {nearest(config.generation_batch_size, lambda size: size % update == 0)}"
         )
 
 
-class _Contradiction(NamedTuple):
-    """Fields that are right one by one and not together: the one to show, all that are read, the test, the mend."""
-
-    shown: str
-    fields: str
-    holds: Callable[[GRPOConfig], bool]
-    mend: str
-
-
 _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
-_CONTRADICTIONS = (
-    _Contradiction(
-        "epsilon_high",
+_PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
+
+# Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
+_CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
+    (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
-        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it (ScaleRL, arXiv 2510.13786: 5.0)",
+        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it {_PAPER}",
     ),
-    _Contradiction(
-        "epsilon_high",
+    (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high < 1,
-        f"{_CAP}; below 1 it scales every gradient down; use 1 or more (ScaleRL, arXiv 2510.13786: 5.0)",
+        f"{_CAP}; below 1 it scales every gradient down; use 1 or more {_PAPER}",
     ),
-    _Contradiction(
-        "epsilon_high",
+    (
         "epsilon_high loss_type",
         lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
         "sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
     ),
-    _Contradiction(
-        "delta",
+    (
         "delta loss_type",
         lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
         "cispo, sapo and vespo have no such cap; leave it at None",
     ),
-    _Contradiction(
-        "importance_sampling_level",
+    (
         "importance_sampling_level loss_type",
         lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
         'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
     ),
-    _Contradiction(
-        "sync_ref_model",
+    (
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0,
         "with beta = 0 there is no reference to pull along; set beta above 0, or sync_ref_model=False",
     ),
-    _Contradiction(
-        "entropy_coef_min",
+    (
         "entropy_coef_min entropy_coef_max",
         lambda c: c.entropy_coef_min > c.entropy_coef_max,
         "must not be above entropy_coef_max; lower the one or raise the other",
     ),
-    _Contradiction(
-        "entropy_coef",
+    (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
-        lambda c: (
-            c.use_adaptive_entropy
-            and c.entropy_coef_min <= c.entropy_coef_max
-            and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max
-        ),
+        lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
     ),
-    _Contradiction(
-        "max_steps",
+    (
         "max_steps",
         lambda c: c.max_steps == 0,
         "nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
     ),
-    _Contradiction(
-        "warmup_steps",
+    (
         "warmup_steps",
         lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
         "must be a whole number of steps, or a share of all steps below 1",
     ),
-    _Contradiction(
-        "warmup_steps",
+    (
         "warmup_steps max_steps",
         lambda c: 0 < c.max_steps < c.warmup_steps,
         "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
     ),
-    _Contradiction(
-        "warmup_steps",
+    (
         "warmup_steps lr_scheduler_type",
         lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
         'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
     ),
-    _Contradiction(
-        "num_generations_eval",
+    (
         "num_generations_eval temperature_eval",
         lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
         "greedy completions of one prompt (temperature_eval = 0) are all the same; use 1 or None",
@@ -615,6 +602,7 @@ _CONTRADICTIONS = (
 
 def _contradictions(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
     """Yield an error line for each contradiction between fields that are right by themselves."""
-    for case in _CONTRADICTIONS:
-        if not any(field in wrong for field in case.fields.split()) and case.holds(config):
-            yield f"{_setting(config, case.shown)}: {case.mend}"
+    for names, holds, mend in _CONTRADICTIONS:
+        fields = names.split()
+        if not any(field in wrong for field in fields) and holds(config):
+            yield f"{_setting(config, fields[0])}: {mend}"

@@ -71,7 +71,7 @@ def read(kind: Any, value: Any) -> tuple[Any, str]:
         options = get_args(kind)
         results = [(None, "")] if value is None and NoneType in options else []
         results += [read(option, value) for option in options if option is not NoneType]
-        faults = " or ".join(fault for _, fault in results)
+        faults = "; or ".join(fault for _, fault in results)
         return next((result for result in results if not result[1]), (value, faults))
     if get_origin(kind) is Literal:
         return _read_name(get_args(kind), value)
