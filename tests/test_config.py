@@ -298,7 +298,7 @@ BAD = [
     (dict(output_dir="runs"), "output_dir: no such field; pass run_dir to train"),
     (dict(bf16=True), 'bf16: no such field; use compute_dtype="bfloat16"'),
     (dict(use_vllm=True), "use_vllm: no such field; leave it out: the sampler is built in"),
-    (dict(dataset=[]), "dataset: no such field; leave it out"),
+    (dict(tokenizer=None), "tokenizer: no such field; leave it out"),
     (dict(zzz=1), "zzz: no such field; leave it out"),
 ]
 
