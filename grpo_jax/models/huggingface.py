@@ -23,7 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.families import Part, Tensor, abstract_params, parameter_paths, read_config, tensor_plan
+from grpo_jax.models.families import (
+    Part,
+    Tensor,
+    abstract_params,
+    family_of,
+    parameter_paths,
+    read_config,
+    tensor_plan,
+)
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
@@ -177,8 +185,6 @@ def init_policy(
       >>> policy.eos_token_ids, policy.config["model_type"]
       ((3,), 'qwen3')
     """
-    from grpo_jax.models.families import family_of
-
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
     params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -247,8 +253,7 @@ def save_pretrained(
     )
     tensors = {tensor.name: tensor for tensor in plan}
     config = dict(policy.config)
-    config.pop("torch_dtype", None)
-    config["dtype"] = stored.name
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
     with _appearing(target) as scratch:
         for filename, names in split.filename_to_tensors.items():
             save_file({name: stack(tensors[name]) for name in names}, scratch / filename, metadata={"format": "pt"})
@@ -285,8 +290,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
         ) from error
     if not tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
         raise ValueError(
-            f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids. transformers loads "
-            f"it as {type(tokenizer).__name__} because of `model_type` in config.json; a tokenizer made at home "
+            f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids. transformers "
+            f"loads it as {type(tokenizer).__name__} because of `model_type` in config.json; a tokenizer made at home "
             "survives that as a byte-level BPE."
         )
     return tokenizer
@@ -315,7 +320,7 @@ def _find(name_or_directory: str | os.PathLike[str]) -> Path:
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise FileNotFoundError(
-            f"name_or_directory {name!r} is no directory; give one, or a hub name as 'owner/model'."
+            f"name_or_directory {name!r} is no directory; give one, or a hub name like owner/model."
         )
     from huggingface_hub import snapshot_download
 

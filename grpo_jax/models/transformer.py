@@ -1,7 +1,7 @@
 """One Flax decoder, by configuration.
 
-Attention looks at two places. `own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt and
-are shared by the G completions of that prompt, so the prompt is computed and held once:
+Attention looks at two places. `own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt
+and are shared by the G completions of that prompt, so the prompt is computed and held once:
 
 ```
                     prefix (one a prompt)         own (one a row)
@@ -10,8 +10,8 @@ are shared by the G completions of that prompt, so the prompt is computed and he
     slots        │ 0 … lengths[b]-1  │          0 … t      (position = lengths[b] + slot)
 ```
 
-Without a prefix the same code is the ordinary causal decoder. Layers are separate subtrees and unrolled: their names map
-one to one to Hugging Face's, and no step has to slice weights out of a stack. Softmax, norms and logits are float32
+Without a prefix the same code is the ordinary causal decoder. Layers are separate subtrees and unrolled: their names
+map one to one to Hugging Face's, and no step has to slice weights out of a stack. Softmax, norms and logits are float32
 whatever the compute dtype.
 """
 
@@ -627,16 +627,18 @@ def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> 
       >>> float(router_loss(router, jnp.ones((1, 2)), num_experts_per_token=1))
       1.0
     """
-    used, given, count = 0.0, 0.0, 0.0
+    layers = jax.tree.leaves(router)
+    used = given = jnp.zeros(layers[0].shape[-1:])
+    count = jnp.zeros(())
     flat = mask.reshape(-1, 1).astype(jnp.float32)
-    for logits in jax.tree.leaves(router):
+    for logits in layers:
         probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
         _, chosen = jax.lax.top_k(probs, num_experts_per_token)
         used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
         given += (probs * flat).sum(axis=0)
         count += flat.sum()
     count = jnp.maximum(count, 1.0)
-    return jnp.shape(used)[-1] * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))
+    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))
 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
