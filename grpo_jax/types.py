@@ -75,18 +75,20 @@ class Batch:
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32.
-      old_log_probs: [B, G, T] float32 kept from the sampler, or None for one update per rollout.
+      sampling_log_probs: [B, G, T] float32, kept from the sampler.
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
-      normalizer: [] float32, masked-in tokens of the whole optimizer batch (the denominator of `dapo`).
+      initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
+      num_rows: [] float32, rows that count in means over rows; None: all of them.
     """
 
     prompts: Prompts
     tokens: jax.Array
     mask: jax.Array
     advantages: jax.Array
-    old_log_probs: jax.Array | None = None
+    sampling_log_probs: jax.Array
     ref_log_probs: jax.Array | None = None
-    normalizer: jax.Array | None = None
+    initial_log_probs: jax.Array | None = None
+    num_rows: jax.Array | None = None
 
 
 class Model(Protocol):

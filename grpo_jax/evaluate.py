@@ -1,0 +1,121 @@
+"""Evaluation: sample completions of held-out prompts and score them, with settings of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.models.huggingface import Policy
+from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows, make_prompts, reward_inputs
+from grpo_jax.rewards import check_reward_fns, compute_rewards, reward_names
+from grpo_jax.rollout import generate
+from grpo_jax.types import Params
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *,
+    params: Params | None = None,
+    num_generations: int = 1,
+    max_completion_length: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    max_prompt_length: int | None = None,
+    on_long_prompt: str = "error",
+    chat_template_kwargs: dict[str, Any] | None = None,
+    on_reward_error: str = "raise",
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Mean reward of each function over the completions of a dataset.
+
+    Args:
+      policy: model, params and tokenizer.
+      dataset: rows with a `prompt`, as for `train`; or `EncodedPrompts`, which saves their encoding.
+      reward_fns: reward functions with TRL's contract; they may be others than in training.
+      params: other parameters than the policy's own, the `params` of a `TrainState` for instance.
+      num_generations: completions of each prompt.
+      max_completion_length: T, tokens.
+      temperature: 0 is greedy.
+      top_k, top_p, min_p: see `sampling.process_logits`.
+      batch_size: prompts at a time. It does not change the samples.
+      seed: of the samples; prompt n of the dataset has its own keys.
+      max_prompt_length, on_long_prompt, chat_template_kwargs: see `prompts.encode_prompts`.
+      on_reward_error: "raise", or "none" to score a failure as missing.
+
+    Returns:
+      metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
+        `clipped_ratio` (share of completions without an EOS).
+      rows: one dict a completion, in the order of the dataset: prompt, completion, rewards, ended.
+
+    Raises:
+      ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
+    """
+    if isinstance(dataset, EncodedPrompts):
+        data = dataset
+    else:
+        data = encode_prompts(
+            load_rows(dataset),
+            policy.tokenizer,
+            max_prompt_length=max_prompt_length,
+            on_long_prompt=on_long_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+    check_reward_fns(reward_fns, data.rows[0])
+    params = policy.params if params is None else params
+    count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
+    names, rewards, lengths, ended, texts = reward_names(reward_fns), [], [], [], []
+    for start in range(0, count, batch_size):
+        # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
+        at = [min(i, count - 1) for i in range(start, start + min(batch_size, count))]
+        completions = generate(
+            policy.model,
+            params,
+            make_prompts([data.token_ids[i] for i in at], length=longest),
+            jax.random.key(seed),
+            num_generations=num_generations,
+            max_completion_length=max_completion_length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            eos_token_ids=policy.eos_token_ids,
+            pad_token_id=policy.pad_token_id,
+            prompt_indices=np.array(at),
+        )
+        new = min(batch_size, count - start)
+        completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
+        rows = [data.rows[i] for i in at[:new]]
+        inputs = reward_inputs(policy.tokenizer, rows, completions.tokens, completions.mask)
+        scores, _ = compute_rewards(reward_fns, num_generations=num_generations, on_error=on_reward_error, **inputs)
+        rewards.append(scores.reshape(-1, len(names)))
+        lengths.append(completions.mask.sum(-1).reshape(-1))
+        ended.append(completions.ended.reshape(-1))
+        texts += inputs["completions"]
+    scores = np.concatenate(rewards)
+    means = [
+        float(column[~np.isnan(column)].mean()) if (~np.isnan(column)).any() else float("nan") for column in scores.T
+    ]
+    metrics = dict(zip(names, means, strict=True))
+    metrics["mean_length"] = float(np.concatenate(lengths).mean())
+    all_ended = np.concatenate(ended)
+    metrics["clipped_ratio"] = float(1 - all_ended.mean())
+    rows = [
+        {
+            "prompt": data.rows[i // num_generations]["prompt"],
+            "completion": text,
+            "rewards": dict(zip(names, scores[i].tolist(), strict=True)),
+            "ended": bool(all_ended[i]),
+        }
+        for i, text in enumerate(texts)
+    ]
+    return metrics, rows

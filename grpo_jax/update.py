@@ -1,0 +1,205 @@
+"""The update: scoring a batch, and one optimizer step on it, as pure functions.
+
+An optimizer batch may be cut into micro-batches. Losses are numerators over the counts of the whole batch, so the sum
+over the pieces is the loss of the whole, and so are the gradients, however it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.kl import kl_divergence
+from grpo_jax.log_probs import score_completions
+from grpo_jax.losses import MetricSums, batch_totals, finalize_metrics, grpo_loss_terms, update_entropy_coef
+from grpo_jax.state import TrainState, finish_update
+from grpo_jax.types import Batch, Model, Params, Prompts
+
+__all__ = ["loss_settings", "sampling_settings", "score", "train_step"]
+
+
+def loss_settings(config: GRPOConfig) -> dict[str, Any]:
+    """The keywords of `grpo_loss` that a config decides."""
+    names = inspect.signature(grpo_loss_terms).parameters.keys() & {field.name for field in dataclasses.fields(config)}
+    # The coefficient of the entropy bonus may move during the run: it lives in the state.
+    names -= {"entropy_coef"}
+    return {name: getattr(config, name) for name in sorted(names)}
+
+
+def sampling_settings(config: GRPOConfig) -> dict[str, Any]:
+    """The keywords that sampler and scorer share."""
+    return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def cut(tree: Any, prompts: int, completions: int) -> Any:
+    """[B, G, ...] → [pieces, prompts, completions, ...], and [B, ...] of a `Prompts` likewise, repeated as needed."""
+
+    def rows(x):
+        b, g = x.shape[:2]
+        x = x.reshape(b // prompts, prompts, g // completions, completions, *x.shape[2:])
+        return x.swapaxes(1, 2).reshape(-1, prompts, completions, *x.shape[4:])
+
+    batch, group = jax.tree.leaves(tree.mask)[0].shape[:2]
+
+    def leaf(x):
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (batch * group // (prompts * completions),))
+        return rows(x)
+
+    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], group, *x.shape[1:])), tree.prompts)
+    pieces = jax.tree.map(leaf, tree.replace(prompts=spread))
+    return pieces.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], pieces.prompts))
+
+
+def _over_pieces(function: Any, batch: Batch, micro: tuple[int, int]) -> Any:
+    """Results of `function(piece)` for each micro-batch, stacked on a new leading axis, computed one at a time."""
+    return jax.lax.map(function, cut(batch, *micro))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "config", "micro"))
+def score(
+    params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, model: Model, config: GRPOConfig, micro
+) -> jax.Array:
+    """Log-probs [B, G, T] of completions under any params (reference, initial policy), micro-batch by micro-batch."""
+    zeros = jnp.zeros(tokens.shape[:2])
+    batch = Batch(prompts, tokens, mask, zeros, jnp.zeros(tokens.shape))
+
+    def one(piece):
+        settings = sampling_settings(config)
+        return score_completions(
+            model, params, piece.prompts, piece.tokens, piece.mask, with_entropy=False, **settings
+        )[0]
+
+    log_probs = _over_pieces(one, batch, micro)
+    return join(log_probs, *tokens.shape[:2])
+
+
+def join(pieces: jax.Array, b: int, g: int) -> jax.Array:
+    """The inverse of `cut` for one array: [pieces, prompts, completions, ...] → [B, G, ...]."""
+    _, prompts, completions = pieces.shape[:3]
+    x = pieces.reshape(b // prompts, g // completions, prompts, completions, *pieces.shape[3:])
+    return x.swapaxes(1, 2).reshape(b, g, *pieces.shape[3:])
+
+
+def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:
+    """Gradient and metric sums of a whole batch, one micro-batch at a time."""
+    gradient = jax.grad(loss_fn, has_aux=True)
+    pieces = cut(batch, *micro)
+    if batch.mask.shape[:2] == micro:
+        return gradient(params, jax.tree.map(lambda x: x[0], pieces))
+
+    def step(total, piece):
+        grads, sums = gradient(params, piece)
+        return jax.tree.map(jnp.add, total, grads), sums
+
+    grads, sums = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), pieces)
+    return grads, MetricSums(
+        sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
+    )
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    config: GRPOConfig,
+    on_policy: bool = True,
+    micro: tuple[int, int] | None = None,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step of GRPO.
+
+    g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference follows where the config says so
+
+    Pure: jit it with `static_argnames=("model", "optimizer", "config", "on_policy", "micro")` and
+    `donate_argnames="state"`.
+
+    Args:
+      state: the present `TrainState`.
+      batch: a `Batch` [B, G, T].
+      model: a model of this package, or any `apply` by `types.Model`.
+      optimizer: the transformation that made `state.opt_state`.
+      config: a `GRPOConfig`.
+      on_policy: True if this is the only update of these completions: the ratio is then 1 in value
+        (`old_log_probs=None`). False takes the sampler's log-probs as the old ones.
+      micro: (prompts, completions a prompt) of one micro-batch, divisors of B and G; None for the whole batch at once.
+
+    Returns:
+      The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
+      or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: 1e-5 or less at an iteration's first update
+      in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
+    """
+    if micro is None:
+        micro = batch.mask.shape[:2]
+    settings, sampling = loss_settings(config), sampling_settings(config)
+    bonus = config.entropy_coef > 0 or config.use_adaptive_entropy
+    totals = batch_totals(batch.mask)
+    if batch.num_rows is not None:
+        totals["num_rows"] = batch.num_rows
+
+    def scored(params, piece):
+        log_probs, entropies = score_completions(model, params, piece.prompts, piece.tokens, piece.mask, **sampling)
+        # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
+        return log_probs, entropies if bonus else jax.lax.stop_gradient(entropies)
+
+    if config.top_entropy_quantile < 1:
+        # The quantile is over the whole optimizer batch, so it has to be known before the first piece.
+        entropies = _over_pieces(lambda piece: scored(state.params, piece)[1], batch, micro)
+        entropies = join(entropies, *batch.mask.shape[:2])
+        totals = {**batch_totals(batch.mask, entropies, config.top_entropy_quantile), **totals}
+
+    def loss_fn(params, piece):
+        log_probs, entropies = scored(params, piece)
+        loss, metrics = grpo_loss_terms(
+            log_probs,
+            None if on_policy else piece.sampling_log_probs,
+            piece.ref_log_probs,
+            piece.advantages,
+            piece.mask,
+            entropies=entropies,
+            entropy_coef=state.entropy_bonus if bonus else 0.0,
+            sampling_log_probs=piece.sampling_log_probs,
+            **settings,
+            **totals,
+        )
+        l = jax.lax.stop_gradient(log_probs)
+        gap = jnp.where(piece.mask, jnp.abs(l - piece.sampling_log_probs), 0)
+        metrics.maxes["sampler_gap"] = gap.max()
+        if piece.initial_log_probs is not None:
+            kl = jnp.where(piece.mask, kl_divergence(l, piece.initial_log_probs), 0)
+            metrics.sums["kl_initial_sum"] = kl.sum()
+        return loss, metrics
+
+    grads, sums = _accumulate(loss_fn, state.params, batch, micro)
+    metrics = finalize_metrics(sums)
+    metrics["grad_norm"] = optax.global_norm(grads)
+    ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+    metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
+    if config.use_adaptive_entropy:
+        coef, applied = update_entropy_coef(
+            state.entropy_coef,
+            metrics["selected_entropy"],
+            target=config.entropy_target,
+            delta=config.entropy_coef_delta,
+            minimum=config.entropy_coef_min,
+            maximum=config.entropy_coef_max,
+        )
+        state = state.replace(entropy_coef=coef, entropy_bonus=applied)
+        metrics["entropy_coef"] = coef
+    state = finish_update(
+        state,
+        grads,
+        ok,
+        optimizer,
+        sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
+        sync_alpha=config.ref_model_mixup_alpha,
+    )
+    return state, metrics
