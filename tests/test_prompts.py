@@ -155,7 +155,7 @@ def test_load_rows_refuses(dataset, message):
 
 
 def test_load_rows_names_the_argument_of_its_caller():
-    with pytest.raises(ValueError, match="^eval_dataset is empty"):
+    with pytest.raises(ValueError, match=r"^eval_dataset is empty"):
         lib.load_rows([], argument="eval_dataset")
 
 
@@ -235,14 +235,14 @@ def test_encode_prompts_refuses(prompt_texts, keywords, message):
 
 
 def test_all_prompts_too_long_is_an_error_that_does_not_advise_dropping():
-    with pytest.raises(ValueError, match="raise max_prompt_length$"):
+    with pytest.raises(ValueError, match=r"raise max_prompt_length$"):
         lib.encode_prompts([{"prompt": "aaa"}], make_tokenizer(), max_prompt_length=2)
 
 
 def test_a_tokenizer_that_knows_nothing_of_the_text_is_noticed():
     deaf = make_tokenizer(characters="xyz")
     with pytest.raises(
-        ValueError, match="row 1: .* the prompt 'abc' to no token at all: check that the tokenizer belongs"
+        ValueError, match=r"row 1: .* the prompt 'abc' to no token at all: check that the tokenizer belongs"
     ):
         lib.encode_prompts([{"prompt": "xy"}, {"prompt": "abc"}], deaf)
 
