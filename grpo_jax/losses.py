@@ -613,9 +613,9 @@ def grpo_loss(
         enter the loss). Means over masked-in tokens: `kl` (plain k3 whatever enters the loss; 0 without reference),
         `entropy`, `ratio_mean`, `approx_kl_old` (k3 estimate of KL(old‖new) by the token log-ratios), `clip_fraction`
         = `clip_fraction_low` (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high),
-        `clip_fraction_delta` (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others: `ratio_max`,
-        `kl_bounded_tokens` (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens` (Σ m') and
-        `selected_entropy` (mean over m').
+        `clip_fraction_delta` (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others:
+        `ratio_max`, `kl_bounded_tokens` (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens`
+        (Σ m') and `selected_entropy` (mean over m').
         Metrics of the parts of a batch do not merge exactly; those of `grpo_loss_terms` do, by `merge_metrics`.
 
     Raises:
