@@ -245,7 +245,7 @@ def collect(
         mask=jnp.asarray(mask),
         advantages=advantages,
         sampling_log_probs=jnp.asarray(completions.log_probs[:, :, :t]),
-        num_rows=jnp.asarray(counts_in.sum() * config.num_generations, jnp.float32),
+        counted=jnp.asarray(counts_in) if config.dynamic_sampling else None,
     )
     with phase("reference"):
         at = {"model": task.model, "config": config, "micro": micro}

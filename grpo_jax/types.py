@@ -78,7 +78,7 @@ class Batch:
       sampling_log_probs: [B, G, T] float32, kept from the sampler.
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
-      num_rows: [] float32, rows that count in means over rows; None: all of them.
+      counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
     """
 
     prompts: Prompts
@@ -88,7 +88,7 @@ class Batch:
     sampling_log_probs: jax.Array
     ref_log_probs: jax.Array | None = None
     initial_log_probs: jax.Array | None = None
-    num_rows: jax.Array | None = None
+    counted: jax.Array | None = None
 
 
 class Model(Protocol):

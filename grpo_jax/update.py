@@ -38,23 +38,16 @@ def sampling_settings(config: GRPOConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def cut(tree: Any, prompts: int, completions: int) -> Any:
-    """[B, G, ...] → [pieces, prompts, completions, ...], and [B, ...] of a `Prompts` likewise, repeated as needed."""
+def cut(batch: Batch, prompts: int, completions: int) -> Batch:
+    """A batch [B, G, ...] as micro-batches [pieces, prompts, completions, ...]; prompts are repeated as needed."""
+    b, g = batch.mask.shape[:2]
 
     def rows(x):
-        b, g = x.shape[:2]
         x = x.reshape(b // prompts, prompts, g // completions, completions, *x.shape[2:])
         return x.swapaxes(1, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
-    batch, group = jax.tree.leaves(tree.mask)[0].shape[:2]
-
-    def leaf(x):
-        if x.ndim == 0:
-            return jnp.broadcast_to(x, (batch * group // (prompts * completions),))
-        return rows(x)
-
-    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], group, *x.shape[1:])), tree.prompts)
-    pieces = jax.tree.map(leaf, tree.replace(prompts=spread))
+    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], g, axis=1), batch.prompts)
+    pieces = jax.tree.map(rows, batch.replace(prompts=once, counted=None))
     return pieces.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], pieces.prompts))
 
 
@@ -142,8 +135,8 @@ def train_step(
     settings, sampling = loss_settings(config), sampling_settings(config)
     bonus = config.entropy_coef > 0 or config.use_adaptive_entropy
     totals = batch_totals(batch.mask)
-    if batch.num_rows is not None:
-        totals["num_rows"] = batch.num_rows
+    if batch.counted is not None:
+        totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
 
     def scored(params, piece):
         log_probs, entropies = score_completions(model, params, piece.prompts, piece.tokens, piece.mask, **sampling)

@@ -1,0 +1,61 @@
+"""Where a run stands, on the host: counters, and the metrics that wait for the next line of the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+@dataclasses.dataclass
+class Progress:
+    """The counters of a run, all JSON: with `TrainState` and the batch in hand they decide everything that follows.
+
+    Attributes:
+      step: optimizer steps done, as in `TrainState.step`.
+      cursor: prompts sampled since the start of the run.
+      updates_done: updates made on the batch in hand; 0 between iterations.
+      evaluated: step of the last evaluation, −1 before the first.
+      tokens: completion tokens sampled since the start.
+      window: name → [sum, count] of the metrics since the last line of the log.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    updates_done: int = 0
+    evaluated: int = -1
+    tokens: int = 0
+    window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:
+        """Note that an iteration's completions are there."""
+        self.cursor = cursor
+        self.tokens += int(metrics["num_tokens"])
+        self._add(metrics)
+
+    def updated(self, metrics: Mapping[str, float]) -> None:
+        """Note an optimizer step."""
+        self.step += 1
+        self.updates_done += 1
+        self._add(metrics)
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            total = self.window.setdefault(name, [0.0, 0])
+            # One number that is not finite would hide all others of the window; it is counted where it arises.
+            if math.isfinite(value):
+                total[0] += float(value)
+                total[1] += 1
+
+    def log_line(self) -> dict[str, float]:
+        """Means of the metrics since the last call (`ratio_max` and the like are means of maxima), and the totals."""
+        means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
+        self.window = {}
+        return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, which `Progress(**object)` turns back."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,260 @@
+"""The loop: rollout → rewards → advantages → μ updates → reference sync → evaluation → checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.collect import Task, collect
+from grpo_jax.config import GRPOConfig, Sizes, check_run
+from grpo_jax.evaluate import evaluate
+from grpo_jax.models.huggingface import Policy
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.monitor import Monitor
+from grpo_jax.optimizer import make_optimizer
+from grpo_jax.progress import Progress
+from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
+from grpo_jax.report import Callback
+from grpo_jax.rewards import check_reward_fns
+from grpo_jax.state import TrainState, begin_iteration, create_state
+from grpo_jax.types import Batch
+from grpo_jax.update import train_step
+
+__all__ = ["prepare", "train", "train_step"]
+
+_train_step = jax.jit(
+    train_step, static_argnames=("model", "optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
+)
+_begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a run needs and never changes. That one exists means that its arguments have been checked."""
+
+    policy: Policy
+    task: Task
+    eval_data: EncodedPrompts | None
+    sizes: Sizes
+    total_steps: int
+    optimizer: optax.GradientTransformation
+
+
+def train(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    config: GRPOConfig,
+    *,
+    eval_dataset: Any = None,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    optimizer: optax.GradientTransformation | None = None,
+) -> TrainState:
+    """Train a policy by GRPO.
+
+    Args:
+      policy: what `from_pretrained` returns; its params are copied, not changed.
+      dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which reward functions get
+        under their own names.
+      reward_fns: one or more reward functions with TRL's contract.
+      config: the settings.
+      eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last.
+      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. A
+        run that is found there is continued.
+      callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
+      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+
+    Returns:
+      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it.
+
+    Raises:
+      ValueError: anything wrong with the arguments, before anything expensive runs.
+    """
+    run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, callbacks) as monitor:
+        state, progress, batch = checkpoints.restore(new_state(run))
+        monitor.start(config, state, num_rows=len(run.task.data.rows), dropped=len(run.task.data.dropped))
+        while progress.step < run.total_steps:
+            if batch is None:
+                evaluate_if_due(run, state, progress, monitor)
+                # One snapshot samples for the whole iteration; all its updates learn from the same completions.
+                state = _begin_iteration(state)
+                experience = collect(
+                    run.task,
+                    state,
+                    progress.cursor,
+                    count=run.sizes.prompts,
+                    micro=micro_batch(run),
+                    phase=monitor.phase,
+                )
+                progress.collected(experience.cursor, experience.metrics)
+                monitor.completions(progress.step, experience.rows)
+                batch = experience.batch
+            with monitor.phase("update"):
+                state, metrics = _train_step(
+                    state,
+                    slice_of(batch, progress.updates_done % run.sizes.slices, run.sizes),
+                    model=run.task.model,
+                    optimizer=run.optimizer,
+                    config=config,
+                    on_policy=run.sizes.updates == 1,
+                    micro=micro_batch(run),
+                )
+                metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            progress.updated(metrics)
+            if progress.updates_done == run.sizes.updates or moved_too_far(config, metrics):
+                batch, progress.updates_done = None, 0
+            if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
+                monitor.log(progress.step, progress.log_line())
+            if config.save_steps is not None and progress.step % config.save_steps == 0:
+                checkpoints.save(state, progress, batch)
+        evaluate_if_due(run, state, progress, monitor)
+        checkpoints.save(state, progress, batch)
+    return state
+
+
+def prepare(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    config: GRPOConfig,
+    *,
+    eval_dataset: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """Check the arguments of `train` against each other, and derive what follows from them."""
+    if not isinstance(config, GRPOConfig):
+        raise ValueError(
+            f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
+        )
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+    if policy.tokenizer is None:
+        raise ValueError(
+            "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
+        )
+    if not policy.eos_token_ids:
+        raise ValueError(
+            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
+            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
+        )
+    reward_fns = [reward_fns] if callable(reward_fns) else list(reward_fns)
+    rows = load_rows(dataset)
+    check_reward_fns(reward_fns, rows[0])
+    encoding = {
+        "max_prompt_length": config.max_prompt_length,
+        "on_long_prompt": config.on_long_prompt,
+        "chat_template_kwargs": config.chat_template_kwargs,
+    }
+    data = encode_prompts(rows, policy.tokenizer, **encoding)
+    eval_data = None
+    if eval_dataset is not None:
+        eval_rows = load_rows(eval_dataset, argument="eval_dataset")
+        check_reward_fns(reward_fns, eval_rows[0])
+        eval_data = encode_prompts(eval_rows, policy.tokenizer, **encoding)
+    longest = max(len(ids) for ids in data.token_ids)
+    model = policy.model
+    if isinstance(model, Transformer):
+        shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
+        model = Transformer(shape)
+        largest = max(max(ids) for ids in data.token_ids)
+        if largest >= shape.vocab_size:
+            raise ValueError(
+                f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
+                "the two do not belong together."
+            )
+    check_run(
+        config,
+        num_devices=1,
+        num_rows=len(data.rows),
+        num_reward_fns=len(reward_fns),
+        num_eval_rows=None if eval_data is None else len(eval_data.rows),
+        longest_prompt=longest,
+        context_length=model.config.max_position_embeddings if isinstance(model, Transformer) else None,
+    )
+    total_steps = config.total_steps(len(data.rows))
+    return Run(
+        policy=policy.replace(model=model),
+        task=Task(
+            model=model,
+            tokenizer=policy.tokenizer,
+            eos_token_ids=policy.eos_token_ids,
+            pad_token_id=policy.pad_token_id,
+            data=data,
+            prompt_length=-(-longest // config.padding) * config.padding,
+            reward_fns=reward_fns,
+            config=config,
+        ),
+        eval_data=eval_data,
+        sizes=config.sizes(),
+        total_steps=total_steps,
+        optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
+    )
+
+
+def new_state(run: Run) -> TrainState:
+    """The state at step 0, holding only what this config will read."""
+    config = run.task.config
+    return create_state(
+        run.policy.params,
+        run.optimizer,
+        jax.random.key(config.seed),
+        keep_old=run.sizes.updates > 1,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        entropy_coef=config.entropy_coef,
+        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
+        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+    )
+
+
+def micro_batch(run: Run) -> tuple[int, int]:
+    """(prompts, completions a prompt) of one micro-batch."""
+    return run.sizes.micro_prompts, run.sizes.micro_completions
+
+
+def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
+    """The optimizer batch `index` of an iteration's batch, cut along B."""
+    if sizes.slices == 1:
+        return batch
+    start, stop = index * sizes.prompts_per_update, (index + 1) * sizes.prompts_per_update
+    return jax.tree.map(lambda x: x[start:stop], batch)
+
+
+def moved_too_far(config: GRPOConfig, metrics: dict[str, float]) -> bool:
+    """Whether the policy has left the one that sampled by more than `max_kl_old` nats a token."""
+    return config.max_kl_old is not None and metrics["approx_kl_old"] > config.max_kl_old
+
+
+def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor) -> None:
+    """Evaluate before the first step, where `eval_steps` has passed since the last time, and after the last step."""
+    config, step = run.task.config, progress.step
+    passed = config.eval_steps is not None and step - progress.evaluated >= config.eval_steps
+    if run.eval_data is None or not (step in (0, run.total_steps) or passed) or progress.evaluated == step:
+        return
+    group = config.eval_generations
+    with monitor.phase("evaluation"):
+        metrics, _ = evaluate(
+            run.policy,
+            run.eval_data,
+            run.task.reward_fns,
+            params=state.params,
+            num_generations=group,
+            max_completion_length=config.max_completion_length,
+            temperature=config.eval_temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            batch_size=config.per_device_eval_batch_size // group,
+            seed=config.seed,
+            on_reward_error=config.on_reward_error,
+        )
+    progress.evaluated = step
+    monitor.evaluation(step, {f"eval/{name}": value for name, value in metrics.items()})
