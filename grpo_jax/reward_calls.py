@@ -32,6 +32,8 @@ import numpy as np
 
 SAMPLED = ("prompts", "completions", "completion_ids")
 ON_ERROR = ("raise", "none")
+# As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class RewardError(ValueError):
@@ -53,9 +55,6 @@ class PartialRewards(RewardError):
         )
         self.values = list(values)
         self.faults = dict(faults)
-
-    def __reduce__(self) -> Any:
-        return PartialRewards, (self.values, self.faults)
 
 
 def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:
@@ -112,6 +111,8 @@ def check_reward_fns(
         )
     given = [*SAMPLED, *columns, *extras]
     for fn, name in zip(fns, reward_names(fns), strict=True):
+        if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in _parameters(fn)):
+            raise ValueError(f"reward function {name!r} has positional-only arguments: they are given by keyword")
         for argument, required in arguments_of(fn).items():
             if required and argument not in given:
                 near = difflib.get_close_matches(argument, given, n=1)
@@ -196,12 +197,16 @@ def compute_rewards(
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
         scores, faults = read_outcome(outcome, count)
         if faults and on_error == "raise":
-            raise _error(name, faults, inputs, num_generations)
+            first = next(iter(faults.values()))
+            raise RewardError(
+                f"{_explain(name, faults, inputs, num_generations)}. Mend it, or let such completions be scored as "
+                "missing with on_error='none' (on_reward_error in GRPOConfig)"
+            ) from (first if isinstance(first, BaseException) else None)
         errors = count if None in faults else len(faults)
         if errors > loud_share * count:
-            message = str(_error(name, faults, inputs, num_generations))
+            explanation = _explain(name, faults, inputs, num_generations)
             warnings.warn(
-                f"{errors} of {count} completions are scored as missing; {message}", RuntimeWarning, stacklevel=2
+                f"{errors} of {count} completions scored as missing: {explanation}", RuntimeWarning, stacklevel=2
             )
         rewards[:, k] = scores
         scored = scores[~np.isnan(scores)]
@@ -347,20 +352,23 @@ Faults = dict[int | None, BaseException | str]
 def read_outcome(outcome: Any, count: int) -> tuple[np.ndarray, Faults]:
     """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it."""
     nothing = np.full(count, np.nan)
+    if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX, PyTorch: one transfer, not one for each element
+        try:
+            outcome = outcome.tolist()
+        except Exception as error:  # an array may be a promise, and its computation fail only now
+            outcome = error
     if isinstance(outcome, PartialRewards):
         values, faults = read_outcome(outcome.values, count)
         return values, faults | outcome.faults
     if isinstance(outcome, BaseException):
         return nothing, {None: outcome}
-    if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX, PyTorch: one transfer, not one for each element
-        outcome = outcome.tolist()
     if outcome is None:
         return nothing, {None: "returned None instead of a list (is its `return` missing?)"}
     if isinstance(outcome, (str, bytes, Mapping, set, frozenset)) or not isinstance(outcome, Iterable):
         wanted = f"a list with one float or None for each of the {count} completions is needed"
         return nothing, {None: f"returned {_short(outcome)}, a {type(outcome).__name__}; {wanted}"}
     try:
-        items = list(itertools.islice(outcome, count + 1))  # bounded: it may be a generator without end
+        items = list(itertools.islice(outcome, count + 1))  # bounded: a generator may have no end
     except Exception as error:
         return nothing, {None: error}
     if len(items) != count:
@@ -384,31 +392,29 @@ def _number(item: Any) -> float | str:
         return np.nan
     try:
         number = None if isinstance(item, (str, bytes)) or np.ndim(item) or np.iscomplexobj(item) else float(item)
+    except OverflowError:
+        number = np.inf
     except (TypeError, ValueError):
         number = None
     if number is None:
         return f"returned {_short(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
     if np.isnan(number):
         return "returned nan; None is how a function says 'not scored'"
-    if abs(number) > np.finfo(np.float32).max:
+    if abs(number) > _FLOAT32_MAX:
         return f"returned {number}; rewards are finite, in the range of float32"
     return number
 
 
-def _error(name: str, faults: Faults, inputs: Mapping[str, Any], num_generations: int) -> RewardError:
-    """Return the error that names the function, the first fault, its prompt and its completion."""
+def _explain(name: str, faults: Faults, inputs: Mapping[str, Any], num_generations: int) -> str:
+    """Return what went wrong first: the function, the fault, and the prompt and completion if it concerns one."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
-    if index is not None:
-        prompt, generation = divmod(index, num_generations)
-        message += f" — prompt {prompt} of the batch, completion {generation} of its group"
-        message += f" (prompt {_short(inputs['prompts'][index])}, completion {_short(inputs['completions'][index])})"
-        message += f", and {len(faults) - 1} more completions" if len(faults) > 1 else ""
-    error = RewardError(
-        f"{message}. on_error='none' (on_reward_error in GRPOConfig) scores such completions as missing"
-    )
-    error.__cause__ = fault if isinstance(fault, BaseException) else None
-    return error
+    if index is None:
+        return message
+    prompt, generation = divmod(index, num_generations)
+    message += f" for prompt {prompt} of the batch, completion {generation} of its group"
+    message += f" (prompt {_short(inputs['prompts'][index])}, completion {_short(inputs['completions'][index])})"
+    return message + (f", and has faults in {len(faults) - 1} more" if len(faults) > 1 else "")
 
 
 def describe_fault(fault: BaseException | str) -> str:
