@@ -1,4 +1,4 @@
-"""Advantages: against NumPy with NaN-aware statistics, by hand, under every symmetry they must have, and at extremes."""
+"""Advantages: against the definition in loops, by hand, under every symmetry they must have, and at extremes."""
 
 import chex
 import jax
@@ -128,16 +128,16 @@ def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
 @pytest.mark.parametrize("scale", SCALES)
 def test_shift_scale_and_permutations(scale, aggregation):
     settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "epsilon": 0.0}
-    rewards = example(missing=0.2)
+    rewards, shift = example(missing=0.2), np.array([10.0, -3.0])
     advantages = np.asarray(compute_advantages(rewards, **settings))
     scaled_by = 3.0 if (scale, aggregation) == ("none", "sum_then_normalize") else 1.0
     np.testing.assert_allclose(compute_advantages(3.0 * rewards, **settings), scaled_by * advantages, atol=1e-5)
     if aggregation == "normalize_then_sum":
         # A shift of one function moves nothing; in a sum it would move completions that the function did not score.
-        np.testing.assert_allclose(compute_advantages(rewards + [10.0, -3.0], **settings), advantages, atol=1e-5)
+        np.testing.assert_allclose(compute_advantages(rewards + shift, **settings), advantages, atol=1e-5)
     full = example()
     np.testing.assert_allclose(
-        compute_advantages(full + [10.0, -3.0], **settings), compute_advantages(full, **settings), atol=1e-5
+        compute_advantages(full + shift, **settings), compute_advantages(full, **settings), atol=1e-5
     )
     rows, groups = [2, 0, 3, 1], [1, 2, 0]
     np.testing.assert_allclose(compute_advantages(rewards[:, rows], **settings), advantages[:, rows], atol=1e-5)
