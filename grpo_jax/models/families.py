@@ -111,32 +111,38 @@ class Family:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
+def _check_window(keys: Keys) -> int:
+    window = keys["sliding_window"]
+    if not isinstance(window, int) or window < 1:
+        raise keys.refuse("sliding_window", window, "a positive int where layers slide")
+    return window
+
+
 def _windows(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
     """The window of each layer: `layer_types` if the config lists them, else where `sliding(layer)` says so."""
-    layers, window = keys["num_hidden_layers"], keys["sliding_window"]
-    types = keys["layer_types"]
+    layers, types = keys["num_hidden_layers"], keys["layer_types"]
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
         raise keys.refuse("layer_types", types, "one 'full_attention' or 'sliding_attention' for each layer")
     if "sliding_attention" not in types:
         return None
-    if not isinstance(window, int) or window < 1:
-        raise keys.refuse("sliding_window", window, "a positive int where layers slide")
+    window = _check_window(keys)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
     """Qwen's windows: off unless `use_sliding_window`; then on the layers from `max_window_layers` on."""
-    if not keys["use_sliding_window"] or keys["sliding_window"] is None:
-        return None
-    return _windows(keys, lambda i: i >= keys["max_window_layers"])
+    on = keys["use_sliding_window"] and keys["sliding_window"] is not None
+    windows = _windows(keys, lambda i: on and i >= keys["max_window_layers"])
+    return windows if on else None
 
 
 def _all_windows(keys: Keys) -> tuple[int | None, ...] | None:
     """One window for every layer, None for full attention."""
-    window = keys["sliding_window"]
-    return None if window is None else (window,) * keys["num_hidden_layers"]
+    if keys["sliding_window"] is None:
+        return None
+    return (_check_window(keys),) * keys["num_hidden_layers"]
 
 
 def _biases(keys: Keys) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
     layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
-    experts, chosen = keys["num_experts"], keys["num_experts_per_tok"]
+    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
+    chosen = keys["num_experts_per_tok"]
     if not 1 <= chosen <= experts:
         raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
     return {
@@ -292,6 +299,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
             "sliding_window": 4096,
             "num_experts": 128,
+            "num_local_experts": None,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
@@ -341,11 +349,15 @@ def _rope(keys: Keys, given: Mapping[str, Any]) -> Rope:
         original = keys["original_max_position_embeddings"] or given.get("original_max_position_embeddings")
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = given.get("partial_rotary_factor")
+    fraction = keys["partial_rotary_factor"] if fraction is None else fraction
+    if fraction != 1 and keys.architecture != "Phi3ForCausalLM":
+        # transformers would ignore it in the other families.
+        raise keys.refuse("partial_rotary_factor", fraction, "1.0, and others in a Phi3ForCausalLM")
     return Rope(
         theta=float(given["rope_theta"]),
         kind=kind,
         scaling=tuple(sorted(numbers.items())),
-        fraction=float(keys["partial_rotary_factor"] if fraction is None else fraction),
+        fraction=float(fraction),
     )
 
 

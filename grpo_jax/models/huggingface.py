@@ -237,14 +237,6 @@ def save_pretrained(
         )
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
 
-    def stack(tensor: Tensor) -> np.ndarray:
-        parts = []
-        for part in tensor.parts:
-            leaf = leaves[part.path]
-            array = np.asarray(leaf if part.expert is None else leaf[part.expert])
-            parts.append(array.T if part.transposed else array)
-        return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0], dtype=stored)
-
     split = split_state_dict_into_shards_factory(
         {tensor.name: tensor for tensor in plan},
         get_storage_size=lambda tensor: math.prod(tensor.shape) * stored.itemsize,
@@ -256,7 +248,8 @@ def save_pretrained(
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
     with _appearing(target) as scratch:
         for filename, names in split.filename_to_tensors.items():
-            save_file({name: stack(tensors[name]) for name in names}, scratch / filename, metadata={"format": "pt"})
+            arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
+            save_file(arrays, scratch / filename, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             _write_json(scratch / "model.safetensors.index.json", index)
@@ -265,6 +258,16 @@ def save_pretrained(
             _write_json(scratch / "generation_config.json", policy.generation_config)
         for name, content in policy.files.items():
             (scratch / name).write_bytes(content)
+
+
+def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.ndarray:
+    """The array of one tensor of a checkpoint, from the parameters by path; on the host, contiguous."""
+    parts = []
+    for part in tensor.parts:
+        leaf = leaves[part.path]
+        array = np.asarray(leaf if part.expert is None else leaf[part.expert])
+        parts.append(array.T if part.transposed else array)
+    return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
@@ -523,4 +526,4 @@ def _appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-__all__ = ["Policy", "from_pretrained", "init_policy", "load_tokenizer", "save_pretrained"]
+__all__ = ["Policy", "from_pretrained", "init_policy", "load_tokenizer", "save_pretrained", "stored_array"]
