@@ -152,8 +152,8 @@ def compute_rewards(
       completion_ids: B·G lists of token ids, without padding.
       num_generations: G.
       columns: the other columns of the dataset, each B·G long.
-      extras: objects given under their name to functions that name it among their arguments (not to `**kwargs`), as
-        they are: `trainer_state`, `log_metric`, `log_extra` in TRL's scripts.
+      extras: objects, not lists, given as they are to functions that name them among their arguments (a `**kwargs` does
+        not): `trainer_state`, `log_metric`, `log_extra` in TRL's scripts.
       on_error: "raise" stops at the first fault. "none" scores what is at fault as missing (one completion where the
         fault is in one value, all of a function's completions where it failed as a whole) and counts it.
       loud_share: with "none", warn if more than this share of a function's completions is at fault.

@@ -252,8 +252,9 @@ class _Gated(_Combinator):
                 scores[passed] = values
                 return _give(scores, gate_faults | {int(passed[index]): fault for index, fault in faults.items()})
 
-            some = {name: [values[index] for index in passed] for name, values in inputs.items()}
-            return _scores_then(self.fn, some, fill)
+            lists, extras = _split(inputs)
+            some = {name: [values[index] for index in passed] for name, values in lists.items()}
+            return _scores_then(self.fn, some | extras, fill)
 
         return _scores_then(self.gate, inputs, second)
 
@@ -278,10 +279,16 @@ def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[n
         return await result if inspect.isawaitable(result) else result
 
     try:
-        outcome = fn(**select_inputs(fn, inputs))
+        outcome = fn(**select_inputs(fn, *_split(inputs)))
     except PartialRewards as partial:
         outcome = partial
     return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)
+
+
+def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part what has one entry a completion, which comes as a list, from the extras, which come as they are."""
+    lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
+    return lists, {name: value for name, value in inputs.items() if name not in lists}
 
 
 def _give(values: np.ndarray, faults: Faults) -> list[float | None]:

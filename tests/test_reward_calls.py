@@ -78,7 +78,9 @@ def test_a_function_gets_what_it_names_and_no_more():
         seen["trl"] = set(kwargs)
         return [0.0] * N
 
-    score([few, with_default, everything, trl], extras={"trainer_state": object()})
+    # The column `prompt` is given as `prompts`, and only so.
+    columns = {"prompt": PROMPTS, **COLUMNS}
+    score([few, with_default, everything, trl], columns=columns, extras={"trainer_state": object()})
     assert seen["few"] == (COLUMNS["answer"], COMPLETIONS)
     assert seen["default"] == (PROMPTS, "default", COLUMNS["level"])
     assert seen["all"].keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
