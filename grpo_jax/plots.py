@@ -155,7 +155,8 @@ def _curves(panel: _Panel, names: Sequence[str], lines: Sequence[Mapping[str, An
         for name in names:
             if match := re.fullmatch(pattern, name):
                 values = np.array([_number(line.get(name)) for line in lines])
-                if np.isfinite(values).any():
+                # Without a reference the logged KL is 0 throughout: nothing to show.
+                if np.isfinite(values).any() and not (name == "kl" and np.nanmax(np.abs(values)) == 0):
                     curves[label or match[1]] = values
     # The weighted sum of one function is that function over again.
     if len(curves) == 2 and "weighted sum" in curves:
@@ -194,7 +195,7 @@ def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> N
         stride = -(-len(y) // _MOST)
         axes.plot(x[::stride], y[::stride], color=colour, linewidth=0.8, alpha=0.25)
         x, y = _thin(x), _thin(y)
-        curve = smooth(y, width=len(y) / 60)
+        curve = smooth(y, width=len(y) / 40)
         axes.plot(x, curve, color=colour, linewidth=1.8, label=_label(label, curve[-1]))
 
 
@@ -207,7 +208,7 @@ def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> N
     total = times.sum(axis=0)
     usual = total <= 3 * np.median(total)
     x = _thin(steps[timed][usual])
-    areas = [smooth(y, width=len(y) / 60) for y in (_thin(row[usual]) for row in times)]
+    areas = [smooth(y, width=len(y) / 40) for y in (_thin(row[usual]) for row in times)]
     labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(areas))]
     axes.stackplot(x, areas, labels=labels, colors=colours, alpha=0.75, linewidth=0)
