@@ -158,6 +158,9 @@ def test_combinators_ask_for_the_arguments_of_the_functions_inside():
     with pytest.raises(ValueError, match="'second' needs the argument 'trainer_state'"):
         lib.check_reward_fns(reward, ["prompt", "answer"])
     lib.check_reward_fns(reward, ["prompt", "answer"], extras=["trainer_state"])
+    # Required by the gate, optional for the second: required.
+    with pytest.raises(ValueError, match="needs the argument 'answer'"):
+        lib.check_reward_fns(lib.gated(first, lambda completions, answer=None: 0), ["prompt"])
 
 
 def test_extras_reach_the_functions_inside_a_combinator_whole():
@@ -212,6 +215,19 @@ def test_combinators_hand_partial_scores_on():
         if reward.fn is divided:
             scores = score(reward, ["x"] * 3, by=by, on_error="none")
             assert scores == pytest.approx([expected[0], np.nan, expected[1]], nan_ok=True)
+
+
+def test_faults_of_a_gate_that_nothing_passed_are_told():
+    with pytest.raises(lib.RewardError, match=r"returned nan; .* for prompt 0 of the batch"):
+        score(lib.gated(some([float("nan"), 0.0]), fives), ["x", "y"])
+
+
+def test_partial_scores_of_async_functions_are_handed_on():
+    async def later(completion, row):
+        return divide(completion, row)
+
+    scores = score(lib.weighted(lib.from_row(later), 2.0), ["x"] * 3, by=[1, 0, 3], on_error="none")
+    assert scores == pytest.approx([12, np.nan, 4], nan_ok=True)
 
 
 def test_faults_of_the_second_function_stand_where_their_completions_do():
