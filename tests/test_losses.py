@@ -729,7 +729,7 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
     mask = jnp.asarray(np.arange(length) < np.array([5, 1, 0, 3, 4, 5, 2, 1])[:, None])
     draw = lambda: jnp.asarray(-rng.uniform(0.1, 2.0, (rows, length)), jnp.float32)
     l, old, ref, sampling, H, weights = draw(), draw(), draw(), draw(), -draw(), -draw()
-    A = jnp.asarray(rng.normal(size=rows), jnp.float32)
+    A = jnp.asarray(0.5 + rng.normal(size=rows), jnp.float32)
     settings = {"loss_type": loss_type, "beta": 0.2, "epsilon_high": 0.4, "delta": 1.5, "entropy_coef": 0.1,
                 "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.1, "max_completion_length": 7}  # fmt: skip
 
