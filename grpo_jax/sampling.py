@@ -1,8 +1,8 @@
 """Logits to tokens: the processed distribution, and an exact draw from it by the inverse of its cumulative sum.
 
 A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a
-CPU. The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks a
-token inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
+CPU. The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks
+a token inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""Small real things that several tests share: a byte-level BPE tokenizer and a decoder of a few thousand parameters."""
+
+import functools
+
+import jax
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from grpo_jax import Policy, init_policy
+from grpo_jax.models.transformer import Transformer, TransformerConfig
+
+EOS = "<eos>"
+PAD = "<pad>"
+
+
+@functools.cache
+def tiny_tokenizer():
+    """Every byte is a token; no merges. It survives the round trip through AutoTokenizer beside a qwen3 config."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+@functools.cache
+def tiny_policy(seed: int = 0, layers: int = 1) -> Policy:
+    tokenizer = tiny_tokenizer()
+    return init_policy(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.3,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        jax.random.key(seed),
+        tokenizer=tokenizer,
+    )
+
+
+def tiny_model(vocab: int = 24, layers: int = 2, seed: int = 0, **settings):
+    """A model and its params, without a tokenizer."""
+    config = TransformerConfig(
+        vocab, 16, 32, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, **settings
+    )
+    model = Transformer(config)
+    return model, model.init(jax.random.key(seed), jax.numpy.zeros((1, 2), "int32"))["params"]
