@@ -220,6 +220,7 @@ def encode_prompts(
     max_prompt_length: int | None = None,
     on_long_prompt: str = "error",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    argument: str = "dataset",
 ) -> EncodedPrompts:
     """Tokenize the prompt of every row; a prompt that is too long is an error or is left out, never cut.
 
@@ -233,6 +234,7 @@ def encode_prompts(
       max_prompt_length: in tokens; None for no bound.
       on_long_prompt: "error", or "drop" to leave the row out and name it in `dropped`.
       chat_template_kwargs: further keywords for the chat template, `{"enable_thinking": False}` for instance.
+      argument: what the caller calls the dataset, for the messages.
 
     Returns:
       `EncodedPrompts`.
@@ -255,12 +257,13 @@ def encode_prompts(
     if all(isinstance(prompt, str) for prompt in prompts):
         token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
     else:
-        token_ids = [_encode_messages(prompt, tokenizer, template_kwargs, i) for i, prompt in enumerate(prompts)]
+        where = [f"{argument} row {index}" for index in range(len(rows))]
+        token_ids = [_encode_messages(*pair, tokenizer, template_kwargs) for pair in zip(where, prompts, strict=True)]
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
-                f"row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at all: check "
-                "that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
+                f"{argument} row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at all: "
+                "check that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
             )
     bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
     long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
@@ -269,7 +272,7 @@ def encode_prompts(
         drop = " or leave such rows out with on_long_prompt='drop'" if len(long) < len(rows) else ""
         raise ValueError(
             f"max_prompt_length is {max_prompt_length}, but {len(long)} of {len(rows)} prompts are longer; the "
-            f"longest, of row {longest}, has {len(token_ids[longest])} tokens: raise max_prompt_length{drop}"
+            f"longest, of {argument} row {longest}, has {len(token_ids[longest])} tokens: raise max_prompt_length{drop}"
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
     return EncodedPrompts(
@@ -277,11 +280,11 @@ def encode_prompts(
     )
 
 
-def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], index: int) -> list[int]:
+def _encode_messages(where: str, prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
     """Return the token ids of one conversation, open for the assistant to speak."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
         raise ValueError(
-            f"row {index}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
+            f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
     prefilled = prompt[-1]["role"] == "assistant"
@@ -299,7 +302,7 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
         raise
     except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
         raise ValueError(
-            f"row {index}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
+            f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
             f"{_short(prompt)}"
         ) from error
 

@@ -45,14 +45,13 @@ class PartialRewards(RewardError):
 
     Attributes:
       values: one float or None a completion.
-      faults: what went wrong, by the index of the completion.
+      faults: what went wrong, by the index of the completion; under None what concerns all of them.
     """
 
     def __init__(self, values: Sequence[float | None], faults: Mapping[Any, BaseException | str]):
         index, fault = next(iter(faults.items()))
-        super().__init__(
-            f"{len(faults)} of {len(values)} completions failed; completion {index}: {describe_fault(fault)}"
-        )
+        which = "all" if index is None else f"{len(faults)} of {len(values)}; completion {index}"
+        super().__init__(f"completions without a score because of a fault: {which} {describe_fault(fault)}")
         self.values = list(values)
         self.faults = dict(faults)
 
@@ -285,6 +284,12 @@ def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Map
     return chosen | {name: value for name, value in (extras or {}).items() if name in named}
 
 
+def split_inputs(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part what has one entry a completion, which comes as a list, from the extras, which come as they are."""
+    lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
+    return lists, {name: value for name, value in inputs.items() if name not in lists}
+
+
 def _call_all(
     fns: Sequence[Callable[..., Any]], inputs: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> tuple[list[Any], list[float]]:
@@ -403,6 +408,14 @@ def _number(item: Any) -> float | str:
     if abs(number) > _FLOAT32_MAX:
         return f"returned {number}; rewards are finite, in the range of float32"
     return number
+
+
+def give_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
+    """Return scores as a reward function does, NaN as None; faults travel on as an exception."""
+    scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0: a reward of −0 puzzles
+    if faults:
+        raise PartialRewards(scores, faults)
+    return scores
 
 
 def _explain(name: str, faults: Faults, inputs: Mapping[str, Any], num_generations: int) -> str:

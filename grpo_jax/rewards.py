@@ -25,10 +25,12 @@ from grpo_jax.reward_calls import (
     compute_rewards,
     describe_fault,
     function_name,
+    give_scores,
     is_async,
     read_outcome,
     reward_names,
     select_inputs,
+    split_inputs,
 )
 
 __all__ = [
@@ -214,7 +216,7 @@ class _Weighted(_Combinator):
     weight: float
 
     def __call__(self, **inputs: Any) -> Any:
-        return _scores_then(self.fn, inputs, lambda values, faults: _give(self.weight * values, faults))
+        return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.weight * values, faults))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +227,9 @@ class _Clipped(_Combinator):
     high: float
 
     def __call__(self, **inputs: Any) -> Any:
-        return _scores_then(self.fn, inputs, lambda values, faults: _give(np.clip(values, self.low, self.high), faults))
+        return _scores_then(
+            self.fn, inputs, lambda values, faults: give_scores(np.clip(values, self.low, self.high), faults)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +250,13 @@ class _Gated(_Combinator):
             scores = np.where(np.isnan(gate_values), np.nan, otherwise)
             passed = np.flatnonzero(gate_values > self.threshold)
             if passed.size == 0:
-                return _give(scores, gate_faults)
+                return give_scores(scores, gate_faults)
 
             def fill(values: np.ndarray, faults: Faults) -> list[float | None]:
                 scores[passed] = values
-                return _give(scores, gate_faults | {int(passed[index]): fault for index, fault in faults.items()})
+                return give_scores(scores, gate_faults | {int(passed[index]): fault for index, fault in faults.items()})
 
-            lists, extras = _split(inputs)
+            lists, extras = split_inputs(inputs)
             some = {name: [values[index] for index in passed] for name, values in lists.items()}
             return _scores_then(self.fn, some | extras, fill)
 
@@ -279,24 +283,10 @@ def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[n
         return await result if inspect.isawaitable(result) else result
 
     try:
-        outcome = fn(**select_inputs(fn, *_split(inputs)))
+        outcome = fn(**select_inputs(fn, *split_inputs(inputs)))
     except PartialRewards as partial:
         outcome = partial
     return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)
-
-
-def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part what has one entry a completion, which comes as a list, from the extras, which come as they are."""
-    lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
-    return lists, {name: value for name, value in inputs.items() if name not in lists}
-
-
-def _give(values: np.ndarray, faults: Faults) -> list[float | None]:
-    """Return scores as a reward function does, NaN as None; faults travel on as an exception."""
-    scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0: a reward of −0 puzzles
-    if faults:
-        raise PartialRewards(scores, faults)
-    return scores
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFunction:

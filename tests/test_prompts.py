@@ -221,7 +221,7 @@ def test_long_prompts_are_dropped_and_named_never_cut():
         (
             ["a" * 3, "a" * 9, "a" * 7],
             {"max_prompt_length": 4},
-            "max_prompt_length is 4, but 2 of 3 prompts are longer; the longest, of row 1, has 9 tokens.*'drop'",
+            "max_prompt_length is 4, but 2 of 3 prompts are longer; the longest, of dataset row 1, has 9 .*'drop'",
         ),
         (["a" * 5], {"max_prompt_length": 4, "on_long_prompt": "drop"}, "1 of 1 prompts are longer"),
         (["a"], {"on_long_prompt": "cut"}, "on_long_prompt is 'cut': choose one of 'error', 'drop'"),
@@ -250,6 +250,11 @@ def test_a_tokenizer_that_knows_nothing_of_the_text_is_noticed():
 def test_messages_without_a_chat_template_say_what_to_do():
     with pytest.raises(ValueError, match=r"row 0: .*no chat template: set tokenizer.chat_template"):
         lib.encode_prompts([{"prompt": [user("hi")]}], make_tokenizer(chat_template=None))
+
+
+def test_encode_prompts_names_the_argument_of_its_caller():
+    with pytest.raises(ValueError, match="eval_dataset row 0: the tokenizer encodes"):
+        lib.encode_prompts([{"prompt": ""}], make_tokenizer(), argument="eval_dataset")
 
 
 def test_a_template_that_refuses_names_the_row():

@@ -75,7 +75,7 @@ def test_from_row_keeps_the_scores_beside_a_fault():
 
 
 def test_from_row_called_by_hand_raises_and_keeps_what_it_has():
-    with pytest.raises(lib.PartialRewards, match="1 of 3 completions failed; completion 1: raised ZeroDiv") as caught:
+    with pytest.raises(lib.PartialRewards, match="because of a fault: 1 of 3; completion 1 raised Zero") as caught:
         lib.from_row(divide)(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
     assert caught.value.values == [6, None, 2]
     assert list(caught.value.faults) == [1]
