@@ -316,7 +316,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         raise ValueError(
-            f"config key 'architectures' is {names}, which is not supported; one of {sorted(FAMILIES)} is."
+            f"config key 'architectures' is {names}, which is not supported; supported: {', '.join(FAMILIES)}."
         )
     return FAMILIES[names[0]]
 

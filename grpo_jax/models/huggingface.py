@@ -286,12 +286,13 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
         from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     except Exception as error:
         raise ValueError(
-            f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load ({error}); "
+            f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
             "mend or remove its tokenizer files."
         ) from error
-    if not tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
+    if not ids:
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids. transformers "
             f"loads it as {type(tokenizer).__name__} because of `model_type` in config.json; a tokenizer made at home "
