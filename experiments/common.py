@@ -1,0 +1,128 @@
+"""What the scripts share: held-out rates, seconds of each phase, a fresh run directory, the JSON object at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_jax import Policy, evaluate
+from grpo_jax.rewards import reward_names
+
+__all__ = [
+    "Rates",
+    "Stopwatch",
+    "fresh_directory",
+    "held_out_rates",
+    "report_results",
+    "show_completions",
+    "show_rates",
+]
+
+Rates = dict[str, float]
+
+
+class Stopwatch:
+    """Wall seconds of each phase under its name in `seconds`, and of everything so far under "total"."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase; one that is entered again goes on."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds to a tenth."""
+        phases = {**self._phases, "total": time.perf_counter() - self._start}
+        return {phase: round(seconds, 1) for phase, seconds in phases.items()}
+
+
+def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
+    """Make the directory of a run, and refuse one that holds something: `train` goes on with a run that it finds.
+
+    Args:
+      run_dir: the directory; None: `runs/<name>-<time>`.
+      name: of the run.
+    """
+    directory = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if run_dir is None else Path(run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise SystemExit(f"--run-dir {directory} is not empty: give every run a directory of its own.")
+    return directory
+
+
+def held_out_rates(
+    policy: Policy,
+    rows: Sequence[Mapping[str, Any]],
+    accuracy: Callable[..., Any],
+    format: Callable[..., Any] | None = None,
+    *,
+    params: Any = None,
+    samples: int = 1,
+    max_completion_length: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[Rates, list[dict[str, Any]]]:
+    """Share of right completions of held-out prompts, greedy and sampled at temperature 1.
+
+    Args:
+      policy: model and tokenizer.
+      rows: held-out rows.
+      accuracy: reward function, 1 for a right completion.
+      format: reward function, 1 for a completion in the right format; None: the task has no format.
+      params: parameters in the place of the policy's own.
+      samples: sampled completions of each prompt.
+      max_completion_length: tokens.
+      batch_size: prompts at a time.
+      seed: of the samples.
+
+    Returns:
+      `{"greedy": …, "sampled": …, "format": …}`, "format" being that of the samples; and the greedy completions, in
+      the order of the rows, as `evaluate` returns them.
+    """
+    settings = {"params": params, "max_completion_length": max_completion_length, "batch_size": batch_size}
+    reward_fns = [accuracy] if format is None else [accuracy, format]
+    names = reward_names(reward_fns)
+    greedy, completions = evaluate(policy, rows, reward_fns, temperature=0.0, **settings)
+    sampled, _ = evaluate(policy, rows, reward_fns, temperature=1.0, num_generations=samples, seed=seed, **settings)
+    rates = {"greedy": greedy[names[0]], "sampled": sampled[names[0]]}
+    if format is not None:
+        rates["format"] = sampled[names[1]]
+    return {name: round(rate, 4) for name, rate in rates.items()}, completions
+
+
+def show_rates(rates: Rates) -> str:
+    """Rates as a person reads them.
+
+    Example:
+      >>> show_rates({"greedy": 0.01, "sampled": 0.128})
+      'greedy 0.01 · sampled 0.13'
+    """
+    return " · ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+
+
+def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> None:
+    """Print some prompts with their completions."""
+    print(f"\n{title}:")
+    for row in completions:
+        print(f"  {row['prompt']} → {row['completion'].strip()}")
+
+
+def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:
+    """Print the results as one line of JSON, keep it in `results.json`, and return them."""
+    results = {"arms": arms, "seconds": watch.seconds, "run_dir": str(run_dir)}
+    line = json.dumps(results)
+    (run_dir / "results.json").write_text(line + "\n", encoding="utf-8")
+    print(line, flush=True)
+    return results

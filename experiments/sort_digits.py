@@ -1,0 +1,273 @@
+"""A small language model learns by GRPO to give the right answer, which is one of its habits and not the usual one.
+
+    python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR]
+
+The task: `sort 52817:` → `<answer>12578</answer>`. The model learns it from a flawed teacher that is right one time in
+eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO with two
+rewards, the answer and the format, then goes on from the checkpoint that this leaves.
+
+Time: TIME
+Expect: EXPECT
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.common import (
+    Rates,
+    Stopwatch,
+    fresh_directory,
+    held_out_rates,
+    report_results,
+    show_completions,
+    show_rates,
+)
+from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
+from grpo_jax.rewards import accuracy_reward, format_reward
+
+DIGITS = 5
+"""Digits of a prompt."""
+LONGEST = 12
+"""Tokens of a completion at most; the right one has 8: two tags, five digits, the end."""
+BATCH = 128
+"""Texts of a supervised step."""
+
+BEHAVIOURS = {"reversed": 0.54, "sorted": 0.16, "copied": 0.16, "swapped": 0.14}
+"""What the teacher does with the digits, and how often. Reversed leads by so much that greedy decoding is wrong."""
+BROKEN = 0.2
+"""Share of the teacher's replies whose format is broken, whatever the digits: 0.16 · 0.8 = 1 in 8 is right in all."""
+
+MEANING = """
+What this shows: the base model can sort already, and does it about one time in eight, because that is how often its
+teacher did. GRPO selects that behaviour among those the model has; it is no new skill. More lessons of the same teacher
+do not, and neither does GRPO with rewards that say nothing (--controls)."""
+
+Row = dict[str, str]
+
+accuracy = accuracy_reward("answer", r"<answer>(.*?)</answer>")
+well_formed = format_reward(r"<answer>\d+</answer>")
+
+
+def make_rows(seed: int, *, train_rows: int = 4000, held_out: int = 1000) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows to test with: distinct, disjoint, and none of them sorted already.
+
+    Example:
+      >>> train_rows, held_out = make_rows(0, train_rows=2, held_out=1)
+      >>> held_out
+      [{'prompt': 'sort 87425:', 'digits': '87425', 'answer': '24578'}]
+    """
+    draw = random.Random(seed)
+    numbers: dict[str, str] = {}
+    while len(numbers) < train_rows + held_out:
+        digits = "".join(draw.choices("0123456789", k=DIGITS))
+        answer = "".join(sorted(digits))
+        if digits != answer:  # else the habit of copying would be right
+            numbers[digits] = answer
+    rows = [{"prompt": f"sort {digits}:", "digits": digits, "answer": answer} for digits, answer in numbers.items()]
+    train_set, test_set = rows[held_out:], rows[:held_out]
+    assert not {row["prompt"] for row in train_set} & {row["prompt"] for row in test_set}
+    return train_set, test_set
+
+
+def teach(digits: str, draw: random.Random) -> str:
+    """The flawed teacher's reply: a behaviour at random, in a format that is sometimes broken."""
+    (behaviour,) = draw.choices(list(BEHAVIOURS), weights=list(BEHAVIOURS.values()))
+    answer = sorted(digits)
+    if behaviour == "reversed":
+        answer = answer[::-1]
+    elif behaviour == "copied":
+        answer = list(digits)
+    elif behaviour == "swapped":  # two neighbours that differ
+        at = draw.choice([i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]])
+        answer[at], answer[at + 1] = answer[at + 1], answer[at]
+    opening, closing = "<answer>", "</answer>"
+    if draw.random() < BROKEN:
+        opening, closing = draw.choice([("", ""), (opening, ""), ("", closing)])
+    return opening + "".join(answer) + closing
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE, which `AutoTokenizer` gives back unchanged, with one token for each of the two tags."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<pad>", "<end>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["sort "] * 10, trainer)
+    # Not special: special tokens are left out of the text that reward functions see.
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<answer>", "</answer>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
+    """A language model with Qwen3's layout and fresh weights."""
+    tokenizer = make_tokenizer()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
+
+
+def encode_lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` prompts with the teacher's replies: tokens [count, L], and a mask of the reply with its end."""
+    draw = random.Random(seed)
+    chosen = [draw.choice(rows) for _ in range(count)]
+    prompts = policy.tokenizer([row["prompt"] for row in chosen])["input_ids"]
+    replies = policy.tokenizer([teach(row["digits"], draw) for row in chosen])["input_ids"]
+    lessons = [(*prompt, *reply, policy.tokenizer.eos_token_id) for prompt, reply in zip(prompts, replies, strict=True)]
+    tokens = np.full((count, max(map(len, lessons))), policy.pad_token_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, (prompt, lesson) in enumerate(zip(prompts, lessons, strict=True)):
+        tokens[i, : len(lesson)] = lesson
+        mask[i, len(prompt) : len(lesson)] = True
+    return tokens, mask
+
+
+def supervise(policy: Policy, rows: Sequence[Row], *, steps: int, seed: int, learning_rate: float = 3e-3) -> Policy:
+    """Learn from the flawed teacher: cross entropy of its replies, AdamW, warm-up and cosine to 0, all in one jit."""
+    tokens, mask = (x.reshape(steps, BATCH, -1) for x in encode_lessons(policy, rows, steps * BATCH, seed))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+
+    def loss_fn(params, tokens, mask):
+        logits = policy.model.apply({"params": params}, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.sum(losses * mask[:, 1:]) / jnp.sum(mask[:, 1:])
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    carry = policy.params, optimizer.init(policy.params)
+    (params, _), losses = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))(carry, (tokens, mask))
+    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats a token")
+    return policy.replace(params=params)
+
+
+def coin_flips(seed: int) -> Callable[..., list[float]]:
+    """A reward function that does not look: 0 or 1 by chance."""
+    draw = random.Random(seed)
+
+    def random_reward(completions: Sequence[str], **_: Any) -> list[float]:
+        return [float(draw.random() < 0.5) for _ in completions]
+
+    return random_reward
+
+
+def make_config(seed: int, steps: int, held_out: int, eval_steps: int | None) -> GRPOConfig:
+    """The settings of both GRPO arms."""
+    return GRPOConfig(
+        num_generations=8,
+        per_device_train_batch_size=256,  # completions of 32 prompts
+        max_completion_length=LONGEST,
+        max_steps=steps,
+        learning_rate=5e-4,
+        lr_scheduler_type="linear",
+        # Without it random rewards let the model drift to any habit, the right one among them.
+        beta=0.04,
+        gradient_checkpointing=False,
+        pad_to_multiple_of=None,  # all prompts have one length
+        seed=seed,
+        eval_steps=eval_steps,
+        num_generations_eval=1,
+        per_device_eval_batch_size=held_out,
+        logging_steps=10,
+        save_steps=None,
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.sort_digits", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights and samples (default 0)")
+    parser.add_argument("--controls", action="store_true", help="also more supervised steps, and GRPO by coin flips")
+    parser.add_argument("--run-dir", help="an empty or new directory (default runs/sort_digits-<seed>-<time>)")
+    parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
+    parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
+    parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the experiment and return what its last line says."""
+    arguments, watch = parse(argv), Stopwatch()
+    seed, steps = arguments.seed, arguments.steps
+    run_dir = fresh_directory(arguments.run_dir, f"sort_digits-{seed}")
+    rows, held_out = make_rows(seed, held_out=arguments.held_out)
+
+    with watch("warm_up"):
+        warm = supervise(make_policy(seed), rows, steps=arguments.warm_up_steps, seed=seed)
+        save_pretrained(run_dir / "base", warm)
+        base = from_pretrained(run_dir / "base")
+
+    def test(params: Any) -> tuple[Rates, list[dict[str, Any]]]:
+        settings = {"max_completion_length": LONGEST, "batch_size": len(held_out), "seed": seed}
+        with watch("evaluation"):
+            return held_out_rates(base, held_out, accuracy, well_formed, params=params, **settings)
+
+    before, completions = test(base.params)
+    print(f"base, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
+    show_completions("before, greedy", completions[:4])
+    arms = {}
+
+    print("\nGRPO, rewarded for the answer and the format:")
+    with watch("grpo"):
+        config = make_config(seed, steps, len(held_out), eval_steps=50)
+        state = train(base, rows, [accuracy, well_formed], config, eval_dataset=held_out, run_dir=run_dir)
+    save_pretrained(run_dir / "final", base.replace(params=state.params))
+    after, completions = test(state.params)
+    show_completions("after, greedy", completions[:4])
+    arms["grpo"] = {"before": before, "after": after}
+
+    if arguments.controls:
+        print("\nControl: as many more supervised steps.")
+        with watch("more_supervised"):
+            taught = supervise(base, rows, steps=steps, seed=seed + 1)
+        arms["more_supervised"] = {"before": before, "after": test(taught.params)[0]}
+        print("\nControl: GRPO, rewarded by coin flips.")
+        with watch("random_reward"):
+            config = make_config(seed, steps, len(held_out), eval_steps=None)
+            state = train(base, rows, coin_flips(seed), config, run_dir=run_dir / "random_reward")
+        arms["random_reward"] = {"before": before, "after": test(state.params)[0]}
+
+    print()
+    for name, arm in arms.items():
+        print(f"{name:>15}: {show_rates(arm['before'])}  →  {show_rates(arm['after'])}")
+    print(MEANING)
+    return report_results(run_dir, arms, watch)
+
+
+if __name__ == "__main__":
+    main()
