@@ -1,0 +1,97 @@
+"""Peak host memory of `from_pretrained`, on a random checkpoint of 1 GB.
+
+    python -m experiments.loading_memory
+
+About one minute on two cores, on Linux; needs 1 GB of disk for a while. Expected: a peak of at most 1.2 × the checkpoint above
+what the process held before, in each storage dtype. The last line on standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from grpo_jax.models.families import read_config, tensor_plan
+from grpo_jax.models.huggingface import from_pretrained
+from grpo_jax.models.transformer import count_parameters
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 50000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def write_checkpoint(directory: Path, dtype: str, size: float) -> int:
+    """Write random weights of about `size` bytes, one layer a file, and return their bytes."""
+    itemsize = np.dtype(getattr(jnp, dtype)).itemsize
+    layers = max(1, round((size / itemsize - 2 * 50000 * 1024) / 15.2e6))
+    raw = {**SHAPE, "num_hidden_layers": layers, "dtype": dtype}
+    files: dict[str, list] = {}
+    for tensor in tensor_plan(raw, read_config(raw)):
+        part = tensor.name.split(".")[2] if ".layers." in tensor.name else tensor.name.split(".")[-2]
+        files.setdefault(f"model-{part}.safetensors", []).append(tensor)
+    rng = np.random.default_rng(0)
+    total = 0
+    for name, tensors in files.items():
+        arrays = {t.name: rng.standard_normal(t.shape, np.float32).astype(getattr(jnp, dtype)) for t in tensors}
+        total += sum(array.nbytes for array in arrays.values())
+        save_file(arrays, directory / name, metadata={"format": "pt"})
+    index = {"weight_map": {tensor.name: name for name, tensors in files.items() for tensor in tensors}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text(json.dumps(raw))
+    return total
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at its peak. (ru_maxrss would be the parent's peak where that is more.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def load(directory: str, dtype: str) -> dict[str, float]:
+    """Load, and say how far the peak of this process's memory rose. Run it in a process of its own."""
+    jnp.zeros(3).block_until_ready()
+    before = memory("VmRSS")
+    start = time.perf_counter()
+    policy = from_pretrained(directory, dtype=dtype)
+    seconds = time.perf_counter() - start
+    peak = memory("VmHWM") - before
+    return {"peak": peak, "seconds": round(seconds, 1), "parameters": count_parameters(policy.params)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Peak host memory of from_pretrained on a random checkpoint.")
+    parser.add_argument("--size", type=float, default=1e9, help="bytes of the checkpoint (default: 1e9)")
+    parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.load:
+        print(json.dumps(load(*args.load)))
+        return
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as directory:
+            size = write_checkpoint(Path(directory), dtype, args.size)
+            command = [sys.executable, "-m", "experiments.loading_memory", "--load", directory, dtype]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        result = json.loads(done.stdout.splitlines()[-1])
+        results[dtype] = {"checkpoint": size, **result, "ratio": round(result["peak"] / size, 3)}
+        print(f"{dtype}: {size / 1e9:.2f} GB on disk, peak {results[dtype]['ratio']} ×, {result['seconds']} s")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
