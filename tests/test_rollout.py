@@ -1,0 +1,220 @@
+"""The rollout: the same tokens however rows are laid out, the log-probs they were drawn with, and honest endings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts, rollout
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
+EOS = (7, 13)
+
+
+@functools.cache
+def model_and_params():
+    return tiny_model()
+
+
+def sample(prompts=PROMPTS, *, num_generations=8, max_completion_length=70, key=7, **settings):
+    model, params = model_and_params()
+    settings = {"eos_token_ids": EOS, **settings}
+    return generate(
+        model,
+        params,
+        make_prompts(prompts) if isinstance(prompts, list) else prompts,
+        jax.random.key(key),
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        **settings,
+    )
+
+
+@functools.cache
+def sampled() -> Completions:
+    return sample()
+
+
+class Bare:
+    """A model that has `apply` and nothing else: the uncached road to the same answer."""
+
+    def apply(self, variables, tokens):
+        return model_and_params()[0].apply(variables, tokens)
+
+
+def test_the_rows_of_this_test_end_at_very_different_times():
+    lengths = np.asarray(sampled().mask.sum(-1))
+    assert (lengths.min(), lengths.max()) == (1, 70)
+    assert 0 < np.asarray(sampled().ended).mean() < 1
+
+
+def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
+    c = jax.device_get(sampled())
+    for tokens, mask, log_probs, ended in zip(
+        c.tokens.reshape(-1, 70), c.mask.reshape(-1, 70), c.log_probs.reshape(-1, 70), c.ended.ravel(), strict=True
+    ):
+        at = np.flatnonzero(np.isin(tokens, EOS) & mask)
+        length = at[0] + 1 if len(at) else 70
+        assert ended == bool(len(at))
+        np.testing.assert_array_equal(mask, np.arange(70) < length)
+        np.testing.assert_array_equal(tokens[length:], 0)
+        np.testing.assert_array_equal(log_probs[length:], 0)
+        assert (log_probs[:length] < 0).all()
+
+
+def test_log_probs_are_those_of_scoring_the_same_tokens():
+    model, params = model_and_params()
+    scored = completion_log_probs(model, params, make_prompts(PROMPTS), sampled())
+    np.testing.assert_allclose(scored, sampled().log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 9}])
+def test_log_probs_agree_under_every_sampling_setting(settings):
+    model, params = model_and_params()
+    completions = sample(max_completion_length=12, **settings)
+    scored = completion_log_probs(model, params, make_prompts(PROMPTS), completions, **settings)
+    np.testing.assert_allclose(scored, completions.log_probs, atol=1e-5)
+    # and these are not the log-probs of the plain distribution: the test would see a setting that is ignored
+    plain = completion_log_probs(model, params, make_prompts(PROMPTS), completions)
+    assert np.abs(plain - completions.log_probs).max() > 0.05
+
+
+def test_one_long_decode_inside_jit_gives_the_same_completions():
+    model, params = model_and_params()
+    prompts = make_prompts(PROMPTS)
+    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
+    inside = jax.jit(lambda params, prompts, key: generate(model, params, prompts, key, **settings))
+    whole = inside(params, prompts, jax.random.key(7))
+    assert_same(whole, sampled())
+
+
+def test_a_model_without_a_cache_gives_the_same_completions():
+    _, params = model_and_params()
+    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
+    assert_same(generate(Bare(), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
+
+
+@pytest.mark.parametrize("segment", [3, 64])
+def test_the_length_of_a_segment_changes_nothing(segment, monkeypatch):
+    monkeypatch.setattr(rollout, "SEGMENT", segment)
+    assert_same(sample(), sampled())
+
+
+def test_a_row_does_not_depend_on_the_batch_around_it():
+    """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
+    alone = make_prompts([PROMPTS[2]], length=9)
+    mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]])
+    assert_same(sample(alone, prompt_indices=jnp.array([2])), pick(sampled(), slice(2, 3)))
+    assert_same(pick(sample(mixed, prompt_indices=jnp.array([17, 2, 0])), slice(1, 2)), pick(sampled(), slice(2, 3)))
+
+
+def test_fewer_generations_are_the_first_ones():
+    assert_same(sample(num_generations=3), jax.tree.map(lambda x: x[:, :3], sampled()))
+
+
+def test_a_longer_limit_continues_the_same_rows():
+    short = sample(max_completion_length=20)
+    np.testing.assert_array_equal(short.tokens, sampled().tokens[:, :, :20])
+    np.testing.assert_array_equal(short.mask, sampled().mask[:, :, :20])
+    np.testing.assert_array_equal(short.ended, np.asarray(sampled().mask.sum(-1) < 20) | eos_at(sampled(), 19))
+
+
+def eos_at(completions, t):
+    return np.isin(np.asarray(completions.tokens[:, :, t]), EOS) & np.asarray(completions.mask[:, :, t])
+
+
+def test_another_key_gives_other_samples_and_rows_of_a_group_differ():
+    assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
+    first = np.asarray(sampled().tokens)[:, :, :3]
+    assert len({row.tobytes() for row in first.reshape(-1, 3)}) > 20
+
+
+def test_greedy_rows_agree_and_follow_the_argmax():
+    model, params = model_and_params()
+    completions = sample(num_generations=2, max_completion_length=9, temperature=0, eos_token_ids=())
+    np.testing.assert_array_equal(completions.tokens[:, 0], completions.tokens[:, 1])
+    for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
+        logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
+        np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
+
+
+def test_without_eos_ids_every_row_is_truncated():
+    completions = sample(max_completion_length=5, eos_token_ids=())
+    assert np.asarray(completions.mask).all()
+    assert not np.asarray(completions.ended).any()
+
+
+def test_one_token_completions():
+    completions = sample(max_completion_length=1)
+    np.testing.assert_array_equal(completions.tokens[..., 0], sampled().tokens[..., 0])
+    np.testing.assert_array_equal(completions.ended, eos_at(sampled(), 0))
+
+
+def test_an_eos_as_the_first_token_belongs_to_the_completion():
+    first = np.asarray(sampled().tokens[..., 0])
+    ended = np.isin(first, EOS)
+    assert ended.any(), "no row of this test draws EOS first"
+    assert np.asarray(sampled().mask[..., 0]).all()
+    np.testing.assert_array_equal(np.asarray(sampled().mask.sum(-1))[ended], 1)
+
+
+def test_after_warm_up_nothing_is_compiled():
+    """A second rollout with other prompts and another key runs the programs of the first."""
+    prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
+    sample(eos_token_ids=())
+    compiled = {f: f._cache_size() for f in (rollout._prefill, rollout._decode, rollout._grow, rollout._keep)}
+    sample(prompts, key=99, eos_token_ids=())
+    assert {f: f._cache_size() for f in compiled} == compiled
+
+
+def test_compaction_only_ever_meets_a_few_layouts():
+    """Every reachable layout of 8 × 8 rows, whatever ends when: the programs of a run are bounded by this."""
+    rng = np.random.default_rng(0)
+    layouts = set()
+    for _ in range(300):
+        alive = np.ones((8, 8), bool)
+        while alive.any():
+            alive &= rng.random(alive.shape) < rng.uniform(0.3, 0.95)
+            if not alive.any():
+                break
+            kept = rollout._survivors(alive, 8)
+            if kept is not None:
+                groups, order = kept
+                count = alive.sum()
+                alive = alive[groups[:, None], order]
+                assert alive.sum() == count, "a living row was lost"
+            layouts.add(alive.shape)
+    assert layouts <= {(8, 8), (8, 4), (8, 2), (8, 1), (4, 1), (2, 1), (1, 1)}, layouts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
+        ({"num_generations": 1.5}, "num_generations must be an integer ≥ 1; got 1.5"),
+        ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
+        ({"temperature": -1}, "temperature must be a finite number"),
+        (
+            {"prompts": Prompts(jnp.zeros((3,), jnp.int32), jnp.ones((3,), jnp.int32))},
+            r"prompts must have tokens \[B, P\]",
+        ),
+        ({"prompts": Prompts(jnp.zeros((3, 2), jnp.int32), jnp.ones((2,), jnp.int32))}, r"lengths \[B\]; got \(3, 2\)"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        sample(**change)
+
+
+def pick(completions, at):
+    return jax.tree.map(lambda x: x[at], completions)
+
+
+def assert_same(one: Completions, other: Completions):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.mask, other.mask)
+    np.testing.assert_array_equal(one.ended, other.ended)
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
