@@ -257,13 +257,15 @@ def encode_prompts(
     if all(isinstance(prompt, str) for prompt in prompts):
         token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
     else:
-        where = [f"{argument} row {index}" for index in range(len(rows))]
-        token_ids = [_encode_messages(*pair, tokenizer, template_kwargs) for pair in zip(where, prompts, strict=True)]
+        token_ids = [
+            _encode_messages(prompt, tokenizer, template_kwargs, where=f"{argument} row {index}")
+            for index, prompt in enumerate(prompts)
+        ]
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
-                f"{argument} row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at all: "
-                "check that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
+                f"{argument} row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at "
+                "all: check that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
             )
     bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
     long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
@@ -280,7 +282,7 @@ def encode_prompts(
     )
 
 
-def _encode_messages(where: str, prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
+def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], *, where: str) -> list[int]:
     """Return the token ids of one conversation, open for the assistant to speak."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
         raise ValueError(
