@@ -61,7 +61,7 @@ def isolated(
 ) -> Callable[..., list[float | None]]:
     """Run a reward function in worker processes that are killed when it takes too long.
 
-    The workers are started at the first use (fresh interpreters without an accelerator, no fork of this process), import
+    The workers start at the first use (fresh interpreters without an accelerator, no fork of this process), import
     what the function needs and no more, stay for later calls, and end with this process. The function goes there by
     reference: it stands at the top level of a module. If that is the script itself, what starts the training stands
     under `if __name__ == "__main__":`, since the workers import the script too.
