@@ -1,0 +1,284 @@
+"""Mutation testing of advantages, kl, losses and reference: does a test fail for every small change of the code?
+
+    python tests/mutation.py                      # all four modules, about a quarter of an hour on two idle cores
+    python tests/mutation.py losses --list        # what would be tried
+    python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
+
+Expected: at least 95 % killed. The survivors are printed; each one should be on the list of `EQUIVALENT` below, with
+the reason why no test can tell it from the original.
+
+The changes are made in the syntax tree: comparisons, arithmetic, logic, constants, defaults, min/max, `where` branches,
+dropped keyword arguments, dropped stop_gradient, bounds and casts. An import hook serves the changed module; nothing is
+written to the source tree. One worker process runs one mutant after another, so that what JAX has compiled for one
+serves the next; it is replaced now and then, and when a mutant takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib.abc
+import importlib.util
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNATURES = "tests/test_signatures.py"
+# First the tests that kill most, then the whole files.
+TESTS = {
+    "advantages": [["tests/test_advantages.py"], [SIGNATURES]],
+    "kl": [["tests/test_kl.py"], ["tests/test_losses.py::test_bounded_tokens_are_counted"], [SIGNATURES]],
+    "reference": [["tests/test_reference.py"], [SIGNATURES]],
+    "losses": [
+        ["tests/test_losses.py", "-k", "float32 or hand_table or edge_of_the_clip or bad_arguments or vespo_bounds"],
+        [SIGNATURES],
+        ["tests/test_losses.py", "-k", "not (float32 or hand_table or edge_of_the_clip or bad_arguments or variants)"],
+        ["tests/test_enumeration.py"],
+    ],
+}
+
+WORKER_LIFE = 60
+
+# (module, text of the line, change): why nothing can tell it from the original.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+COMPARE = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.Mod: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+SWAPS = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "floor": "ceil", "any": "all",
+         "all": "any", "expm1": "exp", "add": "subtract", "k3": "k2"}  # fmt: skip
+# f(x, ...) → x
+TRANSPARENT = {"sg", "stop_gradient", "bounded", "clip", "clean", "astype", "asarray", "broadcast_to", "sqrt", "flip"}
+
+
+def name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """All (description, replacement) of one node."""
+
+    def edited(**fields) -> ast.AST:
+        new = copy.deepcopy(node)
+        for field, value in fields.items():
+            setattr(new, field, value)
+        return new
+
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARE:
+        new = COMPARE[type(node.ops[0])]
+        yield f"{type(node.ops[0]).__name__} → {new.__name__}", edited(ops=[new(), *node.ops[1:]])
+    elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and "Array" not in ast.unparse(node):
+        new = ARITHMETIC[type(node.op)]
+        yield f"{type(node.op).__name__} → {new.__name__}", edited(op=new())
+    elif isinstance(node, ast.UnaryOp):
+        yield f"{type(node.op).__name__} dropped", node.operand
+    elif isinstance(node, ast.BoolOp):
+        new = ast.Or if isinstance(node.op, ast.And) else ast.And
+        yield f"{type(node.op).__name__} → {new.__name__}", edited(op=new())
+    elif isinstance(node, ast.IfExp):
+        yield "branches swapped", edited(body=node.orelse, orelse=node.body)
+    elif isinstance(node, ast.If):
+        yield "condition negated", edited(test=ast.UnaryOp(ast.Not(), node.test))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} → {not node.value}", edited(value=not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield f"{node.value} → {node.value + 1}", edited(value=node.value + 1)
+        if node.value:
+            yield f"{node.value} → {-node.value}", edited(value=-node.value)
+    elif isinstance(node, ast.Call):
+        function = name_of(node.func)
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg is not None:
+                yield f"{function}: {keyword.arg}= dropped", edited(keywords=node.keywords[:i] + node.keywords[i + 1 :])
+        if function in SWAPS:
+            func = copy.deepcopy(node.func)
+            setattr(func, "attr" if isinstance(func, ast.Attribute) else "id", SWAPS[function])
+            yield f"{function} → {SWAPS[function]}", edited(func=func)
+        if function == "where":
+            condition, a, b = node.args
+            yield "where: branches swapped", edited(args=[condition, b, a])
+            yield "where → first", a
+            yield "where → second", b
+        if function in TRANSPARENT:
+            method = isinstance(node.func, ast.Attribute) and name_of(node.func.value) not in ("jnp", "jax", "lax")
+            yield f"{function}(x) → x", node.func.value if method else node.args[0]
+
+
+class Change(ast.NodeTransformer):
+    """Visits the code in order and makes the change with number `target`, if there is one."""
+
+    def __init__(self, target: int = -1):
+        self.target, self.found = target, []
+
+    def visit(self, node):
+        for description, replacement in changes(node):
+            self.found.append((getattr(node, "lineno", 0), description))
+            if len(self.found) - 1 == self.target:
+                return replacement
+        return super().visit(node)
+
+    def visit_Raise(self, node):  # messages are tested elsewhere
+        return node
+
+    def visit_AnnAssign(self, node):
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_arg(self, node):
+        return node
+
+    def visit_FunctionDef(self, node):
+        # Annotations and decorators are not code to be changed.
+        node.args = self.visit(node.args)
+        node.body = [x for x in (self.visit(statement) for statement in node.body) if x is not None]
+        return node
+
+    def visit_ClassDef(self, node):
+        return node
+
+
+def module_path(module: str) -> Path:
+    return ROOT / "grpo_jax" / f"{module}.py"
+
+
+def mutants(module: str) -> list[tuple[int, str]]:
+    walker = Change()
+    walker.visit(ast.parse(module_path(module).read_text()))
+    return walker.found
+
+
+class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves one changed module."""
+
+    def __init__(self, module: str, target: int):
+        tree = Change(target).visit(ast.parse(module_path(module).read_text()))
+        self.name, self.path = f"grpo_jax.{module}", str(module_path(module))
+        self.code = compile(ast.fix_missing_locations(tree), self.path, "exec")
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        exec(self.code, module.__dict__)
+
+
+def run_tests(module: str, target: int) -> bool:
+    """Runs the tests of one mutant (-1: of the unchanged code) in this process; True if all pass."""
+    import pytest
+
+    for name in list(sys.modules):
+        if name.split(".")[0] == "grpo_jax" or name.startswith("test_") or name == "conftest":
+            del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Hook)]
+    if target >= 0:
+        sys.meta_path.insert(0, Hook(module, target))
+    for arguments in TESTS[module]:
+        code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", *arguments])
+        if code not in (0, 5):
+            return False
+    return True
+
+
+def worker(module: str, targets: list[int], report: int, verbose: bool) -> None:
+    """Runs mutants in turn and writes one byte for each: s(urvived) or k(illed)."""
+    if not verbose:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    for target in targets:
+        os.write(report, b"s" if run_tests(module, target) else b"k")
+
+
+def run(module: str, targets: list[int], timeout: float, verbose: bool) -> Iterator[tuple[int, str]]:
+    """Yields (target, "killed" | "survived" | "timeout" | "crashed") for each target, in order."""
+    todo = list(targets)
+    while todo:
+        read, write = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                worker(module, todo[:WORKER_LIFE], write, verbose)
+            finally:
+                os._exit(0)
+        os.close(write)
+        for target in todo[:WORKER_LIFE]:
+            ready = select.select([read], [], [], timeout)[0]
+            answer = os.read(read, 1) if ready else b""
+            todo.remove(target)
+            yield target, {b"s": "survived", b"k": "killed"}.get(answer, "crashed" if ready else "timeout")
+            if not answer:
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("modules", nargs="*", default=list(TESTS))
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", nargs="*", type=int)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a mutant; a timeout counts as killed")
+    arguments = parser.parse_args()
+
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    sys.dont_write_bytecode = True
+    # Imported once, before any fork. Nothing here starts a backend: that happens in the child, after the fork.
+    import absl.testing.parameterized  # noqa: F401
+    import chex  # noqa: F401
+    import jax.numpy  # noqa: F401
+    import pytest  # noqa: F401
+
+    total = killed = 0
+    survivors = []
+    start = time.monotonic()
+    for module in arguments.modules:
+        found = mutants(module)
+        lines = module_path(module).read_text().splitlines()
+        if arguments.list:
+            for i, (line, description) in enumerate(found):
+                print(f"{module} {i} line {line}: {description}: {lines[line - 1].strip()}")
+            continue
+        targets = [i for i in range(len(found)) if not arguments.only or i in arguments.only]
+        for i, result in run(module, [-1, *targets], arguments.timeout, verbose=bool(arguments.only)):
+            if i == -1:
+                if result != "survived":
+                    sys.exit(f"The tests of {module} fail without any change.")
+                continue
+            line, description = found[i]
+            total += 1
+            killed += result != "survived"
+            if result != "killed":
+                text = lines[line - 1].strip()
+                reason = EQUIVALENT.get((module, text, description), "")
+                if result == "survived":
+                    survivors.append(reason)
+                print(f"{result}: {module} {i} line {line}: {description}: {text}  {reason}", flush=True)
+        print(f"{module}: {len(found)} mutants, {time.monotonic() - start:.0f} s so far", flush=True)
+    if total:
+        unexplained = sum(not reason for reason in survivors)
+        print(f"{killed} of {total} killed ({100 * killed / total:.1f} %)")
+        print(f"{len(survivors)} survived, {unexplained} of them without a reason")
+
+
+if __name__ == "__main__":
+    main()
