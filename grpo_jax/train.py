@@ -45,6 +45,11 @@ class Run:
     total_steps: int
     optimizer: optax.GradientTransformation
 
+    @property
+    def micro(self) -> tuple[int, int]:
+        """(prompts, completions a prompt) of one micro-batch."""
+        return self.sizes.micro_prompts, self.sizes.micro_completions
+
 
 def train(
     policy: Policy,
@@ -78,24 +83,22 @@ def train(
       ValueError: anything wrong with the arguments, before anything expensive runs.
     """
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, callbacks) as monitor:
+    with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, config, callbacks=callbacks) as monitor:
         state, progress, batch = checkpoints.restore(new_state(run))
-        monitor.start(config, state, num_rows=len(run.task.data.rows), dropped=len(run.task.data.dropped))
+        data = run.task.data
+        monitor.start(
+            state, progress, total_steps=run.total_steps, num_rows=len(data.rows), num_dropped=len(data.dropped)
+        )
+        evaluate_if_due(run, state, progress, monitor)
         while progress.step < run.total_steps:
             if batch is None:
-                evaluate_if_due(run, state, progress, monitor)
                 # One snapshot samples for the whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
                 experience = collect(
-                    run.task,
-                    state,
-                    progress.cursor,
-                    count=run.sizes.prompts,
-                    micro=micro_batch(run),
-                    phase=monitor.phase,
+                    run.task, state, progress.cursor, count=run.sizes.prompts, micro=run.micro, phase=monitor.phase
                 )
                 progress.collected(experience.cursor, experience.metrics)
-                monitor.completions(progress.step, experience.rows)
+                monitor.completions(progress.step + 1, experience.rows)
                 batch = experience.batch
             with monitor.phase("update"):
                 state, metrics = _train_step(
@@ -105,7 +108,7 @@ def train(
                     optimizer=run.optimizer,
                     config=config,
                     on_policy=run.sizes.updates == 1,
-                    micro=micro_batch(run),
+                    micro=run.micro,
                 )
                 metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
             progress.updated(metrics)
@@ -113,10 +116,9 @@ def train(
                 batch, progress.updates_done = None, 0
             if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
                 monitor.log(progress.step, progress.log_line())
-            if config.save_steps is not None and progress.step % config.save_steps == 0:
+            evaluate_if_due(run, state, progress, monitor)
+            if progress.step == run.total_steps or progress.step % (config.save_steps or run.total_steps) == 0:
                 checkpoints.save(state, progress, batch)
-        evaluate_if_due(run, state, progress, monitor)
-        checkpoints.save(state, progress, batch)
     return state
 
 
@@ -215,11 +217,6 @@ def new_state(run: Run) -> TrainState:
     )
 
 
-def micro_batch(run: Run) -> tuple[int, int]:
-    """(prompts, completions a prompt) of one micro-batch."""
-    return run.sizes.micro_prompts, run.sizes.micro_completions
-
-
 def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
     """The optimizer batch `index` of an iteration's batch, cut along B."""
     if sizes.slices == 1:
@@ -234,10 +231,10 @@ def moved_too_far(config: GRPOConfig, metrics: dict[str, float]) -> bool:
 
 
 def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor) -> None:
-    """Evaluate before the first step, where `eval_steps` has passed since the last time, and after the last step."""
+    """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
     config, step = run.task.config, progress.step
-    passed = config.eval_steps is not None and step - progress.evaluated >= config.eval_steps
-    if run.eval_data is None or not (step in (0, run.total_steps) or passed) or progress.evaluated == step:
+    due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
+    if run.eval_data is None or not due or progress.evaluated == step:
         return
     group = config.eval_generations
     with monitor.phase("evaluation"):
@@ -257,4 +254,4 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             on_reward_error=config.on_reward_error,
         )
     progress.evaluated = step
-    monitor.evaluation(step, {f"eval/{name}": value for name, value in metrics.items()})
+    monitor.evaluation(step, metrics)

@@ -173,6 +173,9 @@ def train_step(
 
     grads, sums = _accumulate(loss_fn, state.params, batch, micro)
     metrics = finalize_metrics(sums)
+    if batch.ref_log_probs is None:
+        # A KL that nobody measured is no KL of zero.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("kl")}
     metrics["grad_norm"] = optax.global_norm(grads)
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
