@@ -409,7 +409,7 @@ def test_only_a_checkpoint_is_replaced(policy, checkpoint, tmp_path):
 def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, monkeypatch):
     before = stored(checkpoint)
     fail = lambda *args: (_ for _ in ()).throw(OSError("disk full"))
-    monkeypatch.setattr(huggingface, "_write_json", fail)
+    monkeypatch.setattr(huggingface, "write_json", fail)
     with pytest.raises(OSError, match="disk full"):
         save_pretrained(checkpoint, policy)
     with pytest.raises(OSError, match="disk full"):
@@ -422,7 +422,7 @@ KILLED = """
 import os, signal, sys, jax
 from grpo_jax.models import huggingface
 policy = huggingface.from_pretrained(sys.argv[1])
-huggingface._write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # after the weights, before config.json
+huggingface.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # after the weights, before config.json
 huggingface.save_pretrained(sys.argv[2], policy)
 """
 

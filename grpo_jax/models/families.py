@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.transformer import Rope, Transformer, TransformerConfig
+from grpo_jax.types import Params
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -461,6 +462,17 @@ def parameter_paths(tree: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
         yield tuple(entry.key for entry in path), leaf
 
 
+def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
+    """The nested dict of (keys, leaf) pairs."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree
+
+
 def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tensor, ...]:
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
@@ -514,6 +526,7 @@ __all__ = [
     "Tensor",
     "abstract_params",
     "family_of",
+    "nest",
     "parameter_paths",
     "read_config",
     "tensor_plan",

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,30 +26,26 @@ from grpo_jax.models.families import (
     Tensor,
     abstract_params,
     family_of,
+    nest,
     parameter_paths,
     read_config,
     tensor_plan,
 )
+from grpo_jax.models.files import (
+    TOKENIZER_FILES,
+    StoredTensor,
+    appearing,
+    check_replaceable,
+    read_json,
+    some,
+    stored_tensors,
+    write_json,
+)
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files that a tokenizer may consist of; they are kept byte for byte."""
-
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
-
-STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-"""Dtypes of stored tensors, as a safetensors header names them."""
 
 BLOCK = 1 << 24
 """Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
@@ -138,12 +132,12 @@ def from_pretrained(
         if value not in ("float32", "bfloat16"):
             raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
     directory = _find(name_or_directory)
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
     config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
     plan = tensor_plan(raw, config)
-    stored = _stored_tensors(directory)
+    stored = stored_tensors(directory)
     _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     return Policy(
@@ -151,7 +145,7 @@ def from_pretrained(
         params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
         tokenizer=load_tokenizer(directory) if files else None,
         config=raw,
-        generation_config=_read_json(directory / "generation_config.json") or {},
+        generation_config=read_json(directory / "generation_config.json") or {},
         files=files,
     )
 
@@ -226,8 +220,10 @@ def save_pretrained(
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
+    if isinstance(policy.model, LoraModel):
+        raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
     target = Path(directory).expanduser().absolute()
-    _check_replaceable(target)
+    check_replaceable(target)
     plan = tensor_plan(policy.config, policy.model.config)
     leaves = dict(parameter_paths(policy.params))
     _check_params(plan, leaves)
@@ -246,16 +242,16 @@ def save_pretrained(
     tensors = {tensor.name: tensor for tensor in plan}
     config = dict(policy.config)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
-    with _appearing(target) as scratch:
+    with appearing(target) as scratch:
         for filename, names in split.filename_to_tensors.items():
             arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
             save_file(arrays, scratch / filename, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            _write_json(scratch / "model.safetensors.index.json", index)
-        _write_json(scratch / "config.json", config)
+            write_json(scratch / "model.safetensors.index.json", index)
+        write_json(scratch / "config.json", config)
         if policy.generation_config:
-            _write_json(scratch / "generation_config.json", policy.generation_config)
+            write_json(scratch / "generation_config.json", policy.generation_config)
         for name, content in policy.files.items():
             (scratch / name).write_bytes(content)
 
@@ -337,69 +333,7 @@ def _find(name_or_directory: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies: plain reads, since the pages of a memory map would count beside the parameters."""
-
-    file: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1."""
-        width = math.prod(self.shape[1:])
-        nbytes = self.dtype.itemsize
-        data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
-        return data.view(self.dtype).reshape(count, *self.shape[1:])
-
-
-def _stored_tensors(directory: Path) -> dict[str, _Stored]:
-    """Every tensor of a directory by name, from the headers of its safetensors files."""
-    index = _read_json(directory / "model.safetensors.index.json")
-    files = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
-    absent = [name for name in files if not (directory / name).is_file()]
-    if absent:
-        others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f"; {', '.join(others)} are PyTorch's own format: save them as safetensors" if others else ""
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {', '.join(absent)}{advice}.")
-    tensors = {}
-    for path in (directory / name for name in files):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
-                raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            if end > size:
-                raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
-            if entry["dtype"] not in STORED:
-                raise ValueError(
-                    f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
-                    f"supported: {', '.join(STORED)}."
-                )
-            tensors[name] = _Stored(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
-    return tensors
-
-
-def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, _Stored], tied: bool) -> None:
+def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], tied: bool) -> None:
     """Compare the names and shapes of a checkpoint with those of its config."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
@@ -413,7 +347,7 @@ def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[st
             if name in stored and stored[name].shape != shape
         ],
     }
-    told = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if told:
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
 
@@ -429,23 +363,18 @@ def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any
         if path in leaves and leaves[path].shape[-len(shape) :] != shape
     ]
     if problems:
-        raise ValueError(f"policy.params are not those of policy.config: {_some(problems)}.")
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+        raise ValueError(f"policy.params are not those of policy.config: {some(problems)}.")
 
 
 def _read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, StoredTensor],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
 ) -> Params:
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
-    sources: dict[tuple[str, ...], list[tuple[_Stored, int, Part]]] = {}
+    sources: dict[tuple[str, ...], list[tuple[StoredTensor, int, Part]]] = {}
     for tensor in plan:
         first = 0
         for part in tensor.parts:
@@ -459,10 +388,10 @@ def _read_params(
             _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
         arrays[path] = _place(path, array, mesh)
         del array
-    return _nest({path: arrays[path] for path in shapes})
+    return nest({path: arrays[path] for path in shapes})
 
 
-def _copy_rows(source: _Stored, first: int, part: Part, out: np.ndarray) -> None:
+def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) -> None:
     """Copy rows of a stored tensor into a parameter, a block at a time."""
     width = math.prod(source.shape[1:]) * source.dtype.itemsize
     step = max(1, BLOCK // max(width, 1))
@@ -481,50 +410,6 @@ def _place(path: tuple[str, ...], array: np.ndarray, mesh: jax.sharding.Mesh | N
         return jnp.array(array, copy=True)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def _nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
-
-
-def _check_replaceable(target: Path) -> None:
-    """A checkpoint may be replaced by a checkpoint; nothing else is ever removed."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} exists and is no directory; give another name.")
-    if not target.exists():
-        return
-    known = {"config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES}
-    others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
-    if others:
-        raise FileExistsError(
-            f"directory {str(target)!r} holds files that are no checkpoint's ({_some(sorted(others))}); "
-            "give a directory of its own."
-        )
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A scratch directory beside `target` that takes its name at the end, or is removed if anything fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        yield scratch
-        scratch.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-            target.rename(old / target.name)
-            scratch.rename(target)
-            shutil.rmtree(old)
-        else:
-            scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 __all__ = ["Policy", "from_pretrained", "init_policy", "load_tokenizer", "save_pretrained", "stored_array"]

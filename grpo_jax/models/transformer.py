@@ -327,7 +327,7 @@ def group_attention(
 
 
 class Linear(nn.Module):
-    """x W (+ b), with W stored [in, out]."""
+    """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it."""
 
     features: int
     use_bias: bool
@@ -341,6 +341,14 @@ class Linear(nn.Module):
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        if self.has_variable("lora", "a"):
+            if self.has_variable("lora", "rate") and self.has_rng("dropout"):
+                keep = jnp.asarray(1 - self.get_variable("lora", "rate"))
+                kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
+                x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
+            a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
+            b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
+            y = y + (x.astype(self.dtype) @ a) @ b
         return y
 
 

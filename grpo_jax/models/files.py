@@ -1,0 +1,152 @@
+"""The files of a checkpoint: JSON, tensors by rows, and directories that appear when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that a tokenizer may consist of; they are kept byte for byte."""
+
+STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+"""Dtypes of stored tensors, as a safetensors header names them."""
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: plain reads, since the pages of a memory map would count beside the parameters."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Rows first..first+count-1."""
+        width = math.prod(self.shape[1:])
+        nbytes = self.dtype.itemsize
+        data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
+        return data.view(self.dtype).reshape(count, *self.shape[1:])
+
+
+def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
+    """Every tensor of a directory by name, from the headers of its safetensors files."""
+    index = read_json(directory / f"{stem}.safetensors.index.json")
+    files = sorted(set(index["weight_map"].values())) if index else [f"{stem}.safetensors"]
+    absent = [name for name in files if not (directory / name).is_file()]
+    if absent:
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        advice = f"; {', '.join(others)} are PyTorch's own format: save them as safetensors" if others else ""
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {', '.join(absent)}{advice}.")
+    tensors = {}
+    for path in (directory / name for name in files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end > size:
+                raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
+            if entry["dtype"] not in STORED:
+                raise ValueError(
+                    f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
+                    f"supported: {', '.join(STORED)}."
+                )
+            tensors[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
+    return tensors
+
+
+def check_replaceable(target: Path) -> None:
+    """A checkpoint may be replaced by a checkpoint; nothing else is ever removed."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise FileExistsError(f"directory {str(target)!r} exists and is no directory; give another name.")
+    if not target.exists():
+        return
+    known = {
+        "config.json",
+        "adapter_config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        *TOKENIZER_FILES,
+    }
+    others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
+    if others:
+        raise FileExistsError(
+            f"directory {str(target)!r} holds files that are no checkpoint's ({some(sorted(others))}); "
+            "give a directory of its own."
+        )
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A scratch directory beside `target` that takes its name at the end, or is removed if anything fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+            target.rename(old / target.name)
+            scratch.rename(target)
+            shutil.rmtree(old)
+        else:
+            scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def some(items: list[str], most: int = 5) -> str:
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+__all__ = [
+    "STORED",
+    "TOKENIZER_FILES",
+    "StoredTensor",
+    "appearing",
+    "check_replaceable",
+    "read_json",
+    "some",
+    "stored_tensors",
+    "write_json",
+]
