@@ -1,0 +1,186 @@
+"""llama2.c's checkpoint and tokenizer files, converted to Hugging Face's layout.
+
+    python -m experiments.llama2c stories260K.bin tok512.bin DIRECTORY
+
+Time: a second. Expect: a directory that `from_pretrained` and transformers load, with the weights bit for bit.
+
+The files are those of https://github.com/karpathy/llama2.c (the "legacy" format of its export.py), which
+https://huggingface.co/karpathy/tinyllamas has for models that were trained on TinyStories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Shape", "convert", "make_tokenizer", "read_checkpoint", "read_pieces"]
+
+UNK, BOS = 0, 1
+"""Token ids. A story begins with BOS and ends where the next one would begin, so that BOS is its EOS too."""
+
+
+class Shape(NamedTuple):
+    """The header of a checkpoint: seven int32; a negative vocabulary says that the output matrix is its own."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    max_seq_len: int
+
+
+def read_checkpoint(path: str | Path) -> tuple[Shape, dict[str, np.ndarray]]:
+    """Read a checkpoint.
+
+    Returns:
+      Its header, and its tensors under Hugging Face's names, with the rows of W_q and W_k in Hugging Face's order.
+
+    Raises:
+      ValueError: the file does not have the size that its header says.
+    """
+    data = Path(path).read_bytes()
+    header = Shape(*struct.unpack_from("<7i", data))
+    shape = header._replace(vocab_size=abs(header.vocab_size))
+    d, f, n, v = shape.dim, shape.hidden_dim, shape.n_layers, shape.vocab_size
+    head = d // shape.n_heads
+    kv = head * shape.n_kv_heads
+    layers = "model.layers.{}."
+    tied = header.vocab_size > 0
+    # In the order of the file; None: the tables of rotary angles, which follow from the shape.
+    sections: list[tuple[str | None, tuple[int, ...]]] = [
+        ("model.embed_tokens.weight", (v, d)),
+        (layers + "input_layernorm.weight", (n, d)),
+        (layers + "self_attn.q_proj.weight", (n, d, d)),
+        (layers + "self_attn.k_proj.weight", (n, kv, d)),
+        (layers + "self_attn.v_proj.weight", (n, kv, d)),
+        (layers + "self_attn.o_proj.weight", (n, d, d)),
+        (layers + "post_attention_layernorm.weight", (n, d)),
+        (layers + "mlp.gate_proj.weight", (n, f, d)),
+        (layers + "mlp.down_proj.weight", (n, d, f)),
+        (layers + "mlp.up_proj.weight", (n, f, d)),
+        ("model.norm.weight", (d,)),
+        (None, (2, shape.max_seq_len, head // 2)),
+        *([] if tied else [("lm_head.weight", (v, d))]),
+    ]
+    expected = 28 + 4 * sum(math.prod(size) for _, size in sections)
+    if len(data) != expected:
+        raise ValueError(f"{path} has {len(data)} bytes, and its header {header} asks for {expected}: no such file.")
+    numbers, tensors = np.frombuffer(data, "<f4", offset=28), {}
+    for name, size in sections:
+        array, numbers = numbers[: math.prod(size)].reshape(size), numbers[math.prod(size) :]
+        if name is None:
+            continue
+        stacked = name.startswith(layers)
+        for i, tensor in enumerate(array if stacked else [array]):
+            if "q_proj" in name or "k_proj" in name:
+                tensor = _halves(tensor, head)
+            tensors[name.format(i)] = np.ascontiguousarray(tensor)
+    return shape, tensors
+
+
+def _halves(matrix: np.ndarray, head_dim: int) -> np.ndarray:
+    """Reorder the rows of each head: llama2.c turns rows (2i, 2i+1) together, Hugging Face rows (i, i + head_dim/2)."""
+    heads = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[-1])
+    return heads.swapaxes(1, 2).reshape(matrix.shape)
+
+
+def read_pieces(path: str | Path, vocab_size: int) -> list[tuple[str, float]]:
+    """Read the pieces of a tokenizer with their scores, by id: <unk>, <s>, </s>, 256 bytes, then text."""
+    data, at, pieces = Path(path).read_bytes(), 4, []
+    for _ in range(vocab_size):
+        score, length = struct.unpack_from("<fi", data, at)
+        pieces.append((data[at + 8 : at + 8 + length].decode(), score))
+        at += 8 + length
+    if at != len(data):
+        raise ValueError(
+            f"{path} holds more than the {vocab_size} pieces of the checkpoint: they do not belong together."
+        )
+    # llama2.c writes BOS and EOS with line breaks around them.
+    return [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces[3:]]
+
+
+def make_tokenizer(pieces: Sequence[tuple[str, float]], max_length: int) -> Any:
+    """The same tokenizer for transformers: a BPE with byte fallback, and BOS in front of every text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
+    # SentencePiece joins the pair of pieces whose whole has the highest score, however the whole is cut in two.
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece, _ in sorted(pieces[259:], key=lambda entry: -entry[1])
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    unk, bos = pieces[UNK][0], pieces[BOS][0]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair="$A $B:1", special_tokens=[(bos, BOS)]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (unk, bos)])
+    names = {"unk_token": unk, "pad_token": unk, "bos_token": bos, "eos_token": bos}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
+
+
+def convert(checkpoint: str | Path, tokenizer: str | Path, directory: str | Path) -> None:
+    """Write a llama2.c model as a checkpoint in Hugging Face's layout.
+
+    Args:
+      checkpoint: weights, as stories260K.bin.
+      tokenizer: pieces, as tok512.bin.
+      directory: where to; made if it is not there.
+    """
+    from safetensors.numpy import save_file
+
+    shape, tensors = read_checkpoint(checkpoint)
+    pieces = read_pieces(tokenizer, shape.vocab_size)
+    tokens = {"bos_token_id": BOS, "eos_token_id": BOS, "pad_token_id": UNK}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.hidden_dim,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.dim // shape.n_heads,
+        "max_position_embeddings": shape.max_seq_len,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        **tokens,
+    }
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for name, content in (("config.json", config), ("generation_config.json", tokens)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    make_tokenizer(pieces, shape.max_seq_len).save_pretrained(directory)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Convert what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.llama2c", description=(__doc__ or "").split("\n")[0])
+    for name in ("checkpoint", "tokenizer", "directory"):
+        parser.add_argument(name, type=Path)
+    convert(**vars(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    main()

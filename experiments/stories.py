@@ -1,0 +1,148 @@
+"""A real pretrained model learns by GRPO to use a given word in its stories.
+
+    python -m experiments.stories [--model DIRECTORY_OR_NAME] [--steps 100] [--seed N] [--run-dir DIR]
+
+The model: stories260K, a Llama of 260 thousand parameters that was trained on TinyStories. Without --model it comes
+from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
+names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
+
+Time: TIME
+Expect: EXPECT
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common import (
+    Rates,
+    Stopwatch,
+    fresh_directory,
+    held_out_rates,
+    report_results,
+    show_completions,
+    show_rates,
+)
+from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
+from grpo_jax.rewards import from_row
+
+# fmt: off
+WORDS = ("cat", "dog", "ball", "tree", "bird", "cake", "hat", "car", "fish", "sun", "box", "toy", "bed", "boat", "bear",
+         "flower")
+# fmt: on
+NAMES = ("Lily", "Tom", "Ben", "Lucy", "Sam", "Mia", "Max", "Anna", "Tim", "Sue")
+LONGEST = 64
+"""Tokens of a completion at most."""
+GROUP = 8
+"""Completions of each prompt, in training and in the sampled test."""
+
+
+def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Rows to train on and rows to test with, every fifth one.
+
+    Example:
+      >>> train_rows, held_out = make_rows()
+      >>> len(train_rows), held_out[0]
+      (256, {'prompt': 'cat. Once upon a time, there was a boy named Lily.', 'word': 'cat'})
+    """
+    rows = [
+        {"prompt": f"{word}. Once upon a time, there was a {kind} named {name}.", "word": word}
+        for word in WORDS
+        for name in NAMES
+        for kind in ("boy", "girl")
+    ]
+    train_rows, held_out = [row for i, row in enumerate(rows) if i % 5], rows[::5]
+    assert not {row["prompt"] for row in train_rows} & {row["prompt"] for row in held_out}
+    return train_rows, held_out
+
+
+@from_row
+def uses_word(completion: str, row: dict[str, Any]) -> float:
+    """1 where the row's word is one of the words of the completion.
+
+    Example:
+      >>> uses_word(completions=["The Cat, it sat!", "Cats sat."], word=["cat", "cat"])
+      [1.0, 0.0]
+    """
+    return float(row["word"] in re.sub("[.,!]", " ", completion.lower()).split())
+
+
+def fetch_stories260K(directory: Path) -> Path:
+    """Fetch stories260K from the hub and convert it."""
+    from huggingface_hub import hf_hub_download
+
+    from experiments.llama2c import convert
+
+    checkpoint, tokenizer = (
+        hf_hub_download("karpathy/tinyllamas", f"stories260K/{name}") for name in ("stories260K.bin", "tok512.bin")
+    )
+    convert(checkpoint, tokenizer, directory)
+    return directory
+
+
+def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:
+    """The settings: those of the same run with TRL."""
+    return GRPOConfig(
+        num_generations=GROUP,
+        per_device_train_batch_size=prompts * GROUP,
+        max_completion_length=LONGEST,
+        max_steps=steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        beta=0.02,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        seed=seed,
+        logging_steps=10,
+        save_steps=None,
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.stories", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="directory or hub name in Hugging Face's layout (default: fetch stories260K)")
+    parser.add_argument("--steps", type=int, default=100, help="GRPO steps (default 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the samples (default 0)")
+    parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
+    parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the experiment and return what its last line says."""
+    arguments, watch = parse(argv), Stopwatch()
+    run_dir = fresh_directory(arguments.run_dir, f"stories-{arguments.seed}")
+    rows, held_out = make_rows()
+    with watch("loading"):
+        base = from_pretrained(arguments.model or fetch_stories260K(run_dir / "base"))
+
+    def test(params: Any) -> tuple[Rates, list[dict[str, Any]]]:
+        settings = {"max_completion_length": LONGEST, "batch_size": len(held_out), "seed": arguments.seed}
+        with watch("evaluation"):
+            return held_out_rates(base, held_out, uses_word, params=params, samples=GROUP, **settings)
+
+    before, stories = test(base.params)
+    print(f"before, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
+    show_completions("before, greedy", stories[:: len(stories) // 4])
+
+    print("\nGRPO, rewarded for the word:")
+    with watch("grpo"):
+        config = make_config(arguments.seed, arguments.steps, arguments.prompts)
+        state = train(base, rows, uses_word, config, run_dir=run_dir)
+    save_pretrained(run_dir / "final", base.replace(params=state.params))
+
+    after, stories = test(state.params)
+    show_completions("after, greedy", stories[:: len(stories) // 4])
+    print(f"\nheld-out prompts: {show_rates(before)}  →  {show_rates(after)}")
+    return report_results(run_dir, {"grpo": {"before": before, "after": after}}, watch)
+
+
+if __name__ == "__main__":
+    main()
