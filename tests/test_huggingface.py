@@ -418,6 +418,21 @@ def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_failed_rename_puts_the_old_checkpoint_back(policy, checkpoint, tmp_path, monkeypatch):
+    before, rename = stored(checkpoint), Path.rename
+
+    def failing(self, target):
+        if self.suffix == ".tmp":
+            raise OSError("no such luck")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no such luck"):
+        save_pretrained(checkpoint, policy)
+    assert stored(checkpoint) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 KILLED = """
 import os, signal, sys, jax
 from grpo_jax.models import huggingface

@@ -126,8 +126,13 @@ def appearing(target: Path) -> Iterator[Path]:
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
             target.rename(old / target.name)
-            scratch.rename(target)
-            shutil.rmtree(old)
+            try:
+                scratch.rename(target)
+            except BaseException:
+                (old / target.name).rename(target)
+                raise
+            finally:
+                shutil.rmtree(old)
         else:
             scratch.rename(target)
     finally:
