@@ -2,8 +2,9 @@
 
     python -m experiments.loading_memory
 
-About one minute on two cores, on Linux; needs 1 GB of disk for a while. Expected: a peak of at most 1.2 × the checkpoint above
-what the process held before, in each storage dtype. The last line on standard output is one JSON object.
+About one minute on two cores, on Linux; needs 1 GB of disk for a while. Expected: a peak of at most 1.2 × the
+checkpoint (1.03 × when this was written) above what the process held before, in each storage dtype. The last line on
+standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def write_checkpoint(directory: Path, dtype: str, size: float) -> int:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at its peak. (ru_maxrss would be the parent's peak where that is more.)"""
+    """Bytes of this process: VmRSS now, VmHWM at its peak. (ru_maxrss starts from the parent's peak.)"""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
