@@ -68,7 +68,7 @@ class Checkpoints:
         wanted: dict[str, Any] = {"state": jax.tree.map(_abstract, state)}
         shapes = json.loads(about["batch"])
         if shapes is not None:
-            wanted["batch"] = _abstract_batch(shapes)
+            wanted["batch"] = _abstract_batch(shapes, state.step.sharding)
         loaded = self._checkpointer.load_checkpointables(step, wanted)
         return loaded["state"], Progress(**json.loads(about["progress"])), loaded.get("batch")
 
@@ -86,8 +86,11 @@ def _shapes(tree: Any) -> Any:
     return [list(tree.shape), tree.dtype.name]
 
 
-def _abstract_batch(shapes: dict[str, Any]) -> Batch:
+def _abstract_batch(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> Batch:
     """The `Batch` that `_shapes` described, of abstract arrays."""
-    leaf = lambda at: None if at is None else jax.ShapeDtypeStruct(tuple(at[0]), jnp.dtype(at[1]))
+
+    def leaf(at: Any) -> Any:
+        return None if at is None else jax.ShapeDtypeStruct(tuple(at[0]), jnp.dtype(at[1]), sharding=sharding)
+
     fields = {name: leaf(at) for name, at in shapes.items() if name != "prompts"}
     return Batch(prompts=Prompts(**{name: leaf(at) for name, at in shapes["prompts"].items()}), **fields)

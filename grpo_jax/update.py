@@ -176,7 +176,7 @@ def train_step(
     if batch.ref_log_probs is None:
         # A KL that nobody measured is no KL of zero.
         metrics = {name: value for name, value in metrics.items() if not name.startswith("kl")}
-    metrics["grad_norm"] = optax.global_norm(grads)
+    metrics["grad_norm"] = optax.tree.norm(grads)
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     if config.use_adaptive_entropy:

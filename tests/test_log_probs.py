@@ -93,7 +93,7 @@ def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
 
 
 def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
-    """XLA's own count of temporaries: with four times the tokens they grow by less than half of what the logits would."""
+    """XLA's own count of temporaries: with four times the tokens they grow by less than half what the logits would."""
     model, params = tiny_model(vocab=4096, layers=1)
 
     def temporaries(g):

@@ -1,0 +1,167 @@
+"""Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, compute_advantages
+from grpo_jax.collect import Task, bucket_length, collect
+from grpo_jax.prompts import encode_prompts
+from grpo_jax.state import create_state
+from grpo_jax.train import prepare
+
+# A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i", "jkl"])]
+
+
+def length_reward(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def run_of(reward_fns=length_reward, **settings):
+    settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, **settings}
+    return prepare(POLICY, ROWS, reward_fns, GRPOConfig(shuffle_dataset=False, max_steps=4, **settings))
+
+
+def collected(run, cursor=0, **keep):
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
+    return collect(run.task, state, cursor, count=run.sizes.prompts, micro=run.micro)
+
+
+def test_rows_rewards_and_advantages_belong_together():
+    run = run_of()
+    experience = collected(run)
+    batch = experience.batch
+    lengths = np.asarray(batch.mask.sum(-1))
+    assert len(set(lengths.ravel())) > 3, "the rewards of this test differ"
+    expected = compute_advantages(lengths.astype(np.float32))
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    assert [row["prompt"] for row in experience.rows] == [row["prompt"] for row in ROWS[:4] for _ in range(4)]
+    assert [row["rewards"]["length_reward"] for row in experience.rows] == lengths.ravel().tolist()
+    np.testing.assert_allclose([row["advantage"] for row in experience.rows], np.ravel(expected), atol=1e-6)
+    assert experience.cursor == 4
+
+
+def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
+    seen = {}
+
+    def spy(prompts, completions, number):
+        seen.update(prompts=prompts, number=number)
+        return [0.0] * len(completions)
+
+    collected(run_of(spy), cursor=4)
+    assert seen["number"] == [4] * 4 + [5] * 4 + [0] * 4 + [1] * 4, "the second epoch follows on the first"
+    assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
+
+
+def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
+    run = run_of(beta=0.1)
+    batch = collected(run, keep_reference=True).batch
+    # the reference is the policy at this moment: both scores agree
+    np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
+
+
+def test_completions_come_from_the_old_policy_where_one_is_kept():
+    run = run_of(num_iterations=2)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
+    other = state.replace(params=tiny_policy(seed=1).params)
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    np.testing.assert_array_equal(
+        collect(run.task, other, 0, **at).batch.tokens, collect(run.task, state, 0, **at).batch.tokens
+    )
+
+
+def test_truncated_completions_leave_the_loss_by_choice():
+    plain, masked = collected(run_of()).batch, collected(run_of(mask_truncated_completions=True)).batch
+    ended = np.array([row["ended"] for row in collected(run_of()).rows]).reshape(4, 4)
+    assert 0 < ended.mean() < 1
+    np.testing.assert_array_equal(masked.mask, np.asarray(plain.mask) & ended[:, :, None])
+
+
+def test_metrics_of_a_rollout_by_hand():
+    experience = collected(run_of())
+    lengths = np.asarray(experience.batch.mask.sum(-1)).astype(float)
+    m = experience.metrics
+    assert m["reward"] == m["rewards/length_reward/mean"] == pytest.approx(lengths.mean())
+    assert m["reward_std"] == pytest.approx(np.std(lengths, axis=1, ddof=1).mean())
+    assert m["completions/mean_length"] == pytest.approx(lengths.mean())
+    assert m["num_tokens"] == lengths.sum()
+    assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in experience.rows])
+    assert m["frac_reward_zero_std"] == np.mean(np.std(lengths, axis=1) == 0)
+
+
+def silent_for(*numbers):
+    def fn(completion_ids, number):
+        return [0.5 if n in numbers else float(i % 4) for i, n in enumerate(number)]
+
+    return fn
+
+
+def test_silent_groups_are_replaced_by_further_prompts():
+    run = run_of(silent_for(1, 3), dynamic_sampling=True)
+    experience = collected(run)
+    prompts = [row["prompt"] for row in experience.rows[::4]]
+    assert prompts == ["ab", "def", "i", "jkl"], "0 and 2 of the first round, 4 and 5 of the second"
+    assert experience.cursor == 8
+    assert np.asarray(experience.batch.counted).all()
+    assert experience.metrics["dynamic_sampling/refills"] == 1
+    assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
+
+
+def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():
+    run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True, max_refills=1)
+    experience = collected(run)
+    batch = experience.batch
+    np.testing.assert_array_equal(batch.counted, [True, False, False, False])
+    assert experience.rows[0]["prompt"] == "jkl"
+    assert np.asarray(batch.mask[0]).any()
+    assert not np.asarray(batch.mask[1:]).any()
+    assert not np.asarray(batch.advantages[1:]).any()
+    assert experience.metrics["dynamic_sampling/refills"] == 1
+    assert experience.cursor == 8
+
+
+def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
+    """Prompt number 4 since the start of the run: the same completions, sampled as a refill or as a first choice."""
+    refilled = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).batch
+    direct = collected(run_of(), cursor=4).batch
+    longest = min(refilled.tokens.shape[2], direct.tokens.shape[2])
+    np.testing.assert_array_equal(refilled.tokens[2, :, :longest], direct.tokens[0, :, :longest])
+
+
+def test_scores_that_are_missing_leave_the_mean_alone():
+    def half(completions):
+        return [None if i % 2 else float(i) for i in range(len(completions))]
+
+    advantages = np.asarray(collected(run_of(half)).batch.advantages)
+    np.testing.assert_array_equal(advantages[:, 1::2], 0)
+    np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("longest", "largest", "expected"),
+    [
+        (64, 64, 64),
+        (33, 64, 64),
+        (32, 64, 32),
+        (9, 64, 16),
+        (3, 64, 8),
+        (5, 96, 12),
+        (70, 100, 100),
+        (50, 100, 50),
+    ],
+)
+def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
+    assert bucket_length(longest, largest) == expected
+
+
+def test_a_task_is_frozen():
+    run = run_of()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.task.config = None
+    assert isinstance(run.task, Task)
+    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.task.data.token_ids

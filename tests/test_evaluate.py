@@ -1,0 +1,51 @@
+"""Evaluation: the mean of the rewards over every completion, whatever the batch size."""
+
+import numpy as np
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import evaluate
+
+ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
+
+
+def length(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def only_first(completions, answer):
+    return [1.0 if truth == "ab" else None for truth in answer]
+
+
+def test_means_rows_and_lengths_agree():
+    metrics, rows = evaluate(
+        tiny_policy(), ROWS, [length, only_first], temperature=1.0, num_generations=3, max_completion_length=6
+    )
+    lengths = [row["rewards"]["length"] for row in rows]
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in ROWS for _ in range(3)]
+    assert metrics["length"] == metrics["mean_length"] == pytest.approx(np.mean(lengths))
+    assert metrics["only_first"] == 1.0, "the mean is over the completions that were scored"
+    assert metrics["clipped_ratio"] == pytest.approx(np.mean([not row["ended"] for row in rows]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_batch_size_changes_nothing(temperature):
+    settings = {"temperature": temperature, "max_completion_length": 6}
+    all_at_once, rows = evaluate(tiny_policy(), ROWS, length, batch_size=64, **settings)
+    by_two, others = evaluate(tiny_policy(), ROWS, length, batch_size=2, **settings)
+    assert [row["completion"] for row in rows] == [row["completion"] for row in others]
+    assert all_at_once == by_two
+
+
+def test_other_params_and_another_seed_give_other_samples():
+    policy = tiny_policy()
+    settings = {"temperature": 1.0, "max_completion_length": 6}
+    texts = lambda **more: [row["completion"] for row in evaluate(policy, ROWS, length, **settings, **more)[1]]
+    assert texts() == texts(params=policy.params)
+    assert texts() != texts(params=tiny_policy(seed=1).params)
+    assert texts() != texts(seed=1)
+
+
+def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
+    with pytest.raises(ValueError, match="'truth', which is no column"):
+        evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
