@@ -31,9 +31,13 @@ def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
 
 
 def test_a_directory_does_not_appear_where_something_fails(tmp_path):
-    with pytest.raises(RuntimeError), appearing(tmp_path / "x") as scratch:
-        (scratch / "file").write_text("half")
-        raise RuntimeError
+    def fail():
+        with appearing(tmp_path / "x") as scratch:
+            (scratch / "file").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
     assert not list(tmp_path.iterdir())
 
 
