@@ -10,6 +10,7 @@ from grpo_jax.kl import kl_divergence
 from grpo_jax.log_probs import completion_log_probs, token_log_probs
 from grpo_jax.losses import grpo_loss
 from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, save_pretrained
+from grpo_jax.models.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.prompts import make_prompts
 from grpo_jax.reference import mixup, sync_reference
 from grpo_jax.rollout import generate
@@ -25,6 +26,7 @@ __all__ = [
     "Policy",
     "Prompts",
     "TrainState",
+    "add_lora",
     "completion_log_probs",
     "compute_advantages",
     "evaluate",
@@ -33,9 +35,12 @@ __all__ = [
     "grpo_loss",
     "init_policy",
     "kl_divergence",
+    "load_lora",
     "make_prompts",
+    "merge_lora",
     "mixup",
     "sample_tokens",
+    "save_lora",
     "save_pretrained",
     "sync_reference",
     "token_log_probs",

@@ -111,6 +111,7 @@ def score_completions(
     top_p: float = 1.0,
     min_p: float | None = None,
     with_entropy: bool = True,
+    rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
 
@@ -125,6 +126,7 @@ def score_completions(
       mask: [B, G, T] bool.
       temperature, top_k, top_p, min_p: as the sampler had them.
       with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
+      rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
 
     Returns:
       log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats, without gradient's cost
@@ -133,10 +135,11 @@ def score_completions(
     b, g, t = tokens.shape
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if hasattr(model, "prefill"):
-        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
+        keys = {} if rngs is None else {"rngs": rngs}
+        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
         hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
         if t > 1:
-            rest, _ = model.apply({"params": params}, tokens[:, :, :-1], prefix, method="hidden")
+            rest, _ = model.apply({"params": params}, tokens[:, :, :-1], prefix, method="hidden", **keys)
             hidden = jnp.concatenate([hidden, rest], axis=2)
         unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
         log_probs, entropy = chunked(

@@ -21,7 +21,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.transformer import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.types import Completions, Model, Params, Prompts
+from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
 __all__ = ["generate", "row_keys"]
 
@@ -57,7 +57,7 @@ def _step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.A
     return jax.vmap(lambda t: uniforms(fold(keys.reshape(-1), t).reshape(keys.shape)))(counts)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "eos_token_ids", "slots", "sampling"))
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "slots", "sampling"))
 def _prefill(model, params, prompts, keys, *, eos_token_ids, slots, sampling):
     """Read the prompts and draw the first token of every row, from logits computed once a prompt."""
     b, g = keys.shape
@@ -75,7 +75,7 @@ def _prefill(model, params, prompts, keys, *, eos_token_ids, slots, sampling):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "steps", "eos_token_ids", "pad_token_id", "sampling"),
+    static_argnames=("steps", "eos_token_ids", "pad_token_id", "sampling"),
     donate_argnames=("cache",),
 )
 def _decode(
@@ -238,7 +238,7 @@ def _generate_in_one(model, params, prompts, keys, *, length, eos_token_ids, pad
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "length", "eos_token_ids", "pad_token_id", "sampling"))
+@functools.partial(jax.jit, static_argnames=("length", "eos_token_ids", "pad_token_id", "sampling"))
 def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, pad_token_id, sampling):
     """For a model that has `apply` and nothing else: the whole row is read again for every token."""
     b, g = keys.shape
@@ -328,7 +328,7 @@ def generate(
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key)))
         run = _generate_in_one if traced else _generate_by_segments
     return run(
-        model,
+        as_argument(model),
         params,
         prompts,
         row_keys(key, jnp.asarray(prompt_indices), num_generations),

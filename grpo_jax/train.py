@@ -15,6 +15,7 @@ from grpo_jax.collect import Task, collect
 from grpo_jax.config import GRPOConfig, Sizes, check_run
 from grpo_jax.evaluate import evaluate
 from grpo_jax.models.huggingface import Policy
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.monitor import Monitor
 from grpo_jax.optimizer import make_optimizer
@@ -23,13 +24,13 @@ from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.state import TrainState, begin_iteration, create_state
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Model, as_argument
 from grpo_jax.update import train_step
 
 __all__ = ["prepare", "train", "train_step"]
 
 _train_step = jax.jit(
-    train_step, static_argnames=("model", "optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
+    train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
 )
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 
@@ -104,7 +105,7 @@ def train(
                 state, metrics = _train_step(
                     state,
                     slice_of(batch, progress.updates_done % run.sizes.slices, run.sizes),
-                    model=run.task.model,
+                    model=as_argument(run.task.model),
                     optimizer=run.optimizer,
                     config=config,
                     on_policy=run.sizes.updates == 1,
@@ -162,16 +163,14 @@ def prepare(
         check_reward_fns(reward_fns, eval_rows[0])
         eval_data = encode_prompts(eval_rows, policy.tokenizer, **encoding)
     longest = max(len(ids) for ids in data.token_ids)
-    model = policy.model
-    if isinstance(model, Transformer):
-        shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
-        model = Transformer(shape)
-        largest = max(max(ids) for ids in data.token_ids)
-        if largest >= shape.vocab_size:
-            raise ValueError(
-                f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
-                "the two do not belong together."
-            )
+    model = with_settings(policy.model, config)
+    shape = model.config if isinstance(model, Transformer | LoraModel) else None
+    largest = max(max(ids) for ids in data.token_ids)
+    if shape is not None and largest >= shape.vocab_size:
+        raise ValueError(
+            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
+            "the two do not belong together."
+        )
     check_run(
         config,
         num_devices=1,
@@ -179,7 +178,7 @@ def prepare(
         num_reward_fns=len(reward_fns),
         num_eval_rows=None if eval_data is None else len(eval_data.rows),
         longest_prompt=longest,
-        context_length=model.config.max_position_embeddings if isinstance(model, Transformer) else None,
+        context_length=None if shape is None else shape.max_position_embeddings,
     )
     total_steps = config.total_steps(len(data.rows))
     return Run(
@@ -199,6 +198,16 @@ def prepare(
         total_steps=total_steps,
         optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
     )
+
+
+def with_settings(model: Model, config: GRPOConfig) -> Model:
+    """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
+    if isinstance(model, LoraModel):
+        return model.replace(model=with_settings(model.model, config))
+    if isinstance(model, Transformer):
+        shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
+        return Transformer(shape)
+    return model
 
 
 def new_state(run: Run) -> TrainState:

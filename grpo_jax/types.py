@@ -18,6 +18,7 @@ reduction over a group and cannot mix prompts. Tokens are right-padded with leng
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -99,6 +100,28 @@ class Model(Protocol):
     """
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Opaque:
+    """A model without arrays of its own, as a pytree without leaves: `jit` knows it by hash and equality."""
+
+    model: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def as_argument(model: Model) -> Any:
+    """The model as an argument of a compiled function.
+
+    A model that is a pytree (`LoraModel` with its frozen base) passes its arrays along; as a static argument or in a
+    closure they would be constants that every compiled function holds a copy of. Any other model becomes static.
+    """
+    return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 
 
 class RewardFn(Protocol):

@@ -20,7 +20,7 @@ from grpo_jax.kl import kl_divergence
 from grpo_jax.log_probs import score_completions
 from grpo_jax.losses import MetricSums, batch_totals, finalize_metrics, grpo_loss_terms, update_entropy_coef
 from grpo_jax.state import TrainState, finish_update
-from grpo_jax.types import Batch, Model, Params, Prompts
+from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 
 __all__ = ["loss_settings", "sampling_settings", "score", "train_step"]
 
@@ -56,11 +56,22 @@ def _over_pieces(function: Any, batch: Batch, micro: tuple[int, int]) -> Any:
     return jax.lax.map(function, cut(batch, *micro))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "config", "micro"))
 def score(
-    params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, model: Model, config: GRPOConfig, micro
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    model: Model,
+    config: GRPOConfig,
+    micro: tuple[int, int],
 ) -> jax.Array:
     """Log-probs [B, G, T] of completions under any params (reference, initial policy), micro-batch by micro-batch."""
+    return _score(params, prompts, tokens, mask, as_argument(model), config=config, micro=micro)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "micro"))
+def _score(params, prompts, tokens, mask, model, *, config, micro):
     zeros = jnp.zeros(tokens.shape[:2])
     batch = Batch(prompts, tokens, mask, zeros, jnp.zeros(tokens.shape))
 
@@ -86,13 +97,14 @@ def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, in
     gradient = jax.grad(loss_fn, has_aux=True)
     pieces = cut(batch, *micro)
     if batch.mask.shape[:2] == micro:
-        return gradient(params, jax.tree.map(lambda x: x[0], pieces))
+        return gradient(params, jax.tree.map(lambda x: x[0], pieces), 0)
 
-    def step(total, piece):
-        grads, sums = gradient(params, piece)
+    def step(total, numbered):
+        grads, sums = gradient(params, *numbered)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    grads, sums = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), pieces)
+    numbered = (pieces, jnp.arange(pieces.mask.shape[0]))
+    grads, sums = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), numbered)
     return grads, MetricSums(
         sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
     )
@@ -112,8 +124,8 @@ def train_step(
 
     g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference follows where the config says so
 
-    Pure: jit it with `static_argnames=("model", "optimizer", "config", "on_policy", "micro")` and
-    `donate_argnames="state"`.
+    Pure: jit it with `static_argnames=("optimizer", "config", "on_policy", "micro")` and `donate_argnames="state"`, and
+    pass the model through `types.as_argument`.
 
     Args:
       state: the present `TrainState`.
@@ -138,8 +150,13 @@ def train_step(
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
 
-    def scored(params, piece):
-        log_probs, entropies = score_completions(model, params, piece.prompts, piece.tokens, piece.mask, **sampling)
+    dropout = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+
+    def scored(params, piece, number=None):
+        rngs = None if dropout is None or number is None else {"dropout": jax.random.fold_in(dropout, number)}
+        log_probs, entropies = score_completions(
+            model, params, piece.prompts, piece.tokens, piece.mask, rngs=rngs, **sampling
+        )
         # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
         return log_probs, entropies if bonus else jax.lax.stop_gradient(entropies)
 
@@ -149,8 +166,8 @@ def train_step(
         entropies = join(entropies, *batch.mask.shape[:2])
         totals = {**batch_totals(batch.mask, entropies, config.top_entropy_quantile), **totals}
 
-    def loss_fn(params, piece):
-        log_probs, entropies = scored(params, piece)
+    def loss_fn(params, piece, number):
+        log_probs, entropies = scored(params, piece, number)
         loss, metrics = grpo_loss_terms(
             log_probs,
             None if on_policy else piece.sampling_log_probs,

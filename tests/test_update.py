@@ -12,12 +12,13 @@ from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
 from grpo_jax.state import create_state
+from grpo_jax.types import as_argument
 from grpo_jax.update import cut, join, loss_settings, score, train_step
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 6
 OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
-JITTED = jax.jit(train_step, static_argnames=("model", "optimizer", "config", "on_policy", "micro"))
+JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def config(**changes):
 def step(batch, config, micro=None, on_policy=False, **keep):
     model, params = model_and_params()
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, **keep)
-    return JITTED(state, batch, model=model, optimizer=OPTIMIZER, config=config, on_policy=on_policy, micro=micro)
+    return JITTED(state, batch, model=as_argument(model), optimizer=OPTIMIZER, config=config, on_policy=on_policy, micro=micro)
 
 
 def plain_log_probs(params, tokens):

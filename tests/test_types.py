@@ -1,0 +1,52 @@
+"""Models as arguments of compiled functions: arrays travel, the rest is known by equality."""
+
+import jax
+import jax.numpy as jnp
+from tiny import tiny_model
+
+from grpo_jax.models.lora import LoraModel, init_adapters
+from grpo_jax.types import as_argument
+
+
+def traces_of(models, params, tokens):
+    count = []
+
+    @jax.jit
+    def apply(model, params, tokens):
+        count.append(1)
+        return model.apply({"params": params}, tokens)
+
+    return [apply(as_argument(model), params, tokens) for model in models], len(count)
+
+
+def test_equal_models_are_compiled_once_and_other_ones_again():
+    model, params = tiny_model()
+    same = type(model)(model.config)
+    other, _ = tiny_model(dtype="bfloat16")
+    tokens = jnp.ones((1, 3), jnp.int32)
+    assert traces_of([model, same, model], params, tokens)[1] == 1
+    assert traces_of([model, other], params, tokens)[1] == 2
+
+
+def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
+    model, base = tiny_model()
+    adapters = init_adapters(jax.random.key(0), base, rank=2)
+    tokens = jnp.ones((1, 3), jnp.int32)
+    doubled = jax.tree.map(lambda x: 2 * x, base)
+    (one, other), traces = traces_of([LoraModel(base, model), LoraModel(doubled, model)], adapters, tokens)
+    assert traces == 1
+    assert not jnp.array_equal(one, other)
+
+
+def test_a_model_of_ones_own_keeps_its_attributes():
+    class Own:
+        width = 3
+
+        def apply(self, variables, tokens):
+            return tokens
+
+    own = Own()
+    wrapped = as_argument(own)
+    assert (wrapped.width, hasattr(wrapped, "prefill"), as_argument(wrapped)) == (3, False, wrapped)
+    assert jax.tree.leaves(wrapped) == []
+    assert as_argument(own) == wrapped
