@@ -50,11 +50,7 @@ def main(descriptor: int) -> None:
                 request = connection.recv_bytes()
             except EOFError:
                 return
-            reply = _answer(fn, request, runner)
-            _send(connection, reply)
-            if "limit" in reply:
-                # Its memory is in pieces, or its buffers hold what cannot be written: a fresh worker takes over.
-                os._exit(0)
+            _send(connection, _answer(fn, request, runner))
 
 
 def _send(connection: Connection, reply: Mapping[str, Any]) -> None:

@@ -307,6 +307,7 @@ class _Pool:
                     raise RewardError(_start_trouble(reply))
                 if worker.job is not None:
                     replies[worker.job], worker.job = reply, None
+                # After a limit too: its memory is in pieces, or its buffers hold what cannot be written.
                 if reply.keys() & {"late", "ended", "limit"}:
                     worker.kill()
                     worker.pass_output_on()

@@ -375,13 +375,13 @@ def make_async(value, seconds=0.0):
 
 
 def test_async_functions_run_together_and_keep_their_order():
-    fns = [make_async([1.0] * N, 0.3), length, make_async([2.0] * N, 0.3), lambda completions: fns[0](completions)]
+    fns = [make_async([1.0] * N, 0.5), length, make_async([2.0] * N, 0.5), lambda completions: fns[0](completions)]
     started = time.perf_counter()
     rewards, stats = score(fns)
     elapsed = time.perf_counter() - started
     np.testing.assert_array_equal(rewards[0, 0], [1, 1, 2, 1])
-    assert elapsed < 0.6, "one after the other they take 0.9 s"
-    assert stats["rewards/judge/seconds"] >= 0.3
+    assert elapsed < 1.4, "one after the other they take 1.5 s"
+    assert stats["rewards/judge/seconds"] >= 0.5
 
 
 def test_async_functions_run_below_a_running_loop_as_in_a_notebook():
