@@ -6,8 +6,9 @@ The model: stories260K, a Llama of 260 thousand parameters that was trained on T
 from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
 names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
 
-Time: TIME
-Expect: EXPECT
+Time: about 130 seconds of CPU time, which two cores share.
+Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 to 0.96 and more.
+The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
 
 from __future__ import annotations
