@@ -7,7 +7,8 @@ from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `ex
 names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
 
 Time: about 130 seconds of CPU time, which two cores share.
-Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 to 0.96 and more.
+Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 to more than
+0.96 (seeds 0 to 2).
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
 
