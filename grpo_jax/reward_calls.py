@@ -276,10 +276,9 @@ def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Map
     """Return the keywords to call a function with: fresh lists, so that no function can change another's."""
     named = arguments_of(fn)
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    everything = _takes_everything(fn)
     chosen = {
-        name: list(values)
-        for name, values in inputs.items()
-        if name in named or (_takes_everything(fn) and name not in bound)
+        name: list(values) for name, values in inputs.items() if name in named or (everything and name not in bound)
     }
     return chosen | {name: value for name, value in (extras or {}).items() if name in named}
 
