@@ -345,7 +345,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     return entries
 
 
-@functools.lru_cache(maxsize=2)  # every batch of an epoch asks for it, a batch at most for two: 0.1 s at a million rows
+@functools.lru_cache(maxsize=2)  # every batch of an epoch asks for it, a batch at most for two: 0.2 s at a million rows
 def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
     """Return the permutation of one epoch."""
     # Sorting raw bits, not Generator.permutation: NumPy keeps the streams of its bit generators the same for ever and
