@@ -1,0 +1,208 @@
+"""Several updates from the same completions: what the importance ratio and its clip are for.
+
+    python -m experiments.old_and_new_policy [--iterations 60] [--seed N] [--out FILE]
+
+A small transformer learns to count: from a token x it should write x+1, x+2, …; the reward is the share of tokens that
+follow the one before. Every iteration samples 64 completions from the policy as it is then (the old policy) and makes μ
+updates from them (μ = 1, 4, 16), in one of three ways:
+
+    none      ratio ≡ 1: the completions are taken for the new policy's own (`old_log_probs=None` at every update)
+    weights   the ratio π/π_old in front of the advantage, `old_log_probs` from the sampler, no clip
+    clipped   the same, with the clip at 1 ± 0.2: GRPO
+
+Ratio, clip fraction and KL(old‖new) are measured in the same way for all three, on the iteration's last update; so at
+μ = 1 they are 1, 0 and 0, and the three ways are one.
+
+Time: TIME
+Expect: EXPECT
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_loss, make_prompts
+from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.types import Batch, Params
+
+VOCABULARY = 12
+LENGTH = 8
+"""Tokens of a completion; none ends before."""
+PROMPTS, GROUP = 8, 8
+LEARNING_RATE = 2e-3
+EPSILON = 0.2
+NO_CLIP = 1e6
+WAYS = ("none", "weights", "clipped")
+REUSE = (1, 4, 16)
+"""μ."""
+MEASURED = ("reward", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl_old")
+
+MODEL = Transformer(TransformerConfig(VOCABULARY, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16))
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+
+Carry = tuple[Params, Any]
+
+
+@jax.jit
+def roll_out(params: Params, key: jax.Array) -> tuple[Batch, jax.Array]:
+    """Sample a batch [B, G, T] from random prompts of one token; returns the mean reward too."""
+    prompt_key, sample_key = jax.random.split(key)
+    first = jax.random.randint(prompt_key, (PROMPTS, 1), 0, VOCABULARY)
+    prompts = make_prompts([[0]] * PROMPTS).replace(tokens=first)
+    settings = {"num_generations": GROUP, "max_completion_length": LENGTH}
+    completions = generate(MODEL, params, prompts, sample_key, **settings)
+    start = jnp.broadcast_to(first[:, :, None], (PROMPTS, GROUP, 1))
+    before = jnp.concatenate([start, completions.tokens[:, :, :-1]], axis=2)
+    rewards = jnp.mean(completions.tokens == (before + 1) % VOCABULARY, axis=2)
+    advantages = compute_advantages(rewards)
+    return Batch(prompts, completions.tokens, completions.mask, advantages, completions.log_probs), jnp.mean(rewards)
+
+
+@functools.partial(jax.jit, static_argnames="weighted")
+def update(carry: Carry, batch: Batch, epsilon: jax.Array, *, weighted: bool) -> tuple[Carry, dict[str, jax.Array]]:
+    """One optimizer step. The metrics are those of the clipped loss with the sampler's log-probs, in every arm."""
+    params, opt_state = carry
+
+    def loss_fn(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        l = completion_log_probs(MODEL, params, batch.prompts, batch)
+        old = batch.sampling_log_probs
+        loss, _ = grpo_loss(l, old if weighted else None, None, batch.advantages, batch.mask, epsilon=epsilon)
+        _, metrics = grpo_loss(l, old, None, batch.advantages, batch.mask, epsilon=EPSILON)
+        return loss, metrics
+
+    grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), metrics
+
+
+def run(way: str, reuse: int, *, iterations: int, seed: int) -> dict[str, np.ndarray]:
+    """Train one arm.
+
+    Args:
+      way: one of `WAYS`.
+      reuse: μ.
+      iterations: rollouts.
+      seed: of weights and samples; the same in every arm.
+
+    Returns:
+      [iterations] of each of `MEASURED`: the reward of the rollout, the rest at the iteration's last update.
+    """
+    start_key, key = jax.random.split(jax.random.key(seed))
+    params = MODEL.init(start_key, jnp.zeros((1, 2), jnp.int32))["params"]
+    carry = (params, OPTIMIZER.init(params))
+    epsilon = jnp.float32(EPSILON if way == "clipped" else NO_CLIP)
+    history = []
+    for iteration in range(iterations):
+        batch, reward = roll_out(carry[0], jax.random.fold_in(key, iteration))
+        for _ in range(reuse):
+            carry, metrics = update(carry, batch, epsilon, weighted=way != "none")
+        history.append({"reward": reward, **metrics})
+    history = jax.device_get(history)
+    return {name: np.array([line[name] for line in history]) for name in MEASURED}
+
+
+def make_table(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]]) -> list[dict[str, Any]]:
+    """One row for each μ and way.
+
+    The reward over all and over the last fifth, and the largest ratio. The rest are means over the first fifth: a
+    policy that has collapsed writes the same whatever is done to it, and its ratios of 1 would flatter the average.
+    """
+    rows = []
+    for (reuse, way), curve in curves.items():
+        fifth = max(len(curve["reward"]) // 5, 1)
+        early = {name: float(curve[name][:fifth].mean()) for name in ("ratio_mean", "clip_fraction", "approx_kl_old")}
+        rows.append(
+            {
+                "reuse": reuse,
+                "way": way,
+                "reward": float(curve["reward"].mean()),
+                "final_reward": float(curve["reward"][-fifth:].mean()),
+                "ratio_max": float(curve["ratio_max"].max()),
+                **early,
+            }
+        )
+    return rows
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table."""
+    head = f"{'μ':>2} {'ratio':<8} {'reward, mean':>12} {'at the end':>10} {'largest ratio':>13}"
+    print(f"{head}   first fifth: {'mean ratio':>10} {'clipped':>8} {'KL(old‖new)':>11}")
+    for row in rows:
+        print(
+            f"{row['reuse']:>2} {row['way']:<8} {row['reward']:>12.3f} {row['final_reward']:>10.3f}"
+            f" {row['ratio_max']:>13.2f} {'':>14} {row['ratio_mean']:>10.3f} {row['clip_fraction']:>9.1%}"
+            f" {row['approx_kl_old']:>11.4f}"
+        )
+
+
+def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) -> None:
+    """A column for each μ; reward, largest ratio, clip fraction and KL(old‖new) down it."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "reward": ("reward", "linear"),
+        "ratio_max": ("largest ratio", "log"),
+        "clip_fraction": ("clip fraction", "linear"),
+        "approx_kl_old": ("KL(old‖new), nats a token", "symlog"),
+    }
+    colours = {"none": "#d55e00", "weights": "#e69f00", "clipped": "#0072b2"}
+    labels = {"none": "ratio ≡ 1", "weights": "ratio, no clip", "clipped": "ratio and clip"}
+    figure = Figure(figsize=(10, 9), dpi=80, layout="constrained", facecolor="white")
+    figure.suptitle("μ updates from the same completions", x=0.01, ha="left", weight="bold")
+    grid = figure.subplots(len(panels), len(REUSE), sharex=True, sharey="row")
+    for column, reuse in enumerate(REUSE):
+        grid[0, column].set_title(
+            f"μ = {reuse}" + (" (the three are one)" if reuse == 1 else ""), loc="left", fontsize=10
+        )
+        grid[-1, column].set_xlabel("rollouts")
+        for axes, (metric, (title, scale)) in zip(grid[:, column], panels.items(), strict=True):
+            for way in WAYS:
+                values = curves[reuse, way][metric]
+                style = {"lw": 1.8, "color": colours[way], "label": labels[way]}
+                axes.plot(np.arange(1, len(values) + 1), values, **style)
+            axes.set_yscale(scale, **({"linthresh": 1e-2} if scale == "symlog" else {}))
+            axes.grid(color="#e4e7eb")
+            if column == 0:
+                axes.set_ylabel(title)
+    grid[0, -1].legend(fontsize=8, loc="lower right")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png")
+    print(f"\npicture: {out}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.old_and_new_policy", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default 0)")
+    parser.add_argument("--iterations", type=int, default=60, help="rollouts of each run (default 60)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/old_and_new_policy.png"), help="the picture (default %(default)s)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the experiment and return the rows of its table."""
+    arguments = parse(argv)
+    settings = {"iterations": arguments.iterations, "seed": arguments.seed}
+    curves = {(reuse, way): run(way, reuse, **settings) for reuse in REUSE for way in WAYS}
+    rows = make_table(curves)
+    print_table(rows)
+    draw(curves, arguments.out)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

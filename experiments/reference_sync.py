@@ -1,0 +1,206 @@
+"""The KL of a policy that keeps moving: to a reference that stays, and to one that follows it (TR-DPO).
+
+    python -m experiments.reference_sync [--steps 160] [--seed N] [--out FILE]
+
+A language model of 20 thousand parameters with fresh weights is rewarded for the vowels in what it writes. Two runs of
+`train`, the same but for `sync_ref_model`: in the second the reference is pulled towards the policy every 16 steps,
+ref ← 0.6·policy + 0.4·ref. Both are measured against their own reference (`kl`) and against the policy that the run
+began with (`kl_initial`; where the reference stays they are the same).
+
+Time: TIME
+Expect: EXPECT
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax import GRPOConfig, Policy, init_policy, train
+
+SYNC_STEPS = 16
+"""Optimizer steps between two syncs."""
+ALPHA = 0.6
+"""Weight of the policy in a sync."""
+BETA = 0.02
+"""Weight of the KL, in units of (normalised) reward a nat."""
+LONGEST = 16
+"""Tokens of a completion at most."""
+ARMS = {"frozen": False, "synced": True}
+
+Line = Mapping[str, Any]
+
+
+def make_tokenizer() -> Any:
+    """A byte-level tokenizer of the bytes that are needed: lower-case letters, the space and the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    space = "Ġ"  # how byte-level tokenizers write it
+    vocab = {token: i for i, token in enumerate(["<pad>", "<end>", space, *string.ascii_lowercase])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def make_policy(seed: int) -> Policy:
+    """A language model with Qwen3's layout and fresh weights."""
+    tokenizer = make_tokenizer()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
+
+
+def vowels(completions: Sequence[str], **_: Any) -> list[float]:
+    """Share of vowels among the most characters that a completion can have.
+
+    Example:
+      >>> vowels(["aeiouaeiouaeiou", "hello, world!", ""])
+      [0.9375, 0.1875, 0.0]
+    """
+    return [sum(letter in "aeiou" for letter in text) / LONGEST for text in completions]
+
+
+def make_config(*, sync: bool, steps: int, seed: int) -> GRPOConfig:
+    """The settings of both arms."""
+    return GRPOConfig(
+        num_generations=8,
+        per_device_train_batch_size=64,  # completions of 8 prompts
+        max_completion_length=LONGEST,
+        max_steps=steps,
+        learning_rate=5e-4,
+        lr_scheduler_type="constant",
+        beta=BETA,
+        sync_ref_model=sync,
+        ref_model_sync_steps=SYNC_STEPS,
+        ref_model_mixup_alpha=ALPHA,
+        gradient_checkpointing=False,
+        pad_to_multiple_of=None,
+        seed=seed,
+        logging_steps=1,
+    )
+
+
+def run(policy: Policy, *, sync: bool, steps: int, seed: int) -> list[Line]:
+    """One arm: what it logged, one line a step, `kl_initial` always among it."""
+    rows = [{"prompt": f"{a}{b}"} for a in "bcdfghjk" for b in "lmnpqrst"]
+    lines: list[dict[str, Any]] = []
+    config = make_config(sync=sync, steps=steps, seed=seed)
+    keep = lambda step, metrics: lines.append({"step": step, **metrics})
+    train(policy, rows, vowels, config, callbacks=[keep])
+    # A reference that never moved is the initial policy.
+    return [{"kl_initial": line["kl"], **line} for line in lines]
+
+
+def curve(lines: Sequence[Line], name: str) -> np.ndarray:
+    """[steps] of a metric."""
+    return np.array([line[name] for line in lines], float)
+
+
+def make_table(arms: Mapping[str, Sequence[Line]]) -> list[dict[str, Any]]:
+    """A row for each arm: means over quarters of the run, the largest `kl`, the reward at both ends."""
+    rows = []
+    for name, lines in arms.items():
+        kl, initial, reward = (np.array_split(curve(lines, metric), 4) for metric in ("kl", "kl_initial", "reward"))
+        rows.append(
+            {
+                "reference": name,
+                "kl": [float(quarter.mean()) for quarter in kl],
+                "kl_max": float(np.concatenate(kl).max()),
+                "kl_initial": [float(quarter.mean()) for quarter in initial],
+                "reward": [float(quarter.mean()) for quarter in reward],
+            }
+        )
+    return rows
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table."""
+    quarters = " ".join(f"{quarter:>8}" for quarter in ("1st", "2nd", "3rd", "4th", "largest"))
+    print(f"\n{'reference':<10} {'mean over a quarter':<24}   {quarters}")
+    labels = {"kl": "KL to the reference", "kl_initial": "KL to the initial policy", "reward": "reward"}
+    for row in rows:
+        for metric, label in labels.items():
+            most = f" {row['kl_max']:8.3f}" if metric == "kl" else ""
+            print(f"{row['reference']:<10} {label:<24}   " + " ".join(f"{x:8.3f}" for x in row[metric]) + most)
+
+
+def draw(arms: Mapping[str, Sequence[Line]], out: Path) -> None:
+    """Three panels: KL to the reference, KL to the initial policy, reward."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "kl": ("KL to the reference", "nats a token"),
+        "kl_initial": ("KL to the initial policy", "nats a token"),
+        "reward": ("Reward", "share of vowels"),
+    }
+    colours = {"frozen": "#d55e00", "synced": "#0072b2"}
+    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained", facecolor="white")
+    figure.suptitle("A synced reference bounds the KL to itself, not to the start", x=0.01, ha="left", weight="bold")
+    for i, (metric, (title, unit)) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, 3, i + 1)
+        for name, lines in arms.items():
+            steps = curve(lines, "step")
+            axes.plot(steps, curve(lines, metric), color=colours[name], lw=1.8, label=f"{name} reference")
+            if metric == "kl" and ARMS[name]:
+                for at in range(SYNC_STEPS, len(steps) + 1, SYNC_STEPS):
+                    axes.axvline(at + 0.5, color="#cbd2d9", lw=0.8, zorder=0)
+        axes.set(xlabel="optimizer step" + (" (grey: syncs)" if metric == "kl" else ""), ylabel=unit)
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.grid(axis="y", color="#e4e7eb")
+        axes.legend(fontsize=8, loc="upper left" if metric != "reward" else "lower right")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png")
+    print(f"\npicture: {out}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.reference_sync", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default 0)")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default 160)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/reference_sync.png"), help="the picture (default %(default)s)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the experiment and return the rows of its table."""
+    arguments = parse(argv)
+    policy = make_policy(arguments.seed)
+    arms = {}
+    for name, sync in ARMS.items():
+        print(f"\n{name} reference, {arguments.steps} steps")
+        arms[name] = run(policy, sync=sync, steps=arguments.steps, seed=arguments.seed)
+    rows = make_table(arms)
+    print_table(rows)
+    draw(arms, arguments.out)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
