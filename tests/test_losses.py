@@ -197,12 +197,12 @@ def complex_step(c):
 
 R, T = 6, 5
 MASK = np.array(
-    [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], bool
+    [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]], bool
 )
 
 
 def data(seed=0):
-    """Six completions: two full, two short, one of one token, one all masked; ratios from about 0.3 to 3."""
+    """Six completions: one full, two short, one of one token, one all masked, one with a hole; ratios 0.5 to 2."""
     rng = np.random.default_rng(seed)
     l = -rng.uniform(0.1, 2.0, (R, T))
     old = l - rng.uniform(-0.7, 0.7, (R, T))
@@ -768,14 +768,14 @@ def test_normalizer_alone_makes_dapo_exact_under_cuts():
 
 def test_batch_totals():
     totals = batch_totals(MASK.reshape(2, 3, T))
-    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 18}
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
     H = np.where(MASK, data()["H"], NAN)
     totals = batch_totals(MASK, H, 0.35)
     assert set(totals) == {"num_rows", "num_tokens", "entropy_threshold", "num_selected_tokens"}
     threshold = np.quantile(H[MASK], 0.65)
     assert float(totals["entropy_threshold"]) == pytest.approx(threshold, rel=1e-6)
     assert int(totals["num_selected_tokens"]) == (H[MASK] >= threshold).sum()
-    assert int(batch_totals(MASK, H)["num_selected_tokens"]) == 18
+    assert int(batch_totals(MASK, H)["num_selected_tokens"]) == 17
 
 
 def test_metrics_merge_by_sum_and_maximum():
@@ -969,6 +969,17 @@ def test_gradients_pass_through_masked_logits():
         return grpo_loss(l, None, jnp.array([[-INF, -1.0]]), jnp.ones(1), jnp.ones((1, 2)), beta=0.1)[0]
 
     assert all_finite(jax.value_and_grad(loss)(jnp.where(jnp.isneginf(logits), 0.0, logits)))
+
+
+def test_kl_in_the_reward_skips_a_hole_in_the_mask():
+    # d = 1, (hole), 2: rewards-to-go 3 and 2; the hole has one too, but no loss.
+    l, ref, mask = jnp.full((1, 3), -1.0), jnp.array([[-2.0, NAN, -3.0]]), jnp.array([[1, 0, 1]])
+    for loss_type, denominator in {"grpo": 2, "bnpo": 2, "dapo": 2, "luspo": 1, "dr_grpo": 3}.items():
+        loss = lambda l: grpo_loss(l, None, ref, jnp.zeros(1), mask, beta=1.0, kl_placement="reward",
+                                   loss_type=loss_type)[0]  # fmt: skip
+        value, gradient = jax.value_and_grad(loss)(l)
+        assert float(value) == pytest.approx(5 / denominator)
+        np.testing.assert_allclose(gradient, np.array([[3.0, 0.0, 2.0]]) / denominator, rtol=1e-6)
 
 
 def test_a_nan_that_counts_is_seen():
