@@ -162,7 +162,9 @@ def _with_signal(
     Returns:
       The groups, the cursor, which of the groups count [count] bool, and metrics.
     """
-    groups, metrics, kept, rounds = None, {}, np.zeros(0, bool), 0
+    groups: _Groups | None = None
+    metrics: dict[str, float] = {}
+    rounds = 0
     while True:
         new, stats = _sample(task, params, key, cursor, count, phase)
         metrics = metrics or stats  # of the first round: refills are a biased sample of the policy's rewards
@@ -232,7 +234,7 @@ def collect(
     rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
     advantages = _advantages(rewards, scale_rewards=config.scale_rewards, **_aggregation(config))
     completions = groups.completions
-    lengths = completions.mask.sum(axis=-1)
+    lengths = np.asarray(completions.mask).sum(axis=-1)
     metrics |= _rollout_metrics(config, groups, lengths)
 
     t = bucket_length(int(lengths.max()), config.max_completion_length)
@@ -248,12 +250,13 @@ def collect(
         counted=jnp.asarray(counts_in) if config.dynamic_sampling else None,
     )
     with phase("reference"):
-        at = {"model": task.model, "config": config, "micro": micro}
+        tokens = (batch.prompts, batch.tokens, batch.mask)
+        at: dict[str, Any] = {"model": task.model, "config": config, "micro": micro}
         if state.ref_params is not None:
-            log_probs = score(state.ref_params, batch.prompts, batch.tokens, batch.mask, **at)
+            log_probs = score(state.ref_params, *tokens, **at)
             batch = batch.replace(ref_log_probs=log_probs)
         if state.initial_params is not None:
-            log_probs = score(state.initial_params, batch.prompts, batch.tokens, batch.mask, **at)
+            log_probs = score(state.initial_params, *tokens, **at)
             batch = batch.replace(initial_log_probs=log_probs)
         jax.block_until_ready(batch)
     return Experience(batch, cursor, metrics, _rows(task, groups, np.asarray(advantages)))

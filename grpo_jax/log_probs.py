@@ -133,7 +133,7 @@ def score_completions(
       where they are not used.
     """
     b, g, t = tokens.shape
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if hasattr(model, "prefill"):
         keys = {} if rngs is None else {"rngs": rngs}
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,8 +234,9 @@ def _generate_in_one(model, params, prompts, keys, *, length, eos_token_ids, pad
             pad_token_id=pad_token_id,
             sampling=sampling,
         )
-        first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
-    tokens, log_probs, mask = first
+        tokens, log_probs, mask = (jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
+    else:
+        tokens, log_probs, mask = first
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
 
 
@@ -279,7 +281,7 @@ def generate(
     min_p: float | None = None,
     eos_token_ids: Sequence[int] = (),
     pad_token_id: int = 0,
-    prompt_indices: jax.Array | None = None,
+    prompt_indices: jax.Array | np.ndarray | None = None,
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
@@ -323,7 +325,7 @@ def generate(
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
-    run = _generate_uncached
+    run: Any = _generate_uncached
     if hasattr(model, "prefill"):
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key)))
         run = _generate_in_one if traced else _generate_by_segments

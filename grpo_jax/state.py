@@ -15,8 +15,7 @@ from grpo_jax.types import Params
 __all__ = ["TrainState", "begin_iteration", "create_state", "finish_update"]
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Policy, old policy, reference, optimizer: frozen, and no two of its trees share a buffer.
 
     A tree that the objective never reads is None, not a copy: one update a rollout needs no old policy, beta = 0 needs

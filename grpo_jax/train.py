@@ -18,7 +18,7 @@ from grpo_jax.models.huggingface import Policy
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.monitor import Monitor
-from grpo_jax.optimizer import make_optimizer
+from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.progress import Progress
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
@@ -45,6 +45,7 @@ class Run:
     sizes: Sizes
     total_steps: int
     optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
 
     @property
     def micro(self) -> tuple[int, int]:
@@ -112,6 +113,8 @@ def train(
                     micro=run.micro,
                 )
                 metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            if run.schedule is not None:
+                metrics["learning_rate"] = float(run.schedule(progress.step))
             progress.updated(metrics)
             if progress.updates_done == run.sizes.updates or moved_too_far(config, metrics):
                 batch, progress.updates_done = None, 0
@@ -151,7 +154,7 @@ def prepare(
     reward_fns = [reward_fns] if callable(reward_fns) else list(reward_fns)
     rows = load_rows(dataset)
     check_reward_fns(reward_fns, rows[0])
-    encoding = {
+    encoding: dict[str, Any] = {
         "max_prompt_length": config.max_prompt_length,
         "on_long_prompt": config.on_long_prompt,
         "chat_template_kwargs": config.chat_template_kwargs,
@@ -161,7 +164,7 @@ def prepare(
     if eval_dataset is not None:
         eval_rows = load_rows(eval_dataset, argument="eval_dataset")
         check_reward_fns(reward_fns, eval_rows[0])
-        eval_data = encode_prompts(eval_rows, policy.tokenizer, **encoding)
+        eval_data = encode_prompts(eval_rows, policy.tokenizer, argument="eval_dataset", **encoding)
     longest = max(len(ids) for ids in data.token_ids)
     model = with_settings(policy.model, config)
     shape = model.config if isinstance(model, Transformer | LoraModel) else None
@@ -197,17 +200,17 @@ def prepare(
         sizes=config.sizes(),
         total_steps=total_steps,
         optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
+        schedule=make_schedule(config, total_steps) if optimizer is None else None,
     )
 
 
 def with_settings(model: Model, config: GRPOConfig) -> Model:
     """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
-    if isinstance(model, LoraModel):
-        return model.replace(model=with_settings(model.model, config))
-    if isinstance(model, Transformer):
-        shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
-        return Transformer(shape)
-    return model
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
+    decoder = Transformer(shape)
+    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
 
 
 def new_state(run: Run) -> TrainState:

@@ -29,8 +29,7 @@ Params = Any
 """A pytree of arrays: nested dicts for the models of this package."""
 
 
-@flax.struct.dataclass
-class Prompts:
+class Prompts(flax.struct.PyTreeNode):
     """Token ids of a batch of prompts.
 
     Attributes:
@@ -42,8 +41,7 @@ class Prompts:
     lengths: jax.Array
 
 
-@flax.struct.dataclass
-class Completions:
+class Completions(flax.struct.PyTreeNode):
     """What the sampler returned for a batch of prompts.
 
     ```
@@ -67,8 +65,7 @@ class Completions:
     ended: jax.Array
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """One optimizer batch: all that a gradient depends on beside the params.
 
     Attributes:

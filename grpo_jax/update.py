@@ -142,11 +142,10 @@ def train_step(
       or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: 1e-5 or less at an iteration's first update
       in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
     """
-    if micro is None:
-        micro = batch.mask.shape[:2]
+    micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     settings, sampling = loss_settings(config), sampling_settings(config)
     bonus = config.entropy_coef > 0 or config.use_adaptive_entropy
-    totals = batch_totals(batch.mask)
+    totals: dict[str, Any] = dict(batch_totals(batch.mask))
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
 

@@ -1,0 +1,121 @@
+"""The same loop trains adapters, a model of the user's own, conversations and other precisions."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_policy, tiny_tokenizer
+
+from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, train
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
+
+
+def lower_case(completions):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(np.mean([char.islower() for char in text] or [0])) for text in texts]
+
+
+def learn(policy, rows=ROWS, steps=30, **settings):
+    rewards = []
+    settings = {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, **settings}
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=24,
+        max_completion_length=4,
+        max_steps=steps,
+        logging_steps=1,
+        seed=0,
+        **settings,
+    )
+    state = train(policy, rows, lower_case, config, callbacks=[lambda step, m: rewards.append(m.get("reward"))])
+    return state, rewards
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_learn_and_the_base_stays(dropout):
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=dropout)
+    before = jax.tree.map(np.array, policy.model.base)
+    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.1}
+    state, rewards = learn(policy, **settings)
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    chex.assert_trees_all_equal(policy.model.base, before)
+    # reference, optimizer and policy are of the adapters' size, and the last sync mixed the adapters
+    size = sum(x.size for x in jax.tree.leaves(policy.params))
+    assert size < 0.5 * sum(x.size for x in jax.tree.leaves(before))
+    assert sum(x.size for x in jax.tree.leaves(state.ref_params)) == size
+    assert sum(x.size for x in jax.tree.leaves(state.opt_state)) < 2.1 * size
+    assert not np.array_equal(jax.tree.leaves(state.ref_params)[1], jax.tree.leaves(state.initial_params)[1])
+    merged = merge_lora(policy.replace(params=state.params))
+    tokens = jnp.arange(12).reshape(2, 6)
+    one = policy.model.apply({"params": state.params}, tokens)
+    np.testing.assert_allclose(merged.model.apply({"params": merged.params}, tokens), one, atol=1e-5)
+
+
+def test_dropout_changes_the_step_and_its_key_is_the_steps_own():
+    policies = [add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=rate) for rate in (0.0, 0.5, 0.5)]
+    plain, one, two = (learn(policy, steps=2, learning_rate=1e-2)[0].params for policy in policies)
+    chex.assert_trees_all_equal(one, two)
+    assert not np.allclose(jax.tree.leaves(plain)[0], jax.tree.leaves(one)[0])
+
+
+class Foreign(nn.Module):
+    """A causal model that has nothing of this package: an embedding, a running mean, a head."""
+
+    vocab: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.vocab, 24)(tokens)
+        count = jnp.arange(1, tokens.shape[1] + 1).reshape(1, -1, 1)
+        x = x + nn.Dense(24)(jnp.cumsum(x, axis=1) / count)
+        return nn.Dense(self.vocab)(nn.gelu(x)).astype(jnp.float32)
+
+
+def test_a_model_of_ones_own_learns_by_the_same_loop():
+    tokenizer = tiny_tokenizer()
+    with jax.numpy_rank_promotion("allow"):  # flax's own layers add a bias by broadcasting
+        model = Foreign(len(tokenizer))
+        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        policy = Policy(model, params, tokenizer, config={"eos_token_id": tokenizer.eos_token_id})
+        _, rewards = learn(policy, beta=0.01)
+    assert np.mean(rewards[:3]) < 0.4
+    assert np.mean(rewards[-3:]) > 0.8
+
+
+def test_a_function_as_a_model():
+    """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
+    base = tiny_policy()
+
+    class Merged:
+        apply = staticmethod(lambda variables, tokens: base.model.apply(variables, tokens))
+
+    state, _ = learn(base.replace(model=Merged()), steps=2)
+    direct, _ = learn(base, steps=2)
+    chex.assert_trees_all_close(state.params, direct.params, atol=1e-5)
+
+
+def test_conversations_reach_the_reward_as_messages():
+    policy = tiny_policy()
+    tokenizer = tiny_tokenizer().__class__(
+        tokenizer_object=tiny_tokenizer().backend_tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]} for text in "abcdef"]
+    state, rewards = learn(policy.replace(tokenizer=tokenizer), rows, steps=2)
+    assert int(state.step) == 2
+    assert rewards[0] is not None
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_bfloat16_compute_with_either_kind_of_params(param_dtype):
+    policy = tiny_policy()
+    params = jax.tree.map(lambda x: x.astype(param_dtype), policy.params)
+    state, rewards = learn(policy.replace(params=params), compute_dtype="bfloat16", beta=0.01)
+    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {param_dtype}
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
