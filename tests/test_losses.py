@@ -784,6 +784,11 @@ def test_metrics_merge_by_sum_and_maximum():
     merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
     assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
     assert float(finalize_metrics(second)["a"]) == 5.0, "no token: divided by 1, not by 0"
+    for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
+        sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
+        assert float(finalize_metrics(MetricSums(sums, {}))["selected_entropy"]) == mean
+    one = MetricSums({"a_sum": jnp.float32(3.0), "tokens": jnp.float32(1.0)}, {})
+    assert float(finalize_metrics(one)["a"]) == 3.0
 
 
 # Entropy ------------------------------------------------------------------------------------------------------------
@@ -945,6 +950,17 @@ def test_half_precision_is_computed_in_float32(dtype):
     gradient = jax.grad(lambda l: run(half | {"l": l})[0])(half["l"])
     assert gradient.dtype == dtype
     assert all_finite(gradient)
+
+
+def test_the_dtype_of_log_probs_decides():
+    with x64():
+        a = {name: jnp.asarray(x, jnp.float64) for name, x in data().items()}
+        run = lambda l: grpo_loss(l, a["old"], a["ref"], a["A"], MASK, beta=0.3, entropies=a["H"], entropy_coef=0.1,
+                                  importance_weights=a["weights_row"], sampling_log_probs=a["sampling"],
+                                  off_policy_mask_threshold=0.05, top_entropy_quantile=0.5)  # fmt: skip
+        for dtype in (jnp.float32, jnp.float64):
+            (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(a["l"].astype(dtype))
+            assert {x.dtype for x in (value, gradient, *metrics.values())} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
