@@ -10,8 +10,10 @@ R − E[R] under π_old, not divided by a std, and the clip is out of reach: bot
 π_old is the policy of the last μ updates' start (μ = 1 and 4), or the start policy for good ("one batch": one rollout,
 passed over and over, the limit of a large μ). --seed other than 0 draws another bandit.
 
-Time: TIME
-Expect: EXPECT
+Time: 6 CPU seconds.
+Expect: w·k1, w·k3 and the KL in the reward end at π* to 0.01 % of every probability, at any μ. Plain k3 ends at the
+optimum of the other divergence, KL(π_ref‖π), which is off by up to 62 %; plain k1 at the best arm, as if there were no
+KL; w·k2 has lost an arm for good. Plain k2 is right while π_old follows, and off by 66 % with one batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several updates from the same completions: what the importance ratio and its clip are for.
 
-    python -m experiments.old_and_new_policy [--iterations 60] [--seed N] [--out FILE]
+    python -m experiments.old_and_new_policy [--iterations 60] [--seeds 3] [--seed N] [--out FILE]
 
 A small transformer learns to count: from a token x it should write x+1, x+2, …; the reward is the share of tokens that
 follow the one before. Every iteration samples 64 completions from the policy as it is then (the old policy) and makes μ
@@ -13,8 +13,10 @@ updates from them (μ = 1, 4, 16), in one of three ways:
 Ratio, clip fraction and KL(old‖new) are measured in the same way for all three, on the iteration's last update; so at
 μ = 1 they are 1, 0 and 0, and the three ways are one.
 
-Time: TIME
-Expect: EXPECT
+Time: 27 CPU seconds.
+Expect: a reward at the end of the run of 0.34 at μ = 1, of 0.75 to 0.77 without and 0.95 with the clip at μ = 4, and of
+0.63, 0.69 and 0.90 at μ = 16. The weights alone are no safe gain; the clip holds KL(old‖new) 17 times lower than no
+ratio does at μ = 16. Another machine's rounding draws other curves of the same kind.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ import argparse
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_loss, make_prompts
+from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_loss
 from grpo_jax.models.transformer import Transformer, TransformerConfig
-from grpo_jax.types import Batch, Params
+from grpo_jax.types import Completions, Params, Prompts
 
 VOCABULARY = 12
 LENGTH = 8
@@ -52,31 +54,44 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE
 Carry = tuple[Params, Any]
 
 
+class Rollout(NamedTuple):
+    """What an iteration learns from: completions [B, G, T] of prompts [B, 1], advantages [B, G]; the mean reward."""
+
+    prompts: Prompts
+    completions: Completions
+    advantages: jax.Array
+    reward: jax.Array
+
+
 @jax.jit
-def roll_out(params: Params, key: jax.Array) -> tuple[Batch, jax.Array]:
-    """Sample a batch [B, G, T] from random prompts of one token; returns the mean reward too."""
+def start(key: jax.Array) -> Params:
+    """Fresh weights."""
+    return MODEL.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@jax.jit
+def roll_out(params: Params, key: jax.Array) -> Rollout:
+    """Sample completions of random prompts of one token, and score them."""
     prompt_key, sample_key = jax.random.split(key)
     first = jax.random.randint(prompt_key, (PROMPTS, 1), 0, VOCABULARY)
-    prompts = make_prompts([[0]] * PROMPTS).replace(tokens=first)
-    settings = {"num_generations": GROUP, "max_completion_length": LENGTH}
-    completions = generate(MODEL, params, prompts, sample_key, **settings)
-    start = jnp.broadcast_to(first[:, :, None], (PROMPTS, GROUP, 1))
-    before = jnp.concatenate([start, completions.tokens[:, :, :-1]], axis=2)
+    prompts = Prompts(tokens=first, lengths=jnp.ones(PROMPTS, jnp.int32))
+    completions = generate(MODEL, params, prompts, sample_key, num_generations=GROUP, max_completion_length=LENGTH)
+    prompt = jnp.broadcast_to(first[:, :, None], (PROMPTS, GROUP, 1))
+    before = jnp.concatenate([prompt, completions.tokens[:, :, :-1]], axis=2)
     rewards = jnp.mean(completions.tokens == (before + 1) % VOCABULARY, axis=2)
-    advantages = compute_advantages(rewards)
-    return Batch(prompts, completions.tokens, completions.mask, advantages, completions.log_probs), jnp.mean(rewards)
+    return Rollout(prompts, completions, compute_advantages(rewards), jnp.mean(rewards))
 
 
 @functools.partial(jax.jit, static_argnames="weighted")
-def update(carry: Carry, batch: Batch, epsilon: jax.Array, *, weighted: bool) -> tuple[Carry, dict[str, jax.Array]]:
+def update(carry: Carry, rollout: Rollout, epsilon: jax.Array, *, weighted: bool) -> tuple[Carry, dict[str, jax.Array]]:
     """One optimizer step. The metrics are those of the clipped loss with the sampler's log-probs, in every arm."""
     params, opt_state = carry
 
     def loss_fn(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-        l = completion_log_probs(MODEL, params, batch.prompts, batch)
-        old = batch.sampling_log_probs
-        loss, _ = grpo_loss(l, old if weighted else None, None, batch.advantages, batch.mask, epsilon=epsilon)
-        _, metrics = grpo_loss(l, old, None, batch.advantages, batch.mask, epsilon=EPSILON)
+        l = completion_log_probs(MODEL, params, rollout.prompts, rollout.completions)
+        old, mask = rollout.completions.log_probs, rollout.completions.mask
+        loss, _ = grpo_loss(l, old if weighted else None, None, rollout.advantages, mask, epsilon=epsilon)
+        _, metrics = grpo_loss(l, old, None, rollout.advantages, mask, epsilon=EPSILON)
         return loss, metrics
 
     grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
@@ -97,17 +112,24 @@ def run(way: str, reuse: int, *, iterations: int, seed: int) -> dict[str, np.nda
       [iterations] of each of `MEASURED`: the reward of the rollout, the rest at the iteration's last update.
     """
     start_key, key = jax.random.split(jax.random.key(seed))
-    params = MODEL.init(start_key, jnp.zeros((1, 2), jnp.int32))["params"]
+    params = start(start_key)
     carry = (params, OPTIMIZER.init(params))
     epsilon = jnp.float32(EPSILON if way == "clipped" else NO_CLIP)
     history = []
     for iteration in range(iterations):
-        batch, reward = roll_out(carry[0], jax.random.fold_in(key, iteration))
+        rollout = roll_out(carry[0], jax.random.fold_in(key, iteration))
         for _ in range(reuse):
-            carry, metrics = update(carry, batch, epsilon, weighted=way != "none")
-        history.append({"reward": reward, **metrics})
+            carry, metrics = update(carry, rollout, epsilon, weighted=way != "none")
+        history.append({"reward": rollout.reward, **metrics})
     history = jax.device_get(history)
     return {name: np.array([line[name] for line in history]) for name in MEASURED}
+
+
+def run_seeds(way: str, reuse: int, *, iterations: int, seeds: Sequence[int]) -> dict[str, np.ndarray]:
+    """The mean of `run` over seeds; of the largest ratio the largest."""
+    runs = [run(way, reuse, iterations=iterations, seed=seed) for seed in seeds]
+    means = {name: np.mean([curve[name] for curve in runs], axis=0) for name in MEASURED}
+    return means | {"ratio_max": np.max([curve["ratio_max"] for curve in runs], axis=0)}
 
 
 def make_table(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]]) -> list[dict[str, Any]]:
@@ -153,11 +175,11 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
         "reward": ("reward", "linear"),
         "ratio_max": ("largest ratio", "log"),
         "clip_fraction": ("clip fraction", "linear"),
-        "approx_kl_old": ("KL(old‖new), nats a token", "symlog"),
+        "approx_kl_old": ("KL(old‖new)", "symlog"),
     }
     colours = {"none": "#d55e00", "weights": "#e69f00", "clipped": "#0072b2"}
     labels = {"none": "ratio ≡ 1", "weights": "ratio, no clip", "clipped": "ratio and clip"}
-    figure = Figure(figsize=(10, 9), dpi=80, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(8.4, 7), dpi=78, layout="constrained", facecolor="white")
     figure.suptitle("μ updates from the same completions", x=0.01, ha="left", weight="bold")
     grid = figure.subplots(len(panels), len(REUSE), sharex=True, sharey="row")
     for column, reuse in enumerate(REUSE):
@@ -168,7 +190,7 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
         for axes, (metric, (title, scale)) in zip(grid[:, column], panels.items(), strict=True):
             for way in WAYS:
                 values = curves[reuse, way][metric]
-                style = {"lw": 1.8, "color": colours[way], "label": labels[way]}
+                style = {"lw": 1.4, "color": colours[way], "label": labels[way]}
                 axes.plot(np.arange(1, len(values) + 1), values, **style)
             axes.set_yscale(scale, **({"linthresh": 1e-2} if scale == "symlog" else {}))
             axes.grid(color="#e4e7eb")
@@ -176,7 +198,7 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
                 axes.set_ylabel(title)
     grid[0, -1].legend(fontsize=8, loc="lower right")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
+    figure.savefig(out, format="png", pil_kwargs={"compress_level": 9})
     print(f"\npicture: {out}")
 
 
@@ -185,7 +207,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.old_and_new_policy", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed, of weights and samples (default 0)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="runs of each kind, with the seeds from there on (default 3)"
+    )
     parser.add_argument("--iterations", type=int, default=60, help="rollouts of each run (default 60)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/old_and_new_policy.png"), help="the picture (default %(default)s)"
@@ -196,8 +221,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run the experiment and return the rows of its table."""
     arguments = parse(argv)
-    settings = {"iterations": arguments.iterations, "seed": arguments.seed}
-    curves = {(reuse, way): run(way, reuse, **settings) for reuse in REUSE for way in WAYS}
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    curves = {
+        (reuse, way): run_seeds(way, reuse, iterations=arguments.iterations, seeds=seeds)
+        for reuse in REUSE
+        for way in WAYS
+    }
     rows = make_table(curves)
     print_table(rows)
     draw(curves, arguments.out)

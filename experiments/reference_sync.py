@@ -2,13 +2,15 @@
 
     python -m experiments.reference_sync [--steps 160] [--seed N] [--out FILE]
 
-A language model of 20 thousand parameters with fresh weights is rewarded for the vowels in what it writes. Two runs of
+A language model of 10 thousand parameters with fresh weights is rewarded for the vowels in what it writes. Two runs of
 `train`, the same but for `sync_ref_model`: in the second the reference is pulled towards the policy every 16 steps,
 ref ← 0.6·policy + 0.4·ref. Both are measured against their own reference (`kl`) and against the policy that the run
 began with (`kl_initial`; where the reference stays they are the same).
 
-Time: TIME
-Expect: EXPECT
+Time: 24 CPU seconds.
+Expect: the KL to the frozen reference rises to about 1.2 nats a token in the last quarter of the run; to the synced one
+it never passes 0.1. The KL to the initial policy is 1.2 in both: sync bounds only the first. On the way the library
+warns that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def make_policy(seed: int) -> Policy:
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
