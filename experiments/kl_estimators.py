@@ -175,7 +175,8 @@ def theory(bandit: Bandit) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
     optimum, forward = ("π*", bandit.optimum), ("forward KL", forward_optimum(bandit))
     # −E[R] + β·E_π[d²/2]: the second moment of d is no divergence.
     moment = ("E[d²/2]", descend(lambda pi: pi * (beta * (d(pi) ** 2 / 2 + d(pi)) - rewards), start))
-    stale_k1 = ("no KL", best)
+    # −E[R] + β·Σ π_old·log π has no minimum: it falls without end as the other arms vanish.
+    stale_k1 = ("runs off", best)
     stale_k2 = ("stale k2", descend(lambda pi: beta * start * d(pi) - pi * rewards, start))
     stale_k3 = ("stale k3", descend(lambda pi: beta * start * (1 - reference / pi) - pi * rewards, start))
     # An on-policy fixed point is one at any μ: where the first update of an iteration is 0, so are the others.

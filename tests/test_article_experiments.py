@@ -153,6 +153,13 @@ def test_reuse_moves_the_policy_away_and_the_clip_holds_it(reused):
         assert 0 < reused[16, "clipped"]["approx_kl_old"] < 0.3 * reused[16, way]["approx_kl_old"]
 
 
+def test_the_weights_without_the_clip_are_a_way_of_their_own(reused):
+    # The first update of a rollout is the same, so the difference is that of the later ones.
+    none, weights, clipped = (reused[16, way]["approx_kl_old"] for way in old_and_new_policy.WAYS)
+    assert abs(weights / none - 1) > 0.05
+    assert abs(weights / clipped - 1) > 0.05
+
+
 def test_more_updates_move_it_further(reused):
     for way in old_and_new_policy.WAYS:
         assert reused[16, way]["approx_kl_old"] > 3 * reused[4, way]["approx_kl_old"] > 0
