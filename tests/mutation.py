@@ -37,7 +37,8 @@ SIGNATURES = "tests/test_signatures.py"
 # After the quick check: the cheap tests that kill most, then the rest.
 CHEAP = (
     "bad_arguments or edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
-    " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient or dtype_of or hole"
+    " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient"
+    " or dtype_of or hole"
 )
 TESTS = {
     "advantages": [["tests/test_advantages.py"], [SIGNATURES]],

@@ -48,7 +48,8 @@ def config(**changes):
 def step(batch, config, micro=None, on_policy=False, **keep):
     model, params = model_and_params()
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, **keep)
-    return JITTED(state, batch, model=as_argument(model), optimizer=OPTIMIZER, config=config, on_policy=on_policy, micro=micro)
+    settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro": micro}
+    return JITTED(state, batch, model=as_argument(model), **settings)
 
 
 def plain_log_probs(params, tokens):
