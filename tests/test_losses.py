@@ -485,6 +485,23 @@ def test_on_the_edge_of_the_clip_the_gradient_is_whole(A):
         assert float(jax.grad(loss)(l)[0, 0]) == -A
 
 
+def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
+    def fractions(ratio, A, **settings):
+        l = jnp.array([[-1.0]])
+        old = None if ratio == 1 else l - math.log(ratio)
+        metrics = grpo_loss(l, old, None, jnp.array([A]), jnp.ones((1, 1)), **settings)[1]
+        return [float(metrics["clip_fraction" + which]) for which in ("", "_low", "_high", "_delta")]
+
+    for A in (1.0, -1.0):
+        assert fractions(1, A, epsilon=0.0, delta=1.0) == [0, 0, 0, 0]
+        assert fractions(1, A, epsilon_high=1.0, loss_type="cispo") == [0, 0, 0, 0]
+    for ratio in (0.3, 3.0):
+        assert fractions(ratio, 0.0, delta=2.0) == [0, 0, 0, 0]
+    assert fractions(0.3, -1.0) == [1, 1, 0, 0]
+    assert fractions(3.0, 1.0) == [1, 0, 1, 0]
+    assert fractions(3.0, -1.0, delta=2.0) == [0, 0, 0, 1]
+
+
 # Special case = general case ----------------------------------------------------------------------------------------
 
 
