@@ -43,6 +43,7 @@ from grpo_jax.models.files import (
 )
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.sharding import parameter_sharding
 from grpo_jax.types import Params
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
@@ -118,7 +119,8 @@ def from_pretrained(
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      mesh: devices to place the parameters on, or None for the default device.
+      mesh: devices to place the parameters on, each tensor straight into its shards by `sharding.TABLE`; None for the
+        default device.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -405,10 +407,10 @@ def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) ->
 
 
 def _place(path: tuple[str, ...], array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Put one parameter on its devices. This is where a sharding table by `path` enters; until then, replicas."""
+    """Put one parameter on its devices, each shard on its own."""
     if mesh is None:
         return jnp.array(array, copy=True)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = parameter_sharding(path, array.shape, mesh)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
