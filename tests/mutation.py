@@ -38,7 +38,7 @@ SIGNATURES = "tests/test_signatures.py"
 CHEAP = (
     "bad_arguments or edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
     " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient"
-    " or dtype_of or hole"
+    " or dtype_of or hole or excluded"
 )
 TESTS = {
     "advantages": [["tests/test_advantages.py"], [SIGNATURES]],

@@ -683,6 +683,8 @@ def test_leading_axes_are_free():
     flat = outcome(c)
     for shape in ((2, 3), (1, 6, 1)):
         assert_same(flat, outcome(c, shape=shape))
+    plain = case("vespo", "token", {})
+    assert float(outcome(plain, shape=(2, 3))[0]) == float(outcome(plain)[0])
     # And none at all: one completion.
     l, old = jnp.asarray(c.l[1]), jnp.asarray(c.old[1])
     one = grpo_loss(l, old, None, jnp.asarray(c.A[1]), MASK[1], loss_type="grpo")[0]
@@ -902,6 +904,13 @@ def test_the_gradient_of_an_overflowing_ratio_and_kl_lives():
     # d = −99: bounded to −20, derivative 1 − e²⁰; the policy term at ratio e¹⁰⁰ is cut off by delta.
     _, gradient = run(jnp.array([[-100.0]]), beta=1.0, delta=3.0, use_bias_correction_kl=False)
     assert float(gradient[0, 0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
+
+
+def test_a_token_excluded_by_old_and_new_policy_has_ratio_one():
+    excluded = jnp.full((1, 1), -INF)
+    metrics = grpo_loss(excluded, excluded, excluded, jnp.ones(1), jnp.ones((1, 1)))[1]
+    assert float(metrics["ratio_max"]) == 1.0
+    assert float(metrics["approx_kl_old"]) == float(metrics["kl"]) == 0.0
 
 
 def test_bounded_tokens_are_counted():
