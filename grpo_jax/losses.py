@@ -474,8 +474,9 @@ def grpo_loss_terms(
                 # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params, on the unclipped ratio.
                 k = w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
             elif use_bias_correction_kl:
-                # w stays differentiable: under sg(w) the gradient would be that of KL(π_ref‖π) again.
-                k = w * estimate(d)
+                # k1 and k3 need w in the gradient: under sg(w), k3's would be that of KL(π_ref‖π) again. k2 must not
+                # have it there: differentiated, w·k2 follows E_π[d²/2], which is no KL.
+                k = (sg(w) if kl_estimator == "k2" else w) * estimate(d)
             else:
                 k = estimate(d)
             kl_in_loss = reduction(beta * k, mask, counts)
@@ -582,7 +583,8 @@ def grpo_loss(
       delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None means no cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: "k1", "k2" or "k3" of d.
-      use_bias_correction_kl: whether the estimator is multiplied by the (differentiable) w; only for placement "loss".
+      use_bias_correction_kl: whether the estimator is multiplied by w (k1, k3) or by sg(w) (k2); only for placement
+        "loss".
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which is the same as subtracting
         beta·Σ_{s≥t} d_s from the normalised advantages at the current params, without clipping.
       max_completion_length: tokens, constant of dr_grpo; None means T.
@@ -630,8 +632,7 @@ def grpo_loss(
       | k1 | 0 on-policy |
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
       | k3 | ∇KL(π_ref‖π) on-policy, the other direction; biased off-policy |
-      | w·k3, w·k1 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
-      | w·k2 | that of E_π[d²/2], also off-policy: no KL |
+      | w·k3, w·k1, sg(w)·k2 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
 
       At the sequence level the correction uses the *sequence* ratio, as TRL does, and is biased for completions of more

@@ -31,13 +31,13 @@ def ends(tmp_path_factory):
 
 
 @pytest.mark.parametrize("reuse", ["μ = 1", "μ = 4", "one batch"])
-@pytest.mark.parametrize("term", ["w·k1", "w·k3", "in reward"])
+@pytest.mark.parametrize("term", ["w·k1", "w·k2", "w·k3", "in reward"])
 def test_corrected_estimators_end_within_one_percent_of_the_optimum(ends, term, reuse):
     assert ends[term, reuse]["error"] < 0.01
 
 
 @pytest.mark.parametrize("reuse", ["μ = 1", "μ = 4", "one batch"])
-@pytest.mark.parametrize("term", ["k1", "k3", "w·k2"])
+@pytest.mark.parametrize("term", ["k1", "k3"])
 def test_plain_estimators_end_elsewhere(ends, term, reuse):
     assert ends[term, reuse]["variation"] > 0.1
     assert ends[term, reuse]["error"] > 0.5

@@ -126,7 +126,7 @@ def numpy_loss(l, l0, c):
                 else:
                     k[i][t] = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[c.kl_estimator]
                     if c.use_bias_correction_kl:
-                        k[i][t] = v * k[i][t]
+                        k[i][t] = (v0 if c.kl_estimator == "k2" else v) * k[i][t]
 
     R = c.R if c.num_rows is None else c.num_rows
     N = n_tokens if c.num_tokens is None else c.num_tokens
