@@ -90,7 +90,9 @@ def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:
     """The settings: those of the same run with TRL."""
     return GRPOConfig(
         num_generations=GROUP,
-        per_device_train_batch_size=prompts * GROUP,
+        # One group at a time: the gradient is that of the whole batch, cut or not, and a piece stays in the cache.
+        per_device_train_batch_size=GROUP,
+        gradient_accumulation_steps=prompts,
         max_completion_length=LONGEST,
         max_steps=steps,
         learning_rate=1e-3,
@@ -126,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         base = from_pretrained(arguments.model or fetch_stories260K(run_dir / "base"))
 
     def test(params: Any) -> tuple[Rates, list[dict[str, Any]]]:
-        settings = {"max_completion_length": LONGEST, "batch_size": len(held_out), "seed": arguments.seed}
+        # As many prompts at a time as in training: what is compiled for the one serves the other.
+        settings = {"max_completion_length": LONGEST, "batch_size": arguments.prompts, "seed": arguments.seed}
         with watch("evaluation"):
             return held_out_rates(base, held_out, uses_word, params=params, samples=GROUP, **settings)
 

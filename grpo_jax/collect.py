@@ -73,11 +73,6 @@ class Experience:
     rows: list[dict[str, Any]]
 
 
-@functools.partial(jax.jit, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation"))
-def _advantages_and_silence(rewards, *, scale_rewards, **settings):
-    return compute_advantages(rewards, scale_rewards=scale_rewards, **settings), zero_signal_groups(rewards, **settings)
-
-
 def bucket_length(longest: int, largest: int) -> int:
     """The smallest of largest, largest/2, largest/4, … that holds `longest`: few shapes, so few compilations."""
     while largest % 2 == 0 and largest // 2 >= max(longest, 8):

@@ -30,6 +30,7 @@ def evaluate(
     top_p: float = 1.0,
     min_p: float | None = None,
     batch_size: int = 64,
+    pad_to_multiple_of: int = 32,
     seed: int = 0,
     max_prompt_length: int | None = None,
     on_long_prompt: str = "error",
@@ -48,6 +49,8 @@ def evaluate(
       temperature: 0 is greedy.
       top_k, top_p, min_p: see `sampling.process_logits`.
       batch_size: prompts at a time. It does not change the samples.
+      pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
+        evaluations share their compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
       max_prompt_length, on_long_prompt, chat_template_kwargs: see `prompts.encode_prompts`.
       on_reward_error: "raise", or "none" to score a failure as missing.
@@ -73,6 +76,7 @@ def evaluate(
     check_reward_fns(reward_fns, data.rows[0])
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
+    longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     names, rewards, lengths, ended, texts = reward_names(reward_fns), [], [], [], []
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.

@@ -139,8 +139,9 @@ def score_completions(
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
         hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
         if t > 1:
-            rest, _ = model.apply({"params": params}, tokens[:, :, :-1], prefix, method="hidden", **keys)
-            hidden = jnp.concatenate([hidden, rest], axis=2)
+            # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
+            rest, _ = model.apply({"params": params}, tokens, prefix, method="hidden", **keys)
+            hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
         log_probs, entropy = chunked(
             unembed, params, hidden.reshape(b * g * t, -1), tokens.reshape(-1), with_entropy=with_entropy, **sampling

@@ -22,6 +22,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.transformer import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
+from grpo_jax.streams import count_streams, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
 __all__ = ["generate", "row_keys"]
@@ -325,17 +326,24 @@ def generate(
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
-    run: Any = _generate_uncached
-    if hasattr(model, "prefill"):
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key)))
-        run = _generate_in_one if traced else _generate_by_segments
-    return run(
-        as_argument(model),
-        params,
-        prompts,
-        row_keys(key, jnp.asarray(prompt_indices), num_generations),
-        length=int(max_completion_length),
-        eos_token_ids=tuple(int(i) for i in eos_token_ids),
-        pad_token_id=int(pad_token_id),
-        sampling=Sampling(float(temperature), int(top_k), float(top_p), None if min_p is None else float(min_p)),
-    )
+    keys = row_keys(key, jnp.asarray(prompt_indices), num_generations)
+    settings: dict[str, Any] = {
+        "length": int(max_completion_length),
+        "eos_token_ids": tuple(int(i) for i in eos_token_ids),
+        "pad_token_id": int(pad_token_id),
+        "sampling": Sampling(float(temperature), int(top_k), float(top_p), None if min_p is None else float(min_p)),
+    }
+    if not hasattr(model, "prefill"):
+        return _generate_uncached(as_argument(model), params, prompts, keys, **settings)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
+        return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
+
+    def part(at: slice) -> Completions:
+        some = jax.tree.map(lambda x: x[at], prompts)
+        return _generate_by_segments(as_argument(model), params, some, keys[at], **settings)
+
+    groups = keys.shape[0]
+    streams = count_streams(params, groups, keys.size)
+    size = groups // streams
+    done = run_in_streams(part, [slice(i * size, (i + 1) * size) for i in range(streams)])
+    return done[0] if streams == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *done)

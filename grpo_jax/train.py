@@ -24,14 +24,11 @@ from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.state import TrainState, begin_iteration, create_state
-from grpo_jax.types import Batch, Model, as_argument
-from grpo_jax.update import train_step
+from grpo_jax.types import Batch, Model
+from grpo_jax.update import train_step, update
 
 __all__ = ["prepare", "train", "train_step"]
 
-_train_step = jax.jit(
-    train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
-)
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 
 
@@ -103,16 +100,16 @@ def train(
                 monitor.completions(progress.step + 1, experience.rows)
                 batch = experience.batch
             with monitor.phase("update"):
-                state, metrics = _train_step(
+                state, measured = update(
                     state,
                     slice_of(batch, progress.updates_done % run.sizes.slices, run.sizes),
-                    model=as_argument(run.task.model),
+                    model=run.task.model,
                     optimizer=run.optimizer,
                     config=config,
                     on_policy=run.sizes.updates == 1,
                     micro=run.micro,
                 )
-                metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
             if run.schedule is not None:
                 metrics["learning_rate"] = float(run.schedule(progress.step))
             progress.updated(metrics)
@@ -262,6 +259,7 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             top_p=config.top_p,
             min_p=config.min_p,
             batch_size=config.per_device_eval_batch_size // group,
+            pad_to_multiple_of=config.padding,
             seed=config.seed,
             on_reward_error=config.on_reward_error,
         )

@@ -21,7 +21,7 @@ PURE = [
     "models.transformer",
     "models.lora",
 ]
-COMPOSED = ["rollout", "state", "update"]
+COMPOSED = ["rollout", "state", "streams", "update"]
 OUTSIDE = {"jax", "flax", "chex", "optax", "numpy"}
 
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, rollout, train
+from grpo_jax import GRPOConfig, rollout, train, update
 from grpo_jax.report import read_lines
-from grpo_jax.train import _train_step, prepare
+from grpo_jax.train import prepare
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 SMALL = {
@@ -47,8 +47,9 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
 def test_a_policy_learns_what_is_rewarded():
     rewards = []
     run(
-        max_steps=40,
+        max_steps=45,
         per_device_train_batch_size=24,
+        learning_rate=1e-2,
         callbacks=[lambda step, metrics: rewards.append(metrics["reward"])],
     )
     assert np.mean(rewards[:3]) < 0.2
@@ -72,7 +73,16 @@ def test_the_callers_policy_is_left_as_it_was():
 
 
 def test_after_warm_up_an_iteration_compiles_nothing():
-    programs = (_train_step, rollout._prefill, rollout._decode, rollout._keep, rollout._grow)
+    programs = (
+        update._train_step,
+        update._jit_gradients,
+        update._jit_apply,
+        update._score,
+        rollout._prefill,
+        rollout._decode,
+        rollout._keep,
+        rollout._grow,
+    )
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
     assert sizes[1:] == [sizes[1]] * 5
