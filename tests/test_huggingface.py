@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from grpo_jax.models import huggingface
 from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, load_tokenizer, save_pretrained
@@ -362,16 +363,24 @@ def test_a_dtype_that_is_not_supported(argument, checkpoint):
         save_pretrained(checkpoint, bare_policy(), dtype="int8")
 
 
-def test_a_tokenizer_that_encodes_text_to_nothing(checkpoint):
-    """A word-level tokenizer beside a Qwen config, which transformers takes for Qwen's own byte-level BPE."""
-    import tokenizers
-
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1, "is": 2}, unk_token="<unk>"))
+def home_made(checkpoint, model):
+    """Give the checkpoint a tokenizer that transformers takes for Qwen's own byte-level BPE."""
+    words = tokenizers.Tokenizer(model)
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    assert words.encode(huggingface.PROBE).ids
     words.save(str(checkpoint / "tokenizer.json"))
-    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(ValueError, match=r"encodes .* to no ids.*byte-level BPE"):
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<unk>"}')
+
+
+def test_a_tokenizer_that_transformers_would_break_is_taken_from_its_file(checkpoint):
+    home_made(checkpoint, tokenizers.models.WordLevel({"<unk>": 0, "fox": 1, "is": 2}, unk_token="<unk>"))
+    tokenizer = from_pretrained(checkpoint).tokenizer
+    assert tokenizer("fox is fox")["input_ids"] == [1, 2, 1]
+    assert tokenizer.pad_token_id == 0
+
+
+def test_a_tokenizer_that_encodes_text_to_nothing(checkpoint):
+    home_made(checkpoint, tokenizers.models.BPE())
+    with pytest.raises(ValueError, match=r"encodes .* to no ids.*a token for unknown words"):
         from_pretrained(checkpoint)
 
 

@@ -271,32 +271,37 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.nd
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The tokenizer of a directory, by transformers; one that encodes text to no ids is refused.
 
+    transformers makes some tokenizers anew from their vocabulary, by `model_type` in config.json, and so breaks one
+    made at home (a word-level one beside a Qwen config, say). Where that encodes text to nothing, `tokenizer.json` is
+    taken as it stands.
+
     Args:
       directory: with tokenizer files.
 
     Returns:
-      What `AutoTokenizer` makes of it.
+      What `AutoTokenizer` makes of it, or a `PreTrainedTokenizerFast`.
 
     Raises:
       ValueError: it cannot be loaded, or it encodes a probe text to nothing.
     """
     with _quiet_import():
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+            tokenizer = kind.from_pretrained(str(directory))
+            if tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
+                return tokenizer
+            if not (Path(directory) / "tokenizer.json").exists():
+                break
     except Exception as error:
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
             "mend or remove its tokenizer files."
         ) from error
-    if not ids:
-        raise ValueError(
-            f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids. transformers "
-            f"loads it as {type(tokenizer).__name__} because of `model_type` in config.json; a tokenizer made at home "
-            "survives that as a byte-level BPE."
-        )
-    return tokenizer
+    raise ValueError(
+        f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it "
+        f"as {type(tokenizer).__name__}); mend its tokenizer files, or give it a token for unknown words."
+    )
 
 
 @contextlib.contextmanager
