@@ -54,7 +54,7 @@ def choose(argument: str, value: str, known: Iterable[str]) -> str:
     known = list(known)
     if value in known:
         return value
-    nearest = difflib.get_close_matches(str(value), known, n=1)
+    nearest = difflib.get_close_matches(str(value), known)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"{argument}={value!r} is not known; use one of {', '.join(map(repr, known))}.{hint}")
 

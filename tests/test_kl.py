@@ -133,3 +133,10 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         chex.assert_shape(value, (2, 2))
         chex.assert_type(value, jnp.float32)
         np.testing.assert_allclose(value, expected, atol=1e-6)
+
+
+def test_the_result_has_the_precision_of_the_policy():
+    with x64():
+        policy, reference = jnp.zeros(3, jnp.float32), jnp.zeros(3, jnp.float64)
+        assert kl_divergence(policy, reference).dtype == jnp.float32
+        assert kl_divergence(reference, policy).dtype == jnp.float64
