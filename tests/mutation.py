@@ -55,7 +55,8 @@ WORKER_LIFE = 60
 # (module, text of the line, change): why nothing can tell it from the original.
 EMPTY = "only for an empty selection, whose value is never used"
 ALREADY = "the value has that type already; the line is for callers that pass lists or other dtypes"
-SAME_AXIS = "axis −1 is axis 1 of [B, G]"
+SAME_AXIS = "axis −1 is axis 1 of [B, G] and of [B, K]"
+CLAMPED = "an index beyond an axis of one is clamped to it"
 ZERO = "at A = 0 the surrogate is 0 either way"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("advantages", "mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)", "1 → 2"): (
@@ -71,6 +72,22 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): SAME_AXIS,
     ("advantages", "centred, std = _centre(r, scored, axis=1)", "1 → -1"): SAME_AXIS,
     ("advantages", "_, std = _centre(r, scored, axis=(0, 1))", "1 → -1"): SAME_AXIS,
+    (
+        "advantages",
+        "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)",
+        "0 → 1",
+    ): CLAMPED,
+    (
+        "advantages",
+        "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)",
+        "1 → -1",
+    ): SAME_AXIS,
+    (
+        "advantages",
+        "_, std = _centre(_weighted_sum(rewards, weights, scored_by), jnp.any(scored_by, axis=2), axis=1)",
+        "1 → -1",
+    ): SAME_AXIS,
+    ("advantages", "return std[:, 0] == 0", "0 → 1"): CLAMPED,
     ("losses", "return jnp.broadcast_to(_exp(_row_mean(log_ratio, mask)), log_ratio.shape)", "broadcast_to(x) → x"): (
         "[..., 1] broadcasts by itself; the line makes the shape that the table promises"
     ),
