@@ -1,5 +1,6 @@
 """Strict by default: ranks never broadcast by accident, every warning is an error, and there are four CPU devices."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +13,14 @@ import pytest
 
 chex.set_n_cpu_devices(4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module():
+    """Drop what a module compiled: each program takes memory maps, of which a process has some ten thousands only."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture
