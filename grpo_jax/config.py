@@ -191,7 +191,8 @@ class GRPOConfig:
     off_policy_mask_threshold: Positive | None = None
     """Nats a token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
     max_kl_old: Positive | None = None
-    """Nats a token: the rest of an iteration's updates is skipped once KL(old‖new) passes it; None: never. Ours."""
+    """Nats a token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
+    `moved_too_far` is 1 there; None: never. Ours."""
 
     # Entropy bonus.
     entropy_coef: NotNegative = 0.0

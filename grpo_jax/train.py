@@ -112,8 +112,10 @@ def train(
                 metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
             if run.schedule is not None:
                 metrics["learning_rate"] = float(run.schedule(progress.step))
+            if config.max_kl_old is not None:
+                metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
             progress.updated(metrics)
-            if progress.updates_done == run.sizes.updates or moved_too_far(config, metrics):
+            if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
                 batch, progress.updates_done = None, 0
             if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
                 monitor.log(progress.step, progress.log_line())
@@ -232,11 +234,6 @@ def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
         return batch
     start, stop = index * sizes.prompts_per_update, (index + 1) * sizes.prompts_per_update
     return jax.tree.map(lambda x: x[start:stop], batch)
-
-
-def moved_too_far(config: GRPOConfig, metrics: dict[str, float]) -> bool:
-    """Whether the policy has left the one that sampled by more than `max_kl_old` nats a token."""
-    return config.max_kl_old is not None and metrics["approx_kl_old"] > config.max_kl_old
 
 
 def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor) -> None:

@@ -126,6 +126,9 @@ def test_the_rest_of_an_iteration_is_dropped_once_the_policy_has_moved_too_far(t
     starts = lambda name: sorted({row["step"] for row in read_lines(tmp_path / name / "completions.jsonl")})
     assert starts("free") == [1, 4]
     assert starts("bound") == [1, 3, 5], "the second pass sees the distance, and the third is not made"
+    logged = lambda name: [line.get("moved_too_far") for line in read_lines(tmp_path / name / "metrics.jsonl")]
+    assert logged("bound") == [0, 1, 0, 1, 0, 1]
+    assert logged("free") == [None] * 6
 
 
 def test_files_of_a_run(tmp_path):
