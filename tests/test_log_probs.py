@@ -143,3 +143,13 @@ class Variants(chex.TestCase, parameterized.TestCase):
         expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(tokens)[..., None], -1)[..., 0]
         np.testing.assert_allclose(log_probs, expected, atol=1e-6)
         chex.assert_type(log_probs, jnp.float32)
+
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_completion_log_probs(self):
+        model, params = tiny_model()
+        rows = completions()
+        function = self.variant(lambda params, prompts, rows: completion_log_probs(model, params, prompts, rows))
+        log_probs = function(params, PROMPTS, rows)
+        np.testing.assert_allclose(log_probs, completion_log_probs(model, params, PROMPTS, rows), atol=1e-5)
+        chex.assert_shape(log_probs, rows.tokens.shape)
+        chex.assert_type(log_probs, jnp.float32)

@@ -2,10 +2,12 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts, rollout
@@ -218,3 +220,16 @@ def assert_same(one: Completions, other: Completions):
     np.testing.assert_array_equal(one.mask, other.mask)
     np.testing.assert_array_equal(one.ended, other.ended)
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_generate(self):
+        model, params = model_and_params()
+        settings = {"num_generations": 4, "max_completion_length": 8, "eos_token_ids": EOS}
+
+        def one(params, prompts):
+            return generate(model, params, prompts, jax.random.key(7), **settings)
+
+        prompts = make_prompts(PROMPTS)
+        assert_same(self.variant(one)(params, prompts), one(params, prompts))

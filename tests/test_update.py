@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
@@ -199,3 +200,23 @@ def test_every_loss_field_of_the_config_reaches_the_loss():
     assert (settings["delta"], settings["kl_estimator"], settings["off_policy_mask_threshold"]) == (4.0, "k2", 0.5)
     assert {"loss_type", "beta", "kl_placement", "vespo_k_neg", "sapo_temperature_pos"} <= settings.keys()
     assert "entropy_coef" not in settings
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    @parameterized.parameters(None, ((1, 2),))
+    def test_train_step(self, micro):
+        """The state is made inside: chex spreads arguments over devices by hand, and a key is no plain array."""
+        model, params = model_and_params()
+        settings = {"optimizer": OPTIMIZER, "config": config(), "on_policy": False, "micro": micro}
+
+        def one(params, batch):
+            state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True)
+            state, metrics = train_step(state, batch, model=model, **settings)
+            return state.params, metrics
+
+        new, metrics = self.variant(one)(params, batch())
+        expected, expected_metrics = step(batch(), config())
+        chex.assert_trees_all_close(new, expected.params, atol=1e-5)
+        for name, value in expected_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
