@@ -6,9 +6,9 @@ The model: stories260K, a Llama of 260 thousand parameters that was trained on T
 from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
 names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
 
-Time: about 130 seconds of CPU time, which two cores share.
-Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 to more than
-0.96 (seeds 0 to 2).
+Time: one minute on two idle cores, a quarter of what TRL takes for the same run.
+Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 … 0.09 to 0.98
+and more (seeds 0 to 2).
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
 
