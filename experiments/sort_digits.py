@@ -6,7 +6,7 @@ The task: `sort 52817:` → `<answer>12578</answer>`. The model learns it from a
 eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO with two
 rewards, the answer and the format, then goes on from the checkpoint that this leaves.
 
-Time: 65 seconds on two idle cores; the two arms of --controls take half as much again.
+Time: 65 seconds on two idle cores; the two arms of --controls take 70 % more.
 Expect: on 1000 prompts that no training saw, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
 and more (seeds 0 to 4); more supervised steps leave both where they were, and random rewards do not raise them.
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.

@@ -63,6 +63,8 @@ def evaluate(
     Raises:
       ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
     """
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
     if isinstance(dataset, EncodedPrompts):
         data = dataset
     else:

@@ -1,6 +1,6 @@
 """Mutation testing of advantages, kl, losses and reference: does a test fail for every small change of the code?
 
-    python tests/mutation.py                      # all four modules, about a quarter of an hour on two idle cores
+    python tests/mutation.py                      # all four modules: 635 mutants, 2 to 8 seconds each
     python tests/mutation.py losses --list        # what would be tried
     python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
 

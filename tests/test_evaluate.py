@@ -1,10 +1,14 @@
 """Evaluation: the mean of the rewards over every completion, whatever the batch size."""
 
+import importlib
+
 import numpy as np
 import pytest
 from tiny import tiny_policy
 
 from grpo_jax import evaluate
+
+module = importlib.import_module("grpo_jax.evaluate")  # the package has the function under that name
 
 ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
 
@@ -49,3 +53,18 @@ def test_other_params_and_another_seed_give_other_samples():
 def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
     with pytest.raises(ValueError, match="'truth', which is no column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
+
+
+def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
+    lengths = []
+    generate = module.generate
+    spy = lambda model, params, prompts, *rest, **more: (
+        lengths.append(prompts.tokens.shape[1]) or generate(model, params, prompts, *rest, **more)
+    )
+    monkeypatch.setattr(module, "generate", spy)
+    for multiple in (32, 5, 1):
+        evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
+    longest = max(len(row["prompt"]) for row in ROWS)
+    assert lengths == [32, -(-longest // 5) * 5, longest]
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of must be at least 1 \(no padding\); got 0"):
+        evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
