@@ -283,7 +283,9 @@ def run_tests(module: str, target: int) -> bool:
         return False
     for arguments in TESTS[module]:
         import_mutant(module, target)
-        code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", *arguments])
+        # In this process (-n 0): a process of pytest-xdist would import the unchanged code.
+        options = ["-x", "-q", "-n", "0", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
+        code = pytest.main([*options, *arguments])
         if code not in (0, 5):
             return False
     return True
