@@ -19,12 +19,13 @@ import numpy as np
 
 from grpo_jax.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.config import GRPOConfig
+from grpo_jax.objective import sampling_settings
+from grpo_jax.packed import score
 from grpo_jax.prompts import EncodedPrompts, make_prompts, prompt_indices, reward_inputs
 from grpo_jax.rewards import compute_rewards, reward_names
 from grpo_jax.rollout import generate
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
-from grpo_jax.update import sampling_settings, score
 
 __all__ = ["Experience", "Task", "collect"]
 

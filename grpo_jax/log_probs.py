@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.attention import Prefix
+from grpo_jax.packing import Piece
 from grpo_jax.sampling import process_logits
 from grpo_jax.types import Completions, Model, Params, Prompts
 
@@ -79,7 +81,6 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs (and entropies, else zeros) [N] of tokens [N], given hidden states [N, D], chunk by chunk."""
 
-    @jax.checkpoint
     def one(params, hidden, tokens):
         logits = process_logits(unembed(params, hidden), keep=tokens, **sampling)
         if with_entropy:
@@ -89,13 +90,14 @@ def chunked(
 
     n = tokens.shape[0]
     if n <= chunk:
+        # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
         return one(params, hidden, tokens)
     pieces = -(-n // chunk)
     size = -(-n // pieces)  # equal pieces: the last one is not mostly padding
     pad = pieces * size - n
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(pieces, size, -1)
     tokens = jnp.pad(tokens, (0, pad)).reshape(pieces, size)
-    log_probs, entropy = jax.lax.map(lambda x: one(params, *x), (hidden, tokens))
+    log_probs, entropy = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
     return log_probs.reshape(-1)[:n], entropy.reshape(-1)[:n]
 
 
@@ -155,6 +157,69 @@ def score_completions(
         logits = process_logits(logits, keep=tokens, **sampling)
         log_probs, entropy = _log_probs_and_entropy(logits, tokens)
     return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def read_prompts(
+    model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Hidden state [B, D] of each prompt's last token, and the layers of its `Prefix`: what `score_piece` starts from."""
+    keys = {} if rngs is None else {"rngs": rngs}
+    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
+    return last, prefix.layers
+
+
+def score_piece(
+    model: Model,
+    params: Params,
+    read: tuple[jax.Array, tuple[Any, ...]],
+    lengths: jax.Array,
+    piece: Piece,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    with_entropy: bool = True,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`score_completions` for the rows of a `packing.Piece`.
+
+    Args:
+      model: a model with `prefill`, `hidden` and `unembed`.
+      params: its parameters.
+      read: what `read_prompts` returned for all prompts of the batch.
+      lengths: [B] of those prompts.
+      piece: some rows of the batch.
+      temperature, top_k, top_p, min_p, with_entropy, rngs: as in `score_completions`.
+
+    Returns:
+      log_probs and entropies [R, T] float32 of the piece's rows, 0 beyond their ends.
+    """
+    last, layers = read
+    keys = {} if rngs is None else {"rngs": rngs}
+    tokens = piece.tokens[None, None]
+    hidden, _ = model.apply(
+        {"params": params}, tokens, Prefix(layers, lengths), lane=piece.lane, method="hidden", **keys
+    )
+    hidden = hidden[0, 0]
+    # What predicts a token is the state before it: the prompt's last one for the first of a row.
+    before = jnp.concatenate([hidden[:1], hidden[:-1]])
+    prompt = jnp.repeat(piece.lane.prompt, hidden.shape[0] // piece.lane.prompt.shape[0])
+    before = jnp.where((piece.lane.position == 0)[:, None], last[prompt], before)
+    unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
+    log_probs, entropies = chunked(
+        unembed,
+        params,
+        before,
+        piece.tokens,
+        with_entropy=with_entropy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    mask = piece.mask
+    return jnp.where(mask, piece.spread(log_probs), 0.0), jnp.where(mask, piece.spread(entropies), 0.0)
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.log_probs import join_rows
-from grpo_jax.models.transformer import Cache, Prefix
+from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
 from grpo_jax.streams import count_streams, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
 __all__ = ["generate", "row_keys"]
+
+STREAM_ROWS = 32
+"""Rows of one stream at least: fewer leave the matrix products too thin."""
 
 SEGMENT = 32
 """Decode steps between two looks at which rows have ended."""
@@ -68,10 +71,10 @@ def _prefill(model, params, prompts, keys, *, eos_token_ids, slots, sampling):
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = _draw(_step_uniforms(keys, 0, 1)[0], logits, sampling)
 
-    def cache_of(k):
-        return jnp.zeros((*k.shape[:2], g, slots, k.shape[-1]), k.dtype)
-
-    cache = tuple((cache_of(k), cache_of(v)) for k, v in prefix.layers)
+    heads, d = prefix.layers[0][0].shape[1::2]
+    dtype = prefix.layers[0][0].dtype
+    keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
+    cache = tuple((keys_of, values_of) for _ in prefix.layers)
     return prefix, cache, tokens, log_probs, _is_eos(tokens, eos_token_ids)
 
 
@@ -120,7 +123,8 @@ def _decode(
 @functools.partial(jax.jit, static_argnames=("slots",))
 def _grow(cache: Cache, *, slots: int) -> Cache:
     """The same keys and values with room for `slots` tokens."""
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, slots - x.shape[3]), (0, 0))), cache)
+    more, rest = (0, slots - cache[0][1].shape[3]), ((0, 0),) * 3
+    return tuple((jnp.pad(k, (*rest, (0, 0), more)), jnp.pad(v, (*rest, more, (0, 0)))) for k, v in cache)
 
 
 @jax.jit
@@ -343,7 +347,8 @@ def generate(
         return _generate_by_segments(as_argument(model), params, some, keys[at], **settings)
 
     groups = keys.shape[0]
-    streams = count_streams(params, groups, keys.size)
+    most = count_streams(params, min(groups, keys.size // STREAM_ROWS))
+    streams = max(n for n in range(1, most + 1) if groups % n == 0)
     size = groups // streams
     done = run_in_streams(part, [slice(i * size, (i + 1) * size) for i in range(streams)])
     return done[0] if streams == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *done)

@@ -16,32 +16,31 @@ import jax
 
 from grpo_jax.types import Params
 
-__all__ = ["count_streams", "run_in_streams"]
+__all__ = ["count_streams", "devices_of", "run_in_streams"]
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def count_streams(params: Params, parts: int, rows: int, *, at_least: int = 32) -> int:
-    """How many streams serve a batch that can be cut into `parts` equal parts and has `rows` rows in all.
-
-    Args:
-      params: where these are is where the work is done.
-      parts: the number of streams divides it.
-      rows: rows of the whole batch.
-      at_least: rows of one stream; fewer leave the matrix products too thin.
-
-    Returns:
-      A divisor of `parts`, at most the number of cores; 1 unless the parameters are on one CPU device.
-    """
+def devices_of(params: Params) -> set[Any]:
+    """The devices that hold some params; none for arrays of NumPy and for tracers."""
     devices: set[Any] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             devices |= leaf.devices()
+    return devices
+
+
+def count_streams(params: Params, parts: int) -> int:
+    """How many streams serve a batch that is cut into `parts` parts: the number of cores, at most one a part.
+
+    1 unless the parameters are on one CPU device.
+    """
+    devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         return 1
-    most = min(parts, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return max((n for n in range(1, most + 1) if parts % n == 0 and rows // n >= at_least), default=1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(parts, cores))
 
 
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:

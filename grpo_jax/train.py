@@ -19,13 +19,14 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.monitor import Monitor
 from grpo_jax.optimizer import make_optimizer, make_schedule
+from grpo_jax.packed import update
 from grpo_jax.progress import Progress
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.state import TrainState, begin_iteration, create_state
 from grpo_jax.types import Batch, Model
-from grpo_jax.update import train_step, update
+from grpo_jax.update import train_step
 
 __all__ = ["prepare", "train", "train_step"]
 

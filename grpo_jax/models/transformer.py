@@ -1,16 +1,6 @@
 """One Flax decoder, by configuration.
 
-Attention looks at two places. `own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt
-and are shared by the G completions of that prompt, so the prompt is computed and held once:
-
-```
-                    prefix (one a prompt)         own (one a row)
-    row (b, 0)   │ p0 p1 p2 p3 ·  ·  │          c0 c1 c2
-    row (b, 1)   │   the same keys   │          c0 c1
-    slots        │ 0 … lengths[b]-1  │          0 … t      (position = lengths[b] + slot)
-```
-
-Without a prefix the same code is the ordinary causal decoder. Layers are separate subtrees and unrolled: their names
+Rows stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are separate subtrees and unrolled: their names
 map one to one to Hugging Face's, and no step has to slice weights out of a stack. Softmax, norms and logits are float32
 whatever the compute dtype.
 """
@@ -23,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-MASKED = -1e30
-"""A score no softmax can see, finite so that a fully masked row stays finite."""
+from grpo_jax.models.attention import Cache, Lane, Prefix, group_attention, lane_attention
+from grpo_jax.models.matmul import matmul, matmul_transposed, scale_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,22 +112,6 @@ class TransformerConfig:
     dtype: str = "float32"
     remat: bool = False
 
-
-@flax.struct.dataclass
-class Prefix:
-    """Keys and values of a batch of prompts, shared by all completions of a prompt.
-
-    Attributes:
-      layers: one (keys, values) pair a layer, each [B, H_kv, P, d].
-      lengths: [B] int32; slots at and after it are never looked at.
-    """
-
-    layers: tuple[tuple[jax.Array, jax.Array], ...]
-    lengths: jax.Array
-
-
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Own keys and values while decoding: one pair a layer, each [B, H_kv, G, S, d]."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -262,70 +235,6 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
-def group_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
-    *,
-    index: jax.Array | int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
-    """Attention of G rows over their own keys and over one prefix that they share.
-
-    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o), e = exp(score − max).
-
-    Args:
-      q: [B, H_kv, G, T, R, d]; R query heads share a key head.
-      k, v: [B, H_kv, G, S, d]; query t stands at slot `index + t` and sees slots 0..index+t.
-      prefix: keys and values [B, H_kv, P, d] and lengths [B], or None.
-      index: slot of the first query.
-      scale: factor on the scores.
-      window: a query sees the last `window` positions, itself included; None means all.
-      soft_cap: c in c·tanh(score/c).
-
-    Returns:
-      [B, H_kv, G, T, R, d].
-    """
-    b, h, g, t, r, d = q.shape
-    s = k.shape[3]
-
-    def cap(scores):
-        scores = scores.astype(jnp.float32) * scale
-        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-
-    own = cap(jnp.einsum("bhgqd,bhgsd->bhgqs", q.reshape(b, h, g, t * r, d), k)).reshape(b, h, g, t, r, s)
-    distance = index + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    own = jnp.where(visible.reshape(1, 1, 1, t, 1, s), own, MASKED)
-    top = own.max(axis=-1, keepdims=True)
-    if prefix is None:
-        e_own = jnp.exp(own - jax.lax.stop_gradient(top))
-        total = e_own.sum(axis=-1, keepdims=True)
-        out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v)
-        return out.reshape(q.shape) / total.astype(v.dtype)
-
-    pk, pv, lengths = prefix
-    p = pk.shape[2]
-    shared = cap(jnp.einsum("bhqd,bhpd->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
-    slot = jnp.arange(p).reshape(1, 1, p)
-    seen = slot < lengths.reshape(b, 1, 1)
-    if window is not None:
-        query = lengths.reshape(b, 1, 1) + index + jnp.arange(t).reshape(1, t, 1)
-        seen = seen & (query - slot < window)
-    shared = jnp.where(seen.reshape(b, 1, 1, -1, 1, p), shared, MASKED)
-    top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
-    e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
-    total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)
-    out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v).reshape(q.shape)
-    out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
-    return out / total.astype(v.dtype)
-
-
 class Linear(nn.Module):
     """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it."""
 
@@ -339,7 +248,7 @@ class Linear(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        y = matmul(x.astype(self.dtype), kernel.astype(self.dtype))
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(self.dtype)[None]
@@ -366,7 +275,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+        return scale_columns(y.reshape(-1, x.shape[-1]), scale).reshape(x.shape).astype(x.dtype)
 
 
 class Attention(nn.Module):
@@ -376,7 +285,7 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index):
+    def __call__(self, x, tables, prefix, cache, index, lane):
         c = self.config
         b, g, t, _ = x.shape
         h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
@@ -402,11 +311,16 @@ class Attention(nn.Module):
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, t, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+        keys = k.swapaxes(-1, -2)
         if cache is not None:
-            k = jax.lax.dynamic_update_slice_in_dim(cache[0], k.astype(cache[0].dtype), index, axis=3)
+            k = keys = jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), index, axis=4)
             v = jax.lax.dynamic_update_slice_in_dim(cache[1], v.astype(cache[1].dtype), index, axis=3)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
-        y = group_attention(q, k, v, prefix, index=index, scale=scale, window=window, soft_cap=c.attention_soft_cap)
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
+        if lane is None:
+            y = group_attention(q, keys, v, prefix, index=index, **how)
+        else:
+            y = lane_attention(q, k, v, prefix, lane, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, t, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
 
@@ -482,7 +396,7 @@ class Layer(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index):
+    def __call__(self, x, tables, prefix, cache, index, lane):
         c = self.config
 
         def norm(name):
@@ -492,15 +406,15 @@ class Layer(nn.Module):
         sparse = bool(c.expert_layers) and c.expert_layers[self.layer]
         mlp = MixtureOfExperts(c, name="mlp") if sparse else MLP(c, name="mlp")
         if c.norms == "pre":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index)
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, lane)
             x = x + y
             return x + mlp(norm("post_attention_layernorm")(x)), kv
         if c.norms == "sandwich":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index)
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, lane)
             x = x + norm("post_attention_layernorm")(y)
             y = mlp(norm("pre_feedforward_layernorm")(x))
             return x + norm("post_feedforward_layernorm")(y), kv
-        y, kv = attention(x, tables, prefix, cache, index)
+        y, kv = attention(x, tables, prefix, cache, index, lane)
         x = x + norm("post_attention_layernorm")(y)
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
 
@@ -522,7 +436,8 @@ class Embedding(nn.Module):
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def attend(self, x):
-        return x @ self.embedding.astype(x.dtype).T
+        shape = x.shape
+        return matmul_transposed(x.reshape(-1, shape[-1]), self.embedding.astype(x.dtype)).reshape(*shape[:-1], -1)
 
 
 class Transformer(nn.Module):
@@ -565,6 +480,7 @@ class Transformer(nn.Module):
         prefix: Prefix | None = None,
         cache: Cache | None = None,
         index: jax.Array | int = 0,
+        lane: Lane | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Last hidden states of G rows a prompt.
 
@@ -573,16 +489,21 @@ class Transformer(nn.Module):
           prefix: the prompts' keys and values; None where the rows stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
           index: slot of the first token.
+          lane: with tokens [1, 1, N], rows of any of the prefix's prompts laid end to end; None: rows side by side.
 
         Returns:
-          Hidden states [B, G, T, D] after the last norm, and the own keys and values, the new ones written.
+          Hidden states [B, G, T, D] after the last norm, and the own keys and values: the cache with the new ones
+          written, or both [B, H_kv, G, T, d] where there was none.
         """
         c = self.config
         b, _, t = tokens.shape
         positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
-        if prefix is not None:
+        if lane is not None and prefix is not None:
+            lengths = jnp.repeat(prefix.lengths[lane.prompt], t // lane.prompt.shape[0])
+            positions = (lengths + lane.position)[None]
+        elif prefix is not None:
             positions = positions + prefix.lengths[:, None]
-        longest = t if cache is None else cache[0][0].shape[3]
+        longest = cache[0][1].shape[3] if cache is not None else t if lane is None else lane.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
             longest += 0 if prefix is None else prefix.layers[0][0].shape[2]
@@ -593,7 +514,7 @@ class Transformer(nn.Module):
         own = []
         for i, layer in enumerate(self.layers):
             shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
-            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index)
+            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index, lane)
             own.append(kv)
         return self.norm(x), tuple(own)
 
@@ -653,9 +574,10 @@ def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
     """Own keys and values for `slots` decode steps of [batch, group] rows, zeros."""
-    shape = (batch, config.num_kv_heads, group, slots, config.head_dim)
+    heads, d = (batch, config.num_kv_heads, group), config.head_dim
     dtype = jnp.dtype(dtype or config.dtype)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    pair = lambda: (jnp.zeros((*heads, d, slots), dtype), jnp.zeros((*heads, slots, d), dtype))
+    return tuple(pair() for _ in range(config.num_layers))
 
 
 def count_parameters(params: Any) -> int:
@@ -665,14 +587,11 @@ def count_parameters(params: Any) -> int:
 
 __all__: Sequence[str] = [
     "ROPE_KINDS",
-    "Cache",
-    "Prefix",
     "Rope",
     "Transformer",
     "TransformerConfig",
     "count_parameters",
     "empty_cache",
-    "group_attention",
     "rope_frequencies",
     "router_loss",
 ]

@@ -1,0 +1,197 @@
+"""Seconds and memory of one GRPO iteration, beside TRL and Tunix on the same workload.
+
+    python -m experiments.benchmark [--preset S] [--variant fixed] [--steps 6] [--drop 2] [--root bench-out]
+
+One iteration is 8 prompts × 8 completions: sample, reward, log-probs of the reference, loss, gradient, AdamW step, in
+float32. It runs through `train`, as a user's does. The first `--drop` iterations, which compile, are left out of the
+medians. The checkpoint is read from `<root>/ckpt-<preset>` (or `-eos`), made by the peers' `make_ckpt.py`.
+
+The last line is `RESULT {json}` with the fields of the peers' scripts: `step_seconds` of every iteration; `median`,
+with the seconds of each phase; tokens per second; the share of trained columns that are padding; peak memory; how many
+programs were compiled and how long that took; and the seconds from the start of the process to the end of its first
+iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax import GRPOConfig, from_pretrained, train
+
+WORKLOAD: dict[str, Any] = {
+    "num_prompts": 8,
+    "group_size": 8,
+    "seed": 0,
+    "algo": {"beta": 0.04, "epsilon": 0.2},
+    "optimizer": {"lr": 1e-6, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0},
+    "presets": {"S": {"vocab_size": 8192}, "M": {"vocab_size": 32768}},
+    "variants": {
+        "fixed": {"ckpt": "ckpt-{preset}", "prompt_len": [128, 128], "max_new_tokens": 128},
+        "varprompt": {"ckpt": "ckpt-{preset}", "prompt_len": [32, 128], "max_new_tokens": 128},
+        "eos": {"ckpt": "ckpt-{preset}-eos", "prompt_len": [128, 128], "max_new_tokens": 256},
+        "longprompt": {"ckpt": "ckpt-{preset}", "prompt_len": [512, 512], "max_new_tokens": 64},
+    },
+}
+"""What an iteration is; another file of this form goes in by --workload."""
+
+
+def make_rows(workload: Mapping[str, Any], preset: str, variant: str, count: int) -> list[dict[str, str]]:
+    """Prompts of random words; the n-th is the same whatever the count."""
+    shortest, longest = workload["variants"][variant]["prompt_len"]
+    rows = []
+    for i in range(count):
+        rng = np.random.default_rng(workload["seed"] * 100003 + i)
+        length = shortest if shortest == longest else int(rng.integers(shortest, longest + 1))
+        words = rng.integers(3, workload["presets"][preset]["vocab_size"], length)
+        rows.append({"prompt": " ".join(f"w{word}" for word in words)})
+    return rows
+
+
+def count_words(completions: Sequence[str], **_: Any) -> list[float]:
+    """Reward: the number of different words."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOConfig:
+    """The workload's settings."""
+    group, optimizer = workload["group_size"], workload["optimizer"]
+    return GRPOConfig(
+        num_generations=group,
+        per_device_train_batch_size=workload["num_prompts"] * group,
+        max_completion_length=workload["variants"][variant]["max_new_tokens"],
+        max_steps=steps,
+        shuffle_dataset=False,
+        loss_type="grpo",
+        beta=workload["algo"]["beta"],
+        epsilon=workload["algo"]["epsilon"],
+        learning_rate=optimizer["lr"],
+        lr_scheduler_type="constant",
+        adam_beta1=optimizer["b1"],
+        adam_beta2=optimizer["b2"],
+        adam_epsilon=optimizer["eps"],
+        weight_decay=optimizer["weight_decay"],
+        max_grad_norm=optimizer["max_grad_norm"],
+        gradient_checkpointing=False,
+        seed=workload["seed"],
+        logging_steps=1,
+        save_steps=None,
+    )
+
+
+class CompileCount:
+    """Counts the programs that XLA compiles from now on, and the seconds it takes; not those found in a cache."""
+
+    def __init__(self) -> None:
+        self.programs, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs += 1
+            self.seconds += seconds
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started."""
+    started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - started
+
+
+def benchmark(
+    workload: Mapping[str, Any], preset: str, variant: str, *, root: str, steps: int, drop: int
+) -> dict[str, Any]:
+    """Run `steps` iterations and return what the RESULT line says."""
+    compiles = CompileCount()
+    checkpoint = Path(root) / workload["variants"][variant]["ckpt"].format(preset=preset)
+    prompts = workload["num_prompts"]
+    started: list[float] = []
+    iterations: list[dict[str, float]] = []
+    counts: list[int] = []
+
+    def record(step: int, metrics: Mapping[str, float]) -> None:
+        started.append(process_seconds())
+        counts.append(compiles.programs)
+        iterations.append({**metrics})
+
+    train(
+        from_pretrained(str(checkpoint)),
+        make_rows(workload, preset, variant, prompts * steps),
+        count_words,
+        make_config(workload, variant, steps),
+        callbacks=[record],
+    )
+    kept = iterations[drop:] or iterations
+    tokens = [b["num_tokens"] - a for a, b in zip([0.0, *(i["num_tokens"] for i in iterations)], iterations, strict=False)]
+    kept_tokens = tokens[drop:] or tokens
+    names = sorted({name for i in kept for name in i if name.startswith("seconds/")})
+    median = {name.removeprefix("seconds/"): statistics.median(i.get(name, 0.0) for i in kept) for name in names}
+    median["step"] = median.pop("total")
+    seconds = [i["seconds/total"] for i in iterations]
+    rate = lambda name: statistics.median(t / i[name] for t, i in zip(kept_tokens, kept, strict=True))
+    return {
+        "peer": "grpo_jax",
+        "preset": preset,
+        "variant": variant,
+        "versions": {name: version(name) for name in ("grpo_jax", "jax", "flax")},
+        "step_seconds": [round(x, 3) for x in seconds],
+        "dropped": drop,
+        "median": {name: round(x, 4) for name, x in median.items()},
+        "min_step": round(min(seconds[drop:] or seconds), 3),
+        "max_step": round(max(seconds[drop:] or seconds), 3),
+        "gen_tok_per_s": round(rate("seconds/rollout"), 1),
+        "iter_tok_per_s": round(rate("seconds/total"), 1),
+        "mean_len": round(statistics.mean(i["completions/mean_length"] for i in kept), 2),
+        "padding_share": round(statistics.mean(i["padding_share"] for i in kept), 4) if "padding_share" in kept[0] else None,
+        "malloc_env": {name: x for name, x in os.environ.items() if name.startswith("MALLOC_")},
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "first_iteration_done": round(started[0], 2),
+        "compiles": counts[-1],
+        "compiles_after_drop": counts[-1] - counts[drop - 1] if drop else counts[-1],
+        "compile_seconds": round(compiles.seconds, 2),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--preset", default="S", help="size of the model (default S)")
+    parser.add_argument("--variant", default="fixed", help="lengths of prompts and completions (default fixed)")
+    parser.add_argument("--steps", type=int, default=6, help="iterations (default 6)")
+    parser.add_argument("--drop", type=int, default=2, help="first iterations that do not count (default 2)")
+    parser.add_argument("--root", default="bench-out", help="where the checkpoints are (default bench-out)")
+    parser.add_argument("--workload", help="a JSON file in the place of the built-in workload")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark and return what its last line says."""
+    arguments = parse(argv)
+    workload = json.loads(Path(arguments.workload).read_text()) if arguments.workload else WORKLOAD
+    result = benchmark(
+        workload,
+        arguments.preset,
+        arguments.variant,
+        root=arguments.root,
+        steps=arguments.steps,
+        drop=arguments.drop,
+    )
+    print("RESULT " + json.dumps(result), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

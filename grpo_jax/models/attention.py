@@ -1,0 +1,194 @@
+"""Attention of rows over their own keys and over a prompt that they share.
+
+`own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt and are shared by its G
+completions, so the prompt is computed and held once:
+
+```
+                    prefix (one a prompt)         own (one a row)
+    row (b, 0)   │ p0 p1 p2 p3 ·  ·  │          c0 c1 c2
+    row (b, 1)   │   the same keys   │          c0 c1
+    slots        │ 0 … lengths[b]-1  │          0 … t      (position = lengths[b] + slot)
+```
+
+Rows stand side by side, [B, G, T], or end to end in a `Lane`. Without a prefix the same code is the ordinary causal
+attention. Softmax is float32 whatever the compute dtype.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Cache", "Lane", "Prefix", "group_attention", "lane_attention"]
+
+MASKED = -1e30
+"""A score no softmax can see, finite so that a fully masked row stays finite."""
+
+
+@flax.struct.dataclass
+class Prefix:
+    """Keys and values of a batch of prompts, shared by all completions of a prompt.
+
+    Attributes:
+      layers: one (keys, values) pair a layer, each [B, H_kv, P, d].
+      lengths: [B] int32; slots at and after it are never looked at.
+    """
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    lengths: jax.Array
+
+
+@flax.struct.dataclass
+class Lane:
+    """Where the tokens of a lane belong: rows of different lengths laid end to end, N tokens in blocks of N / M.
+
+    ```
+    block     │     0     │     1     │     2     │
+    prompt    │     5     │     5     │     7     │     one prompt a block
+    row       │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) where no row stands
+    position  │ 0 1 2 0 1 │ 2 3 0 1 0 │ 0 1 2 3 0 │
+    ```
+
+    Attributes:
+      row: [N] int32.
+      position: [N] int32, counted from the row's first token.
+      prompt: [M] int32, index into a `Prefix`.
+      longest: tokens of the longest row that may stand here.
+    """
+
+    row: jax.Array
+    position: jax.Array
+    prompt: jax.Array
+    longest: int = flax.struct.field(pytree_node=False)
+
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair a layer.
+
+Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time at one query a row.
+"""
+
+
+def group_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
+    *,
+    index: jax.Array | int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of G rows over their own keys and over one prefix that they share.
+
+    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o), e = exp(score − max).
+
+    Args:
+      q: [B, H_kv, G, T, R, d]; R query heads share a key head.
+      k: [B, H_kv, G, d, S]; query t stands at slot `index + t` and sees slots 0..index+t.
+      v: [B, H_kv, G, S, d].
+      prefix: keys and values [B, H_kv, P, d] and lengths [B], or None.
+      index: slot of the first query.
+      scale: factor on the scores.
+      window: a query sees the last `window` positions, itself included; None means all.
+      soft_cap: c in c·tanh(score/c).
+
+    Returns:
+      [B, H_kv, G, T, R, d].
+    """
+    t, s = q.shape[3], v.shape[3]
+    slot = index + jnp.arange(t)
+    distance = slot[:, None] - jnp.arange(s)[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    return _attend(q, k, v, prefix, visible[None], slot[None], scale=scale, window=window, soft_cap=soft_cap)
+
+
+def lane_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array],
+    lane: Lane,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of the rows of a lane, each over itself and its prompt.
+
+    The queries of a block look at the keys of that block and of as many before it as the longest row may need,
+    whatever rows they belong to; a mask leaves those of the own row.
+
+    Args:
+      q: [1, H_kv, 1, N, R, d]; R query heads share a key head.
+      k, v: [1, H_kv, 1, N, d].
+      prefix: keys and values [B, H_kv, P, d] and lengths [B] of all prompts.
+      lane: what stands where.
+      scale, window, soft_cap: as in `group_attention`.
+
+    Returns:
+      [1, H_kv, 1, N, R, d].
+    """
+    _, h, _, n, r, d = q.shape
+    m = lane.prompt.shape[0]
+    size = n // m
+    reach = min(-(-(lane.longest - 1) // size), m - 1)
+
+    def blocks(x, axis, nothing=0):
+        """Per block, what stands in it and in the `reach` blocks before it."""
+        before = [(0, 0)] * x.ndim
+        before[axis] = (reach * size, 0)
+        x = jnp.moveaxis(jnp.pad(x, before, constant_values=nothing), axis, 0)
+        x = x.reshape(m + reach, size, *x.shape[1:])
+        return jnp.concatenate([x[i : i + m] for i in range(reach + 1)], axis=1)
+
+    keys, values = (jnp.moveaxis(blocks(x[0, :, 0], 1), 2, 1)[:, :, None] for x in (k, v))
+    row, position = lane.row.reshape(m, size), lane.position.reshape(m, size)
+    row_of_key, position_of_key = blocks(lane.row, 0, -2), blocks(lane.position, 0)
+    distance = position[:, :, None] - position_of_key[:, None]
+    visible = (row[:, :, None] == row_of_key[:, None]) & (distance >= 0)
+    if window is not None:
+        visible &= distance < window
+    q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
+    prefix = tuple(jnp.take(x, lane.prompt, axis=0) for x in prefix)
+    keys = keys.swapaxes(-1, -2)
+    out = _attend(q, keys, values, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
+    return out[:, :, 0].swapaxes(0, 1).reshape(1, h, 1, n, r, d)
+
+
+def _attend(q, k, v, prefix, visible, slot, *, scale, window, soft_cap):
+    """`group_attention`, with masks visible [B or 1, T, S] and slots of the queries [B or 1, T]."""
+    b, h, g, t, r, d = q.shape
+    s = v.shape[3]
+
+    def cap(scores):
+        scores = scores.astype(jnp.float32) * scale
+        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+    own = cap(jnp.einsum("bhgqd,bhgds->bhgqs", q.reshape(b, h, g, t * r, d), k)).reshape(b, h, g, t, r, s)
+    own = jnp.where(visible.reshape(-1, 1, 1, t, 1, s), own, MASKED)
+    top = own.max(axis=-1, keepdims=True)
+    if prefix is None:
+        e_own = jnp.exp(own - jax.lax.stop_gradient(top))
+        total = e_own.sum(axis=-1, keepdims=True)
+        out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v)
+        return out.reshape(q.shape) / total.astype(v.dtype)
+
+    pk, pv, lengths = prefix
+    p = pk.shape[2]
+    shared = cap(jnp.einsum("bhqd,bhpd->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+    at = jnp.arange(p).reshape(1, 1, p)
+    seen = at < lengths.reshape(b, 1, 1)
+    if window is not None:
+        seen = seen & (lengths.reshape(b, 1, 1) + slot.reshape(-1, t, 1) - at < window)
+    shared = jnp.where(seen.reshape(b, 1, 1, -1, 1, p), shared, MASKED)
+    top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
+    e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
+    total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)
+    out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v).reshape(q.shape)
+    out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+    return out / total.astype(v.dtype)

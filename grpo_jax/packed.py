@@ -1,0 +1,227 @@
+"""Scoring and updating without the padding, on one device: `update.train_step`, piece by piece.
+
+Rows are cut to their lengths and laid end to end in `packing` pieces. The prompts are read once for all pieces, and one
+backward pass through them ends the update:
+
+```
+prompts ─► last states, keys and values ─► piece 1 ─► loss ─► gradient of the params
+                    ▲                └───► piece 2 ─► loss ─►  + …
+                    └── gradient of these, summed over the pieces ─► + gradient of the params
+```
+
+One program serves all pieces, and the loop over them is on the host: it never waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.log_probs import read_prompts, score_piece
+from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
+from grpo_jax.packing import Piece, pack, padding_share, piece_size
+from grpo_jax.state import TrainState
+from grpo_jax.streams import count_streams, devices_of, run_in_streams
+from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
+from grpo_jax.update import score_batch, train_step
+
+__all__ = ["score", "update"]
+
+CPU_TOKENS = 1024
+"""Tokens of a piece on a CPU: enough to fill its matrix products; with more, activations only leave the cache."""
+
+_jit_train_step = jax.jit(
+    train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
+)
+_jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
+_jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
+_jit_totals = jax.jit(count_totals, static_argnames=("config",))
+
+
+def score(
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    model: Model,
+    config: GRPOConfig,
+    micro: tuple[int, int],
+) -> jax.Array:
+    """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0."""
+    if not _packs(model, params):
+        at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
+        return _jit_score_batch(params, prompts, tokens, mask, **at)
+    pieces = _pieces(params, tokens, mask, micro)
+    return _score_pieces(params, prompts, mask, pieces, as_argument(model), config, with_entropy=False)[0]
+
+
+def update(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    config: GRPOConfig,
+    on_policy: bool,
+    micro: tuple[int, int],
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`update.train_step`, compiled, and packed where the model allows it. `state` is consumed.
+
+    A packed update adds the metric `padding_share`, the share of the trained columns that hold no token.
+    """
+    fixed: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
+    if not _packs(model, state.params):
+        return _jit_train_step(state, batch, optimizer=optimizer, micro=micro, **fixed)
+    pieces = _pieces(state.params, batch.tokens, batch.mask, micro)
+    entropies = None
+    if config.top_entropy_quantile < 1:
+        _, entropies = _score_pieces(
+            state.params, batch.prompts, batch.mask, pieces, fixed["model"], config, with_entropy=True
+        )
+    totals = _jit_totals(batch, config=config, entropies=entropies)
+    dropout = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+
+    read, pullbacks = _read(state.params, batch.prompts, dropout, fixed["model"], pieces, backward=True)
+
+    def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
+        gradients, sums = _zeros((state.params, read)), []
+        for i in numbers:
+            gradients, more = _add_piece(gradients, state, read, batch, pieces[i], totals, dropout, i, **fixed)
+            sums.append(more)
+        return jax.block_until_ready((gradients, sums))
+
+    results = run_in_streams(gradients_of, _shares(state.params, pieces))
+    total, of_read = _sum([gradients for gradients, _ in results])
+    sums = [more for _, sums in results for more in sums]
+    for i, pullback in enumerate(pullbacks):
+        total = _add_prompts(total, pullback, of_read, i, parts=len(pullbacks))
+    state, metrics = _jit_apply(state, total, sums, optimizer=optimizer, config=config)
+    return state, {**metrics, "padding_share": jnp.float32(padding_share(pieces))}
+
+
+def _packs(model: Model, params: Params) -> bool:
+    """Whether a batch is packed: for models of this package, on one device."""
+    return hasattr(model, "prefill") and len(devices_of(params)) < 2
+
+
+def _pieces(params: Params, tokens: jax.Array, mask: jax.Array, micro: tuple[int, int]) -> list[Piece]:
+    """The pieces of a batch, with at most as many tokens as a micro-batch has."""
+    longest = tokens.shape[2]
+    most = micro[0] * micro[1] * longest
+    if all(device.platform == "cpu" for device in devices_of(params)):
+        most = min(most, CPU_TOKENS)
+    return pack(np.asarray(tokens), np.asarray(mask), size=piece_size(most, longest))
+
+
+def _shares(params: Params, pieces: list[Piece]) -> list[range]:
+    """Which pieces each stream computes."""
+    streams = count_streams(params, len(pieces))
+    return [range(i, len(pieces), streams) for i in range(streams)]
+
+
+def _read(
+    params: Params, prompts: Prompts, dropout: jax.Array | None, model: Any, pieces: list[Piece], *, backward: bool
+) -> tuple[Any, list[Any]]:
+    """`read_prompts` of all prompts, in parts of a piece's size; and, for the way back, the pullback of each part."""
+    b, p = prompts.tokens.shape
+    count = max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= pieces[0].tokens.shape[0]))
+    parts = [
+        _read_part(params, prompts, dropout, model, i, parts=b // count, backward=backward) for i in range(b // count)
+    ]
+    return _join([read for read, _ in parts]), [pullback for _, pullback in parts]
+
+
+def _part(tree: Any, number: jax.Array | int, parts: int) -> Any:
+    """One of so many equal parts of arrays, along their first axis."""
+    slice_of = lambda x: jax.lax.dynamic_slice_in_dim(x, number * (x.shape[0] // parts), x.shape[0] // parts)
+    return jax.tree.map(slice_of, tree)
+
+
+def _keys(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, jax.Array] | None:
+    return None if dropout is None else {"dropout": functools.reduce(jax.random.fold_in, numbers, dropout)}
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "backward"))
+def _read_part(params, prompts, dropout, model, number, *, parts, backward):
+    read = lambda params: read_prompts(model, params, _part(prompts, number, parts), rngs=_keys(dropout, 0, number))
+    return jax.vjp(read, params) if backward else (read(params), None)
+
+
+@functools.partial(jax.jit, donate_argnums=(0,))
+def _sum(trees):
+    return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees)
+
+
+@jax.jit
+def _join(reads):
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *reads)
+
+
+@jax.jit
+def _zeros(like):
+    params, read = like
+    # Gradients of keys and values are sums over many pieces: float32, whatever the compute dtype.
+    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), read)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "on_policy"), donate_argnums=(0,))
+def _add_piece(gradients, state, read, batch, piece, totals, dropout, number, *, model, config, on_policy):
+    """Gradients of the params and of what was read from the prompts, with those of one piece added to them."""
+    rows = batch.replace(prompts=None, counted=None)
+    rows = jax.tree.map(piece.of, rows)
+    rows = rows.replace(mask=rows.mask & piece.mask)
+
+    def loss_fn(params, read):
+        log_probs, entropies = score_piece(
+            model,
+            params,
+            read,
+            batch.prompts.lengths,
+            piece,
+            rngs=_keys(dropout, 1, number),
+            **sampling_settings(config),
+        )
+        return loss_of_rows(log_probs, entropies, rows, state, totals, config=config, on_policy=on_policy)
+
+    more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), gradients, more), sums
+
+
+@functools.partial(jax.jit, static_argnames=("parts",), donate_argnums=(0,))
+def _add_prompts(total, pullback, of_read, number, *, parts):
+    """The gradient of the params with what comes through one part of the prompts added to it."""
+    (more,) = pullback(_part(of_read, number, parts))
+    return jax.tree.map(jnp.add, total, more)
+
+
+def _score_pieces(
+    params: Params, prompts: Prompts, mask: jax.Array, pieces: list[Piece], model: Any, config: GRPOConfig, **how: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies [B, G, T] of all rows."""
+    read, _ = _read(params, prompts, None, model, pieces, backward=False)
+
+    def scores_of(numbers: range) -> tuple[jax.Array, jax.Array]:
+        scores = (jnp.zeros(mask.shape), jnp.zeros(mask.shape))
+        for i in numbers:
+            scores = _score_piece(
+                scores, params, read, prompts.lengths, mask, pieces[i], model=model, config=config, **how
+            )
+        return jax.block_until_ready(scores)
+
+    return _sum(run_in_streams(scores_of, _shares(params, pieces)))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "with_entropy"), donate_argnums=(0,))
+def _score_piece(scores, params, read, lengths, mask, piece, *, model, config, with_entropy):
+    new = score_piece(model, params, read, lengths, piece, with_entropy=with_entropy, **sampling_settings(config))
+    seen = piece.of(mask)
+    # A row that only fills the shape adds zeros to row 0.
+    put = lambda old, x: old.reshape(-1, old.shape[-1]).at[piece.rows].add(jnp.where(seen, x, 0)).reshape(old.shape)
+    return jax.tree.map(put, scores, new)
