@@ -1,6 +1,7 @@
 """Seconds and memory of one GRPO iteration, beside TRL and Tunix on the same workload.
 
     python -m experiments.benchmark [--preset S] [--variant fixed] [--steps 6] [--drop 2] [--root bench-out]
+    python -m experiments.benchmark --peers trl "ENV/bin/python trl_bench.py" --cases S:fixed S:eos
 
 One iteration is 8 prompts × 8 completions: sample, reward, log-probs of the reference, loss, gradient, AdamW step, in
 float32. It runs through `train`, as a user's does. The first `--drop` iterations, which compile, are left out of the
@@ -15,11 +16,14 @@ iteration.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
+import shlex
 import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.common import use_compile_cache
 from grpo_jax import GRPOConfig, from_pretrained, train
 
 WORKLOAD: dict[str, Any] = {
@@ -45,6 +50,15 @@ WORKLOAD: dict[str, Any] = {
     },
 }
 """What an iteration is; another file of this form goes in by --workload."""
+
+ALLOCATOR = {
+    "OMP_NUM_THREADS": "2",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Memory that was freed stays in the process: on a small virtual machine it costs seconds a gigabyte to come back."""
 
 
 def make_rows(workload: Mapping[str, Any], preset: str, variant: str, count: int) -> list[dict[str, str]]:
@@ -97,10 +111,10 @@ class CompileCount:
         self.programs, self.seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
+    def _add(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.programs += 1
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 def process_seconds() -> float:
@@ -133,7 +147,8 @@ def benchmark(
         callbacks=[record],
     )
     kept = iterations[drop:] or iterations
-    tokens = [b["num_tokens"] - a for a, b in zip([0.0, *(i["num_tokens"] for i in iterations)], iterations, strict=False)]
+    totals = [0.0, *(i["num_tokens"] for i in iterations)]
+    tokens = [after - before for before, after in itertools.pairwise(totals)]
     kept_tokens = tokens[drop:] or tokens
     names = sorted({name for i in kept for name in i if name.startswith("seconds/")})
     median = {name.removeprefix("seconds/"): statistics.median(i.get(name, 0.0) for i in kept) for name in names}
@@ -153,7 +168,9 @@ def benchmark(
         "gen_tok_per_s": round(rate("seconds/rollout"), 1),
         "iter_tok_per_s": round(rate("seconds/total"), 1),
         "mean_len": round(statistics.mean(i["completions/mean_length"] for i in kept), 2),
-        "padding_share": round(statistics.mean(i["padding_share"] for i in kept), 4) if "padding_share" in kept[0] else None,
+        "padding_share": round(statistics.mean(i["padding_share"] for i in kept), 4)
+        if "padding_share" in kept[0]
+        else None,
         "malloc_env": {name: x for name, x in os.environ.items() if name.startswith("MALLOC_")},
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
         "first_iteration_done": round(started[0], 2),
@@ -163,16 +180,74 @@ def benchmark(
     }
 
 
+def measure(command: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark in a process of its own, under the allocator settings that the peers ask for."""
+    done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """This library and its peers in turn, on the same cases, and the table of their ratios."""
+    ours = [sys.executable, "-m", "experiments.benchmark"]
+    commands = {"grpo_jax": ours, **{name: shlex.split(line) for name, line in arguments.peers}}
+    results = []
+    for case in arguments.cases or [f"{arguments.preset}:{arguments.variant}"]:
+        preset, variant = case.split(":")
+        options = ["--preset", preset, "--variant", variant, "--root", arguments.root]
+        options += ["--steps", str(arguments.steps), "--drop", str(arguments.drop)]
+        row = {name: measure([*command, *options]) for name, command in commands.items()}
+        results.append(row)
+        for result in row.values():
+            print("RESULT " + json.dumps(result), flush=True)
+    print("\n" + table(results))
+    return {"cases": results}
+
+
+def table(results: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
+    """Medians in seconds, and how many times as long and as much memory the peers take, as Markdown.
+
+    Example:
+      >>> run = lambda seconds, memory: {"preset": "S", "variant": "eos", "median": {"step": seconds},
+      ...                                "peak_rss_gb": memory, "padding_share": 0.1}
+      >>> print(table([{"grpo_jax": run(2.0, 1.0), "trl": run(12.0, 4.0)}]))
+      | case | grpo_jax | trl |
+      |---|---|---|
+      | S eos | 2.00 s, 1.0 GB | 12.00 s (6.00 ×), 4.0 GB (4.0 ×) |
+    """
+    names = list(results[0])
+    lines = ["| case | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for row in results:
+        own = row["grpo_jax"]
+        cells = [f"{own['preset']} {own['variant']}"]
+        for name in names:
+            seconds, memory = row[name]["median"]["step"], row[name]["peak_rss_gb"]
+            times = "" if name == "grpo_jax" else f" ({seconds / own['median']['step']:.2f} ×)"
+            more = "" if name == "grpo_jax" else f" ({memory / own['peak_rss_gb']:.1f} ×)"
+            cells.append(f"{seconds:.2f} s{times}, {memory:.1f} GB{more}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmark", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m experiments.benchmark", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--preset", default="S", help="size of the model (default S)")
     parser.add_argument("--variant", default="fixed", help="lengths of prompts and completions (default fixed)")
     parser.add_argument("--steps", type=int, default=6, help="iterations (default 6)")
     parser.add_argument("--drop", type=int, default=2, help="first iterations that do not count (default 2)")
     parser.add_argument("--root", default="bench-out", help="where the checkpoints are (default bench-out)")
+    parser.add_argument(
+        "--peers",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "COMMAND"),
+        help="compare with a peer: its name, and the command of its script, as 'ENV/bin/python trl_bench.py'",
+    )
+    parser.add_argument("--cases", nargs="*", metavar="PRESET:VARIANT", help="with --peers: the cases to compare on")
     parser.add_argument("--workload", help="a JSON file in the place of the built-in workload")
     return parser.parse_args(argv)
 
@@ -180,6 +255,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and return what its last line says."""
     arguments = parse(argv)
+    if arguments.peers:
+        return compare(arguments)
+    use_compile_cache()
     workload = json.loads(Path(arguments.workload).read_text()) if arguments.workload else WORKLOAD
     result = benchmark(
         workload,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from grpo_jax import Policy, evaluate
 from grpo_jax.rewards import reward_names
@@ -20,6 +23,7 @@ __all__ = [
     "report_results",
     "show_completions",
     "show_rates",
+    "use_compile_cache",
 ]
 
 Rates = dict[str, float]
@@ -46,6 +50,14 @@ class Stopwatch:
         """Seconds to a tenth."""
         phases = {**self._phases, "total": time.perf_counter() - self._start}
         return {phase: round(seconds, 1) for phase, seconds in phases.items()}
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs from run to run: where `JAX_COMPILATION_CACHE_DIR` says, or in the user's cache."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(base / "grpo_jax" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:

@@ -32,6 +32,7 @@ from experiments.common import (
     report_results,
     show_completions,
     show_rates,
+    use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
 from grpo_jax.rewards import accuracy_reward, format_reward
@@ -225,6 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    use_compile_cache()
     seed, steps = arguments.seed, arguments.steps
     run_dir = fresh_directory(arguments.run_dir, f"sort_digits-{seed}")
     rows, held_out = make_rows(seed, held_out=arguments.held_out)

@@ -28,6 +28,7 @@ from experiments.common import (
     report_results,
     show_completions,
     show_rates,
+    use_compile_cache,
 )
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
 from grpo_jax.rewards import from_row
@@ -122,6 +123,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    use_compile_cache()
     run_dir = fresh_directory(arguments.run_dir, f"stories-{arguments.seed}")
     rows, held_out = make_rows()
     with watch("loading"):

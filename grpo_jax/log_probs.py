@@ -162,7 +162,7 @@ def score_completions(
 def read_prompts(
     model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Hidden state [B, D] of each prompt's last token, and the layers of its `Prefix`: what `score_piece` starts from."""
+    """What `score_piece` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
     keys = {} if rngs is None else {"rngs": rngs}
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
     return last, prefix.layers

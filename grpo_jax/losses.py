@@ -236,8 +236,8 @@ def update_entropy_coef(
       >>> round(float(coef), 3), round(float(applied), 3)
       (0.005, 0.0)
     """
-    low = jnp.asarray(entropy) <= target
-    coef = jnp.clip(jnp.asarray(coef, jnp.float32) + jnp.where(low, delta, -delta), minimum, maximum)
+    low = entropy <= target
+    coef = jnp.clip(coef + jnp.where(low, delta, -delta), minimum, maximum)
     return sg(coef), sg(jnp.where(low, coef, 0))
 
 
@@ -422,7 +422,7 @@ def grpo_loss_terms(
     if importance_weights is not None:
         weights = _row_or_token("importance_weights", importance_weights, l)
         log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
-        log_weights = log_w[..., 0] if log_w.shape[-1] == 1 else _row_sum(log_w, mask)[..., 0]
+        log_weights = (log_w if log_w.shape[-1] == 1 else _row_sum(log_w, mask)).reshape(l.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
     settings = Settings(
         epsilon=epsilon,
@@ -439,12 +439,12 @@ def grpo_loss_terms(
 
     token_sums: dict[str, jax.Array] = {}
     if off_policy_mask_threshold is not None:
-        l_sampling = sg(l_old)
+        l_sampling = l_old
         if sampling_log_probs is not None:
             l_sampling = _like_log_probs("sampling_log_probs", sampling_log_probs, l)
             # A token that the sampler could not score (NaN) is no evidence of drift.
-            l_sampling = clean(jnp.where(jnp.isnan(l_sampling), sg(l), l_sampling))
-        keep = (A >= 0) | (_row_mean(l_sampling - sg(l), mask) <= off_policy_mask_threshold)
+            l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
+        keep = (A >= 0) | (_row_mean(l_sampling - l, mask) <= off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         token_sums["off_policy_fraction"] = ~keep
     selected = mask
@@ -452,7 +452,7 @@ def grpo_loss_terms(
         entropies = floating("entropies", entropies)
         if entropies.shape != l.shape:
             raise ValueError(f"entropies has shape {entropies.shape}; pass {l.shape}, that of log_probs.")
-        entropies = jnp.where(mask, entropies.astype(l.dtype), 0)
+        entropies = entropies.astype(l.dtype)
         if not _is_off(1 - top_entropy_quantile):
             if entropy_threshold is None:
                 entropy_threshold = top_entropy_threshold(entropies, mask, top_entropy_quantile)
@@ -468,7 +468,7 @@ def grpo_loss_terms(
     if ref_log_probs is not None:
         d = l - clean(_like_log_probs("ref_log_probs", ref_log_probs, l))
         token_sums["kl"] = k3(d)
-        sums["kl_bounded_tokens"] = jnp.sum(d < -MAX_LOG_RATIO, where=mask)
+        sums["kl_bounded_tokens"] = jnp.sum(d < -MAX_LOG_RATIO)
         if not _is_off(beta):
             if kl_placement == "reward":
                 # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params, on the unclipped ratio.

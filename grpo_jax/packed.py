@@ -33,8 +33,8 @@ from grpo_jax.update import score_batch, train_step
 
 __all__ = ["score", "update"]
 
-CPU_TOKENS = 1024
-"""Tokens of a piece on a CPU: enough to fill its matrix products; with more, activations only leave the cache."""
+CPU_TOKENS = 512
+"""Tokens of a piece on a CPU at most: enough to fill its matrix products; with more, activations leave the cache."""
 
 _jit_train_step = jax.jit(
     train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
@@ -97,13 +97,16 @@ def update(
             sums.append(more)
         return jax.block_until_ready((gradients, sums))
 
-    results = run_in_streams(gradients_of, _shares(state.params, pieces))
+    program = ("gradients", *_shape(pieces, read), jax.tree.structure(fixed["model"]), config, on_policy)
+    results = run_in_streams(gradients_of, _shares(state.params, pieces), program=program)
     total, of_read = _sum([gradients for gradients, _ in results])
     sums = [more for _, sums in results for more in sums]
     for i, pullback in enumerate(pullbacks):
         total = _add_prompts(total, pullback, of_read, i, parts=len(pullbacks))
     state, metrics = _jit_apply(state, total, sums, optimizer=optimizer, config=config)
-    return state, {**metrics, "padding_share": jnp.float32(padding_share(pieces))}
+    # Pieces count the rows that fill their shape, and miss those without a token.
+    rows = batch.mask.shape[0] * batch.mask.shape[1]
+    return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(pieces))}
 
 
 def _packs(model: Model, params: Params) -> bool:
@@ -124,6 +127,12 @@ def _shares(params: Params, pieces: list[Piece]) -> list[range]:
     """Which pieces each stream computes."""
     streams = count_streams(params, len(pieces))
     return [range(i, len(pieces), streams) for i in range(streams)]
+
+
+def _shape(pieces: list[Piece], read: Any) -> tuple[Any, ...]:
+    """What a piece's program depends on, beside the model and the settings."""
+    piece = pieces[0]
+    return piece.tokens.shape, jax.tree.structure(piece), jax.tree.map(jnp.shape, read[1])
 
 
 def _read(
@@ -154,7 +163,7 @@ def _read_part(params, prompts, dropout, model, number, *, parts, backward):
     return jax.vjp(read, params) if backward else (read(params), None)
 
 
-@functools.partial(jax.jit, donate_argnums=(0,))
+@jax.jit
 def _sum(trees):
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees)
 
@@ -215,7 +224,8 @@ def _score_pieces(
             )
         return jax.block_until_ready(scores)
 
-    return _sum(run_in_streams(scores_of, _shares(params, pieces)))
+    program = ("scores", *_shape(pieces, read), jax.tree.structure(model), config)
+    return _sum(run_in_streams(scores_of, _shares(params, pieces), program=program))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "with_entropy"), donate_argnums=(0,))

@@ -8,6 +8,7 @@ is a `Lane` of blocks; a block holds rows of one prompt only, so that it looks a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -107,11 +108,22 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
                     used[at] += more
                     break
     flat, flat_lengths = tokens.reshape(-1, t), lengths.reshape(-1)
-    return [_lay_out(piece, flat, flat_lengths, size=size, block=block, most=most) for piece in pieces or [{}]]
+    # Rows of whole blocks begin where a block begins. (One of two values, so that few programs are compiled.)
+    reach = min(-(-t // block) - 1 if (lengths % block == 0).all() else -(-(t - 1) // block), size // block - 1)
+    return [
+        _lay_out(piece, flat, flat_lengths, size=size, block=block, most=most, reach=reach) for piece in pieces or [{}]
+    ]
 
 
 def _lay_out(
-    groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
+    groups: dict[int, list[int]],
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    size: int,
+    block: int,
+    most: int,
+    reach: int,
 ) -> Piece:
     """One piece, of the rows of each prompt."""
     arrays = {name: np.zeros(size, np.int32) for name in ("tokens", "position")}
@@ -129,8 +141,9 @@ def _lay_out(
             at, number = at + n, number + 1
         at = -(-at // block) * block
         prompt[begin // block : at // block] = b
-    lane = Lane(row, arrays["position"], prompt, tokens.shape[1])
-    return Piece(arrays["tokens"], lane, rows, starts, counts)
+    lane: Any = Lane(row, arrays["position"], prompt, tokens.shape[1], reach)  # type: ignore[arg-type]
+    fields: list[Any] = [arrays["tokens"], lane, rows, starts, counts]
+    return Piece(*fields)
 
 
 def padding_share(pieces: Sequence[Piece]) -> float:

@@ -11,10 +11,12 @@ bucket of slots, so that attention never looks at slots that nobody has reached.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.streams import count_streams, run_in_streams
+from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
 __all__ = ["generate", "row_keys"]
@@ -30,7 +32,13 @@ __all__ = ["generate", "row_keys"]
 STREAM_ROWS = 32
 """Rows of one stream at least: fewer leave the matrix products too thin."""
 
-SEGMENT = 32
+FEWEST = 8
+"""Rows that are left in a batch at least: a product with fewer takes a CPU as long."""
+
+FEWEST_SLOTS = 64
+"""Slots of a cache at least."""
+
+SEGMENT = 16
 """Decode steps between two looks at which rows have ended."""
 
 
@@ -62,20 +70,42 @@ def _step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.A
     return jax.vmap(lambda t: uniforms(fold(keys.reshape(-1), t).reshape(keys.shape)))(counts)
 
 
-@functools.partial(jax.jit, static_argnames=("eos_token_ids", "slots", "sampling"))
-def _prefill(model, params, prompts, keys, *, eos_token_ids, slots, sampling):
+class _Rows(flax.struct.PyTreeNode):
+    """Rows that are decoded together, as they stand on the device.
+
+    Attributes:
+      prefix: of the prompts, B of them.
+      cache: own keys and values, [B, ..., G, ...].
+      token: [B, G] the last token of each row.
+      ended: [B, G] whether that was its last.
+      keys: [B, G] typed keys.
+    """
+
+    prefix: Prefix
+    cache: Cache
+    token: jax.Array
+    ended: jax.Array
+    keys: jax.Array
+
+
+Drawn = tuple[jax.Array, jax.Array, jax.Array]
+"""Tokens, log-probs and mask, each [B, G, steps]."""
+
+
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling"))
+def _prefill(model, params, prompts, keys, *, eos_token_ids, pad_token_id, slots, sampling) -> tuple[_Rows, Drawn]:
     """Read the prompts and draw the first token of every row, from logits computed once a prompt."""
     b, g = keys.shape
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = _draw(_step_uniforms(keys, 0, 1)[0], logits, sampling)
-
     heads, d = prefix.layers[0][0].shape[1::2]
     dtype = prefix.layers[0][0].dtype
     keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
     cache = tuple((keys_of, values_of) for _ in prefix.layers)
-    return prefix, cache, tokens, log_probs, _is_eos(tokens, eos_token_ids)
+    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys)
+    return rows, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
 @functools.partial(
@@ -84,15 +114,14 @@ def _prefill(model, params, prompts, keys, *, eos_token_ids, slots, sampling):
     donate_argnames=("cache",),
 )
 def _decode(
-    model, params, prefix, cache, token, ended, keys, first, count, *, steps, eos_token_ids, pad_token_id, sampling
-):
-    """Decode `count` ≤ `steps` tokens from index `first` on, of rows whose token before it is `token`.
+    model, params, cache, rows, first, count, *, steps, eos_token_ids, pad_token_id, sampling
+) -> tuple[_Rows, Drawn]:
+    """Decode `count` ≤ `steps` tokens from index `first` on; stops early when all rows have ended.
 
-    Stops early when all rows have ended. Returns the cache, the last token and the ended flag of each row, and tokens,
-    log_probs and mask [B, G, steps].
+    The cache comes beside the rows, because it alone is donated: its memory is that of the new one.
     """
-    b, g = token.shape
-    u = _step_uniforms(keys, first, steps)
+    b, g = rows.token.shape
+    u = _step_uniforms(rows.keys, first, steps)
     tokens = jnp.full((steps, b, g), pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
@@ -104,7 +133,7 @@ def _decode(
     def step(carry):
         i, cache, token, ended, tokens, log_probs, mask = carry
         hidden, cache = model.apply(
-            {"params": params}, token[:, :, None], prefix, cache, first + i - 1, method="hidden"
+            {"params": params}, token[:, :, None], rows.prefix, cache, first + i - 1, method="hidden"
         )
         logits = model.apply({"params": params}, hidden[:, :, 0], method="unembed")
         drawn, log_prob = _draw(u[i], logits, sampling)
@@ -114,135 +143,160 @@ def _decode(
         mask = mask.at[i].set(~ended)
         return i + 1, cache, drawn, ended | _is_eos(drawn, eos_token_ids), tokens, log_probs, mask
 
-    carry = (jnp.int32(0), cache, token, ended, tokens, log_probs, mask)
-    _, cache, token, ended, tokens, log_probs, mask = jax.lax.while_loop(unfinished, step, carry)
-    rows_first = lambda x: jnp.moveaxis(x, 0, -1)
-    return cache, token, ended, rows_first(tokens), rows_first(log_probs), rows_first(mask)
+    carry = (jnp.int32(0), cache, rows.token, rows.ended, tokens, log_probs, mask)
+    _, cache, token, ended, *drawn = jax.lax.while_loop(unfinished, step, carry)
+    tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
+    return rows.replace(cache=cache, token=token, ended=ended), (tokens, log_probs, mask)
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
-def _grow(cache: Cache, *, slots: int) -> Cache:
-    """The same keys and values with room for `slots` tokens."""
-    more, rest = (0, slots - cache[0][1].shape[3]), ((0, 0),) * 3
-    return tuple((jnp.pad(k, (*rest, (0, 0), more)), jnp.pad(v, (*rest, more, (0, 0)))) for k, v in cache)
+@functools.partial(jax.jit, static_argnames=("slots", "parts"))
+def _rearrange(lanes: tuple[_Rows, ...], groups, order, *, slots: int, parts: int) -> tuple[_Rows, ...]:
+    """Rows order [B', G'] of groups [B'] of all lanes together, with room for `slots` tokens, in so many lanes."""
+    all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *lanes)
+    pick = lambda x: x[groups[:, None], order]
+    own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
+    more, rest = (0, slots - all_rows.cache[0][1].shape[3]), ((0, 0),) * 3
+    cache = tuple(
+        (jnp.pad(own(k), (*rest, (0, 0), more)), jnp.pad(own(v), (*rest, more, (0, 0)))) for k, v in all_rows.cache
+    )
+    prefix = jax.tree.map(lambda x: x[groups], all_rows.prefix)
+    chosen = _Rows(prefix, cache, pick(all_rows.token), pick(all_rows.ended), pick(all_rows.keys))
+    size = len(groups) // parts
+    return tuple(jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
 
 
-@jax.jit
-def _keep(cache: Cache, prefix: Prefix, token, ended, keys, groups, order):
-    """Rows order [B', G'] of groups [B']."""
-    own = lambda x: jnp.take_along_axis(x[groups], order[:, None, :, None, None], axis=2)
-    rows = lambda x: jnp.take_along_axis(x[groups], order, axis=1)
-    prefix = Prefix(jax.tree.map(lambda x: x[groups], prefix.layers), prefix.lengths[groups])
-    return jax.tree.map(own, cache), prefix, rows(token), rows(ended), keys[groups[:, None], order]
+def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
+    """The smallest of smallest, factor·smallest, factor²·smallest, … that holds n, at most `largest`."""
+    while smallest < n:
+        smallest *= factor
+    return min(smallest, largest)
 
 
-def _bucket(n: int, largest: int) -> int:
-    """The smallest of 1, 2, 4, … that holds n, at most `largest`."""
-    return min(1 << max(0, n - 1).bit_length(), largest)
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """What a decode step of a layout costs, in bytes read: each prompt's keys once, each row's own, and its products.
+
+    Attributes:
+      prompt: bytes of one prompt's keys and values.
+      row: bytes of one row's own keys and values, and of what could be read while its products are computed.
+    """
+
+    prompt: float
+    row: float
+
+    def of(self, groups: int, width: int) -> float:
+        """Cost of a layout [groups, width]."""
+        return groups * (self.prompt + width * self.row)
 
 
-def _survivors(alive: np.ndarray, num_generations: int) -> tuple[np.ndarray, np.ndarray] | None:
+def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None to leave the layout as it is.
 
-    Few layouts, so that few programs are compiled: groups stay whole while one of them has many rows alive, their width
-    halving at each stage; below an eighth of `num_generations` rows stand alone, each with a copy of its prompt.
+    The cheapest of three layouts: the present one; the groups that live, as wide as the widest of them has to be; every
+    row by itself with a prompt of its own. Sizes are far apart and a layout has to save a third, so that there are few
+    layouts, and few programs are compiled.
     """
-    width = alive.shape[1]
-    widest = _bucket(int(alive.sum(axis=1).max()), width)
-    if width > 1 and widest * 8 > num_generations:
-        order = np.argsort(~alive, axis=1, kind="stable")
-        return None if widest == width else (np.arange(alive.shape[0]), order[:, :widest])
-    flat = np.flatnonzero(alive)
-    size = _bucket(len(flat), alive.size)
-    if size == alive.size and width == 1:
+    b, g = alive.shape
+    counts = alive.sum(axis=1)
+    living = np.flatnonzero(counts)
+    groups, width = _bucket(len(living), b), _bucket(int(counts.max()), g)
+    single = _bucket(int(counts.sum()), b * g, smallest=FEWEST, factor=4)
+    grouped, apart = costs.of(groups, width), costs.of(single, 1)
+    if min(grouped, apart) > 0.65 * costs.of(b, g):
         return None
+    if grouped <= apart:
+        chosen = np.argsort(counts == 0, kind="stable")[:groups]
+        return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
     # Fillers are rows that have ended: they draw nothing.
-    flat = np.concatenate([flat, np.flatnonzero(~alive)[: size - len(flat)]])
-    return flat // width, (flat % width)[:, None]
+    flat = np.argsort(~alive.reshape(-1), kind="stable")[:single]
+    return flat // g, (flat % g)[:, None]
 
 
-def _generate_by_segments(model, params, prompts, keys, *, length, eos_token_ids, pad_token_id, sampling):
+def _costs(model: Any, params: Params, rows: _Rows) -> _Costs:
+    """Costs of layouts of these rows; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+    b, p = rows.token.shape[0], rows.prefix.layers[0][0].shape[2]
+    prompt = sum(x.nbytes for x in jax.tree.leaves(rows.prefix.layers)) / b
+    weights = sum(x.size for x in jax.tree.leaves((model, params)))
+    on_cpu = all(device.platform == "cpu" for device in devices_of(params))
+    slots = rows.cache[0][1].shape[3]
+    return _Costs(prompt=prompt, row=prompt * slots / p + 2 * weights * (0.13 if on_cpu else 0.01))
+
+
+def _streams(params: Params, groups: int, width: int) -> int:
+    """How many lanes [groups, width] rows are decoded in."""
+    most = count_streams(params, min(groups, groups * width // STREAM_ROWS))
+    return max(n for n in range(1, most + 1) if groups % n == 0)
+
+
+def _generate_by_segments(model, params, prompts, keys, *, length, **settings):
     """Decode in segments, moving living rows together between them: the tokens are those of one long decode."""
     b, g = keys.shape
-    tokens = np.full((b * g, length), pad_token_id, np.int32)
-    log_probs, mask = np.zeros((b * g, length), np.float32), np.zeros((b * g, length), bool)
-    finished = np.zeros(b * g, bool)
-    slots = max(1, min(SEGMENT, length - 1))
-    prefix, cache, token, log_prob, ended = _prefill(
-        model, params, prompts, keys, eos_token_ids=eos_token_ids, slots=slots, sampling=sampling
+    whole = (
+        np.full((b * g, length), settings["pad_token_id"], np.int32),
+        np.zeros((b * g, length), np.float32),
+        np.zeros((b * g, length), bool),
     )
+    finished = np.zeros(b * g, bool)
     rows = np.arange(b * g).reshape(b, g)  # which row of the batch stands where; −1 for one that only fills the shape
-    tokens[:, 0], log_probs[:, 0], mask[:, 0] = np.ravel(token), np.ravel(log_prob), True
-    finished[:] = np.ravel(ended)
-    done = 1
-    while done < length and not finished.all():
-        now = np.asarray(ended)
-        rows = np.where(now, -1, rows)
-        survivors = _survivors(rows >= 0, g)
-        if survivors is not None:
+    # Attention looks at all slots, so they grow with the rows, by few sizes.
+    slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
+    parts = _streams(params, b, g)
+    size = b // parts
+    shares = [(jax.tree.map(lambda x, i=i: x[i : i + size], prompts), keys[i : i + size]) for i in range(0, b, size)]
+    results = run_in_streams(
+        lambda share: jax.block_until_ready(_prefill(model, params, *share, slots=slots, **settings)),
+        shares,
+        program=("prefill", size, g, slots, prompts.tokens.shape[1], jax.tree.structure(model)),
+    )
+    done = 0
+    while True:
+        lanes = [lane for lane, _ in results]
+        drawn = [np.concatenate(x) for x in zip(*(jax.device_get(x) for _, x in results), strict=True)]
+        ended = np.concatenate([np.asarray(lane.ended) for lane in lanes])
+        at = rows >= 0
+        count = min(drawn[0].shape[2], slots + 1 - done if done else 1)
+        for values, part in zip(whole, drawn, strict=True):
+            values[rows[at], done : done + count] = part[at][:, :count]
+        finished[rows[at]] = ended[at]
+        rows = np.where(ended, -1, rows)
+        done += count
+        if done >= length or finished.all():
+            break
+        survivors = _survivors(rows >= 0, _costs(model, params, lanes[0]))
+        if survivors is not None or done > slots:
+            if survivors is None:
+                survivors = np.arange(len(rows)), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+            if done > slots:
+                slots = min(2 * slots, length - 1)
             groups, order = survivors
             rows = rows[groups[:, None], order]
-            cache, prefix, token, ended, keys = _keep(cache, prefix, token, ended, keys, groups, order)
-        if done > slots:
-            slots = min(2 * slots, length - 1)
-            cache = _grow(cache, slots=slots)
+            parts = _streams(params, *rows.shape)
+            lanes = list(_rearrange(tuple(lanes), groups, order, slots=slots, parts=parts))
         count = min(SEGMENT, slots + 1 - done)
-        cache, token, ended, *new = _decode(
-            model,
-            params,
-            prefix,
-            cache,
-            token,
-            ended,
-            keys,
-            done,
-            count,
-            steps=SEGMENT,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad_token_id,
-            sampling=sampling,
+
+        def decode(lane: _Rows, first: int = done, count: int = count) -> tuple[_Rows, Drawn]:
+            some = (lane.cache, lane.replace(cache=None), first, count)
+            return jax.block_until_ready(_decode(model, params, *some, steps=SEGMENT, **settings))
+
+        results = run_in_streams(
+            decode,
+            lanes,
+            program=("decode", *rows.shape, parts, slots, prompts.tokens.shape[1], jax.tree.structure(model)),
         )
-        at = rows >= 0
-        for whole, part in zip((tokens, log_probs, mask), new, strict=True):
-            whole[rows[at], done : done + count] = np.asarray(part)[at][:, :count]
-        finished[rows[at]] = np.asarray(ended)[at]
-        done += count
-    shape = (b, g, length)
-    return Completions(
-        tokens=jnp.asarray(tokens.reshape(shape)),
-        mask=jnp.asarray(mask.reshape(shape)),
-        log_probs=jnp.asarray(log_probs.reshape(shape)),
-        ended=jnp.asarray(finished.reshape(b, g)),
-    )
+    tokens, log_probs, mask = (jnp.asarray(x.reshape(b, g, length)) for x in whole)
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=jnp.asarray(finished.reshape(b, g)))
 
 
-def _generate_in_one(model, params, prompts, keys, *, length, eos_token_ids, pad_token_id, sampling):
+def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
-    slots = max(1, length - 1)
-    prefix, cache, token, log_prob, ended = _prefill(
-        model, params, prompts, keys, eos_token_ids=eos_token_ids, slots=slots, sampling=sampling
-    )
-    first = (token[..., None], log_prob[..., None], jnp.ones_like(ended)[..., None])
+    rows, first = _prefill(model, params, prompts, keys, slots=max(1, length - 1), **settings)
     if length > 1:
-        _, _, ended, *rest = _decode(
-            model,
-            params,
-            prefix,
-            cache,
-            token,
-            ended,
-            keys,
-            1,
-            length - 1,
-            steps=length - 1,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad_token_id,
-            sampling=sampling,
+        rows, rest = _decode(
+            model, params, rows.cache, rows.replace(cache=None), 1, length - 1, steps=length - 1, **settings
         )
-        tokens, log_probs, mask = (jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
-    else:
-        tokens, log_probs, mask = first
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
+        first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
+    tokens, log_probs, mask = first
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=rows.ended)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "eos_token_ids", "pad_token_id", "sampling"))
@@ -342,13 +396,4 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
-    def part(at: slice) -> Completions:
-        some = jax.tree.map(lambda x: x[at], prompts)
-        return _generate_by_segments(as_argument(model), params, some, keys[at], **settings)
-
-    groups = keys.shape[0]
-    most = count_streams(params, min(groups, keys.size // STREAM_ROWS))
-    streams = max(n for n in range(1, most + 1) if groups % n == 0)
-    size = groups // streams
-    done = run_in_streams(part, [slice(i * size, (i + 1) * size) for i in range(streams)])
-    return done[0] if streams == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *done)
+    return _generate_by_segments(as_argument(model), params, prompts, keys, **settings)

@@ -8,7 +8,7 @@ GPUs and TPUs, where one program fills the device, nothing is split.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -43,9 +43,25 @@ def count_streams(params: Params, parts: int) -> int:
     return max(1, min(parts, cores))
 
 
-def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """`[function(part) for part in parts]`, one thread a part; a failure is raised when all have ended."""
+def run_in_streams(
+    function: Callable[[Part], Result], parts: Sequence[Part], *, program: Hashable | None = None
+) -> list[Result]:
+    """`[function(part) for part in parts]`, one thread a part; a failure is raised when all have ended.
+
+    Args:
+      function: what is done with a part.
+      parts: for the threads.
+      program: what the function compiles, if all parts need the same: the first part of a new one goes alone, because
+        two threads that meet a program which neither of them finds would both compile it.
+    """
     if len(parts) == 1:
         return [function(parts[0])]
+    if program is not None and program not in _COMPILED:
+        first = function(parts[0])
+        _COMPILED.add(program)
+        return [first, *run_in_streams(function, parts[1:])]
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(function, parts))
+
+
+_COMPILED: set[Hashable] = set()

@@ -70,9 +70,7 @@ def join(pieces: jax.Array, b: int, g: int) -> jax.Array:
     return x.swapaxes(1, 2).reshape(b, g, *pieces.shape[3:])
 
 
-def _accumulate(
-    loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]
-) -> tuple[Params, MetricSums]:
+def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:
     """Gradient and metric sums of a batch, one micro-batch at a time."""
     gradient = jax.grad(loss_fn, has_aux=True)
     pieces = cut(batch, *micro)

@@ -58,6 +58,7 @@ ALREADY = "the value has that type already; the line is for callers that pass li
 SAME_AXIS = "axis −1 is axis 1 of [B, G] and of [B, K]"
 CLAMPED = "an index beyond an axis of one is clamped to it"
 ZERO = "at A = 0 the surrogate is 0 either way"
+UNDER = "what stands under the mask never counts, as long as it is finite"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("advantages", "mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)", "1 → 2"): (
         "a single value is its own smallest: the sum is 0"
@@ -99,6 +100,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("losses", "k = jnp.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)", "GtE → Gt"): ZERO,
     ("losses", "lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)", "GtE → Gt"): ZERO,
     ("losses", "last = jnp.maximum(jnp.sum(mask), 1) - 1", "1 → -1"): EMPTY,
+    ("losses", "return bounded(jnp.where(mask, values, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
+    ("losses", 'A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
+    ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → 2"): UNDER,
+    ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → -1"): UNDER,
 }
 
 COMPARE = {

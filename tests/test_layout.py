@@ -18,10 +18,13 @@ PURE = [
     "kl",
     "losses",
     "reference",
+    "packing",
+    "models.attention",
+    "models.matmul",
     "models.transformer",
     "models.lora",
 ]
-COMPOSED = ["rollout", "state", "streams", "update"]
+COMPOSED = ["rollout", "state", "streams", "objective", "update", "packed"]
 OUTSIDE = {"jax", "flax", "chex", "optax", "numpy"}
 
 

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 from grpo_jax.losses import (
     LOSS_TYPES,
+    MAX_LOG_RATIO,
     MetricSums,
     batch_totals,
     finalize_metrics,
@@ -795,6 +796,44 @@ def test_batch_totals():
     assert float(totals["entropy_threshold"]) == pytest.approx(threshold, rel=1e-6)
     assert int(totals["num_selected_tokens"]) == (H[MASK] >= threshold).sum()
     assert int(batch_totals(MASK, H)["num_selected_tokens"]) == 17
+    totals = batch_totals([[1, 0, 1], [1, 1, 0]])
+    assert all(isinstance(value, jax.Array) for value in totals.values())
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
+
+
+def test_metrics_at_their_edges():
+    """A list as mask; ratios all below 1; a KL exactly at its bound; a single selected token."""
+    old = np.zeros((1, 3), np.float32)
+    l = np.log(np.array([[0.5, 0.25, 0.7]], np.float32))
+    H = np.array([[2.0, 1.0, 9.0]], np.float32)
+    _, metrics = grpo_loss(l, old, l + MAX_LOG_RATIO, [1.0], [[1, 1, 0]], entropies=H, entropy_coef=0.5)
+    assert float(metrics["ratio_max"]) == pytest.approx(0.5), "neither the token under the mask nor 1"
+    assert float(metrics["kl_bounded_tokens"]) == 0, "at the bound is not beyond it"
+    loss, metrics = grpo_loss(
+        l, None, None, [0.0], [[1, 1, 0]], entropies=H, entropy_coef=0.5, top_entropy_quantile=0.2
+    )
+    assert (float(metrics["entropy_bonus"]), float(loss)) == (1.0, -1.0), "one token, divided by 1"
+
+
+def test_nothing_is_sorted_where_every_token_is_kept():
+    l = jnp.zeros((2, 3))
+    for quantile, sorts in ((1.0, False), (0.5, True)):
+        loss = lambda l, quantile=quantile: grpo_loss(
+            l, None, None, [1.0, 2.0], jnp.ones((2, 3)), entropies=l + 1, top_entropy_quantile=quantile
+        )
+        assert ("sort" in str(jax.make_jaxpr(loss)(l))) == sorts
+
+
+def test_weights_of_rows_reach_vespo_whatever_the_leading_axes():
+    l = -jnp.arange(24.0).reshape(2, 3, 4) / 10
+    old, A, weights = l + 0.1, jnp.arange(6.0).reshape(2, 3) - 2.5, jnp.linspace(0.5, 1.5, 6).reshape(2, 3)
+    mask = jnp.ones(l.shape)
+    flat = [x.reshape(6, *x.shape[2:]) for x in (l, old, A, mask, weights)]
+    losses = [
+        grpo_loss(l, old, None, A, mask, loss_type="vespo", importance_weights=weights)[0]
+        for l, old, A, mask, weights in ([l, old, A, mask, weights], flat)
+    ]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
 
 
 def test_metrics_merge_by_sum_and_maximum():

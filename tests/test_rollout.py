@@ -167,29 +167,42 @@ def test_after_warm_up_nothing_is_compiled():
     """A second rollout with other prompts and another key runs the programs of the first."""
     prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
     sample(eos_token_ids=())
-    compiled = {f: f._cache_size() for f in (rollout._prefill, rollout._decode, rollout._grow, rollout._keep)}
+    compiled = {f: f._cache_size() for f in (rollout._prefill, rollout._decode, rollout._rearrange)}
     sample(prompts, key=99, eos_token_ids=())
     assert {f: f._cache_size() for f in compiled} == compiled
 
 
-def test_compaction_only_ever_meets_a_few_layouts():
-    """Every reachable layout of 8 × 8 rows, whatever ends when: the programs of a run are bounded by this."""
+def layouts_met(costs, seeds=300):
+    """Every layout that 8 × 8 rows pass through, whatever ends when; checks that no living row is lost."""
     rng = np.random.default_rng(0)
     layouts = set()
-    for _ in range(300):
+    for _ in range(seeds):
         alive = np.ones((8, 8), bool)
         while alive.any():
             alive &= rng.random(alive.shape) < rng.uniform(0.3, 0.95)
             if not alive.any():
                 break
-            kept = rollout._survivors(alive, 8)
+            kept = rollout._survivors(alive, costs)
             if kept is not None:
                 groups, order = kept
                 count = alive.sum()
+                assert len({*zip(np.repeat(groups, order.shape[1]), order.ravel(), strict=True)}) == order.size
                 alive = alive[groups[:, None], order]
                 assert alive.sum() == count, "a living row was lost"
             layouts.add(alive.shape)
-    assert layouts <= {(8, 8), (8, 4), (8, 2), (8, 1), (4, 1), (2, 1), (1, 1)}, layouts
+    return layouts
+
+
+def test_compaction_only_ever_meets_a_few_layouts():
+    """The programs of a run are bounded by this."""
+    assert layouts_met(rollout._Costs(prompt=0.5, row=2.0)) <= {(8, 8), (8, 4), (8, 2), (4, 4), (32, 1), (8, 1)}
+
+
+def test_long_prompts_keep_rows_with_their_group():
+    """A row by itself has a prompt of its own to read: with prompts that cost more than rows, groups stay whole."""
+    layouts = layouts_met(rollout._Costs(prompt=50.0, row=1.0))
+    assert (32, 1) not in layouts
+    assert layouts <= {(b, g) for b in (8, 4, 2, 1) for g in (8, 4, 2, 1)}, layouts
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import optax
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, rollout, train, update
+from grpo_jax import GRPOConfig, packed, rollout, train
 from grpo_jax.report import read_lines
 from grpo_jax.train import prepare
 
@@ -74,14 +74,14 @@ def test_the_callers_policy_is_left_as_it_was():
 
 def test_after_warm_up_an_iteration_compiles_nothing():
     programs = (
-        update._train_step,
-        update._jit_gradients,
-        update._jit_apply,
-        update._score,
+        packed._read_part,
+        packed._add_piece,
+        packed._add_prompts,
+        packed._jit_apply,
+        packed._score_piece,
         rollout._prefill,
         rollout._decode,
-        rollout._keep,
-        rollout._grow,
+        rollout._rearrange,
     )
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])

@@ -12,9 +12,10 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
+from grpo_jax.objective import loss_settings
 from grpo_jax.state import create_state
 from grpo_jax.types import as_argument
-from grpo_jax.update import cut, join, loss_settings, score, train_step
+from grpo_jax.update import cut, join, score_batch, train_step
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 6
@@ -136,7 +137,7 @@ def test_score_gives_the_log_probs_of_any_params():
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
     for micro in CUTS[:4:2]:
-        got = score(params, b.prompts, b.tokens, b.mask, model=model, config=config(), micro=micro)
+        got = score_batch(params, b.prompts, b.tokens, b.mask, model=model, config=config(), micro=micro)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

@@ -55,12 +55,14 @@ class Lane:
       position: [N] int32, counted from the row's first token.
       prompt: [M] int32, index into a `Prefix`.
       longest: tokens of the longest row that may stand here.
+      reach: blocks before its own that a row may begin in.
     """
 
     row: jax.Array
     position: jax.Array
     prompt: jax.Array
     longest: int = flax.struct.field(pytree_node=False)
+    reach: int = flax.struct.field(pytree_node=False)
 
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -136,27 +138,25 @@ def lane_attention(
     _, h, _, n, r, d = q.shape
     m = lane.prompt.shape[0]
     size = n // m
-    reach = min(-(-(lane.longest - 1) // size), m - 1)
 
     def blocks(x, axis, nothing=0):
-        """Per block, what stands in it and in the `reach` blocks before it."""
+        """[M, ...]: what stands in each block and in the `reach` blocks before it."""
         before = [(0, 0)] * x.ndim
-        before[axis] = (reach * size, 0)
+        before[axis] = (lane.reach * size, 0)
         x = jnp.moveaxis(jnp.pad(x, before, constant_values=nothing), axis, 0)
-        x = x.reshape(m + reach, size, *x.shape[1:])
-        return jnp.concatenate([x[i : i + m] for i in range(reach + 1)], axis=1)
+        x = x.reshape(m + lane.reach, size, *x.shape[1:])
+        return jnp.concatenate([x[i : i + m] for i in range(lane.reach + 1)], axis=1)
 
     keys, values = (jnp.moveaxis(blocks(x[0, :, 0], 1), 2, 1)[:, :, None] for x in (k, v))
     row, position = lane.row.reshape(m, size), lane.position.reshape(m, size)
-    row_of_key, position_of_key = blocks(lane.row, 0, -2), blocks(lane.position, 0)
-    distance = position[:, :, None] - position_of_key[:, None]
-    visible = (row[:, :, None] == row_of_key[:, None]) & (distance >= 0)
+    distance = position[:, :, None] - blocks(lane.position, 0)[:, None]
+    visible = (row[:, :, None] == blocks(lane.row, 0, -2)[:, None]) & (distance >= 0)
     if window is not None:
         visible &= distance < window
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-    prefix = tuple(jnp.take(x, lane.prompt, axis=0) for x in prefix)
+    pk, pv, lengths = (jnp.take(x, lane.prompt, axis=0) for x in prefix)
     keys = keys.swapaxes(-1, -2)
-    out = _attend(q, keys, values, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
+    out = _attend(q, keys, values, (pk, pv, lengths), visible, position, scale=scale, window=window, soft_cap=soft_cap)
     return out[:, :, 0].swapaxes(0, 1).reshape(1, h, 1, n, r, d)
 
 

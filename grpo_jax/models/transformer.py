@@ -1,8 +1,8 @@
 """One Flax decoder, by configuration.
 
-Rows stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are separate subtrees and unrolled: their names
-map one to one to Hugging Face's, and no step has to slice weights out of a stack. Softmax, norms and logits are float32
-whatever the compute dtype.
+Rows stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are
+separate subtrees and unrolled: their names map one to one to Hugging Face's, and no step has to slice weights out of a
+stack. Softmax, norms and logits are float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
