@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # experiments keep compiled programs in the user's cache; tests do not
 
 import chex
 import jax
