@@ -197,9 +197,12 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
     layouts, and few programs are compiled.
     """
     b, g = alive.shape
+    if alive.size <= FEWEST:
+        return None
     counts = alive.sum(axis=1)
     living = np.flatnonzero(counts)
-    groups, width = _bucket(len(living), b), _bucket(int(counts.max()), g)
+    width = _bucket(int(counts.max()), g)
+    groups = _bucket(len(living), b, smallest=min(b, max(1, FEWEST // width)))
     single = _bucket(int(counts.sum()), b * g, smallest=FEWEST, factor=4)
     grouped, apart = costs.of(groups, width), costs.of(single, 1)
     if min(grouped, apart) > 0.65 * costs.of(b, g):

@@ -80,3 +80,18 @@ def test_rows_of_whole_blocks_look_no_further_back_than_their_own():
     assert pack(np.zeros(mask.shape, int), mask, size=16, block=4)[0].lane.reach == 1
     mask[0, 0, 5:] = False
     assert pack(np.zeros(mask.shape, int), mask, size=16, block=4)[0].lane.reach == 2
+
+
+def test_infinite_keys_in_padding_give_finite_gradients():
+    """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, k, v = draw(1, 1, 2, 3, 2, 4), draw(1, 1, 2, 4, 3), draw(1, 1, 2, 3, 4)
+    pk, pv = draw(1, 1, 5, 4), draw(1, 1, 5, 4)
+    pk[:, :, 3:], pv[:, :, 3:] = 1e30, 0.0
+
+    def out(q):
+        return group_attention(q, k, v, (pk, pv, np.array([3])), index=0, scale=0.5).sum()
+
+    cut = lambda q: group_attention(q, k, v, (pk[:, :, :3], pv[:, :, :3], np.array([3])), index=0, scale=0.5).sum()
+    np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)
