@@ -75,21 +75,25 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
     Returns:
       Pieces of one shape, at least one.
 
+    Raises:
+      ValueError: a size that is no multiple of the block or cannot hold the longest row.
+
     Example:
       >>> mask = np.arange(6) < np.array([[[2], [6]], [[1], [3]]])
-      >>> [piece.lengths.tolist() for piece in pack(np.ones((2, 2, 6), int), mask, size=8, block=2)]
-      [[6, 2, 0, 0], [3, 1, 0, 0]]
+      >>> pieces = pack(np.ones((2, 2, 6), int), mask, size=8, block=2)
+      >>> [piece.lengths[piece.lengths > 0].tolist() for piece in pieces]
+      [[6, 2], [3, 1]]
     """
     b, g, t = mask.shape
     lengths = np.where(mask.any(axis=-1), t - np.argmax(mask[:, :, ::-1], axis=-1), 0)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(f"size must be a multiple of {block} and hold the longest row, {lengths.max()}; got {size}.")
-    most = max(1, size // 8)
-    # Each piece: {prompt: rows}; a group takes whole blocks.
+    most = max(8, size // 8)
+    # Of each piece: the rows of each prompt, their tokens, and the blocks that they take, whole ones for each group.
     pieces: list[dict[int, list[int]]] = []
+    filled: list[dict[int, int]] = []
     used: list[int] = []
     blocks = lambda n: -(-n // block)
-    filled: list[dict[int, int]] = []
     for prompt in range(b):
         for i in np.argsort(-lengths[prompt], kind="stable"):
             n = int(lengths[prompt, i])
@@ -126,24 +130,24 @@ def _lay_out(
     reach: int,
 ) -> Piece:
     """One piece, of the rows of each prompt."""
-    arrays = {name: np.zeros(size, np.int32) for name in ("tokens", "position")}
-    row, prompt = np.full(size, -1, np.int32), np.zeros(size // block, np.int32)
-    rows, starts, counts = (np.zeros(most, np.int32) for _ in range(3))
+    flat: Any = np.zeros(size, np.int32)  # NumPy's arrays until they reach the device
+    position, row = np.zeros_like(flat), np.full_like(flat, -1)
+    prompt: Any = np.zeros(size // block, np.int32)
+    rows: Any = np.zeros(most, np.int32)
+    starts, counts = np.zeros_like(rows), np.zeros_like(rows)
     at = number = 0
     for b, members in groups.items():
         begin = at
         for i in members:
             n = int(lengths[i])
-            arrays["tokens"][at : at + n] = tokens[i, :n]
-            arrays["position"][at : at + n] = np.arange(n)
+            flat[at : at + n] = tokens[i, :n]
+            position[at : at + n] = np.arange(n)
             row[at : at + n] = number
             rows[number], starts[number], counts[number] = i, at, n
             at, number = at + n, number + 1
         at = -(-at // block) * block
         prompt[begin // block : at // block] = b
-    lane: Any = Lane(row, arrays["position"], prompt, tokens.shape[1], reach)  # type: ignore[arg-type]
-    fields: list[Any] = [arrays["tokens"], lane, rows, starts, counts]
-    return Piece(*fields)
+    return Piece(flat, Lane(row, position, prompt, tokens.shape[1], reach), rows, starts, counts)
 
 
 def padding_share(pieces: Sequence[Piece]) -> float:

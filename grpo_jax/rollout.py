@@ -5,8 +5,8 @@ fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). So a row's sample depen
 how rows are laid out over devices, cut into batches, or moved together when others have ended.
 
 Decoding goes in segments. Inside one, everything is on the device. Between two, the host looks which rows have ended,
-moves the living ones of each group together into the next smaller bucket of rows, and grows the cache to the next
-bucket of slots, so that attention never looks at slots that nobody has reached.
+moves the living ones together into the layout that costs least, and grows the cache to the next bucket of slots, so
+that attention looks at few slots that nobody has reached.
 """
 
 from __future__ import annotations

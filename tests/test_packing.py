@@ -52,7 +52,7 @@ def test_a_piece_gives_rows_back():
 def test_a_hole_in_a_mask_does_not_end_a_row():
     mask = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
     (piece,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
-    assert piece.lengths.tolist() == [3]
+    assert piece.lengths[piece.lengths > 0].tolist() == [3]
     assert piece.tokens[:3].tolist() == [0, 1, 2]
 
 
