@@ -102,7 +102,7 @@ def update(
     total, of_read = _sum([gradients for gradients, _ in results])
     sums = [more for _, sums in results for more in sums]
     for i, pullback in enumerate(pullbacks):
-        total = _add_prompts(total, pullback, of_read, i, parts=len(pullbacks))
+        total = _add_prompts(total, pullback, of_read, read, i, parts=len(pullbacks))
     state, metrics = _jit_apply(state, total, sums, optimizer=optimizer, config=config)
     # Pieces count the rows that fill their shape, and miss those without a token.
     rows = batch.mask.shape[0] * batch.mask.shape[1]
@@ -204,8 +204,9 @@ def _add_piece(gradients, state, read, batch, piece, totals, dropout, number, *,
 
 
 @functools.partial(jax.jit, static_argnames=("parts",), donate_argnums=(0,))
-def _add_prompts(total, pullback, of_read, number, *, parts):
+def _add_prompts(total, pullback, of_read, read, number, *, parts):
     """The gradient of the params with what comes through one part of the prompts added to it."""
+    of_read = jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read)
     (more,) = pullback(_part(of_read, number, parts))
     return jax.tree.map(jnp.add, total, more)
 
