@@ -1,7 +1,7 @@
 """Independent parts of a batch on several threads, where that keeps a CPU's cores busy.
 
 XLA's CPU backend spreads one operation over the cores only if the operation is large. The steps of a decode are small:
-one core works and the other waits. Half of the groups on each of two threads are the same samples in half the time. On
+one core works and the other waits. Half of the groups on each of two threads are the same samples in less time. On
 GPUs and TPUs, where one program fills the device, nothing is split.
 """
 
