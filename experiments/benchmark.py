@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark [--preset S] [--variant fixed] [--steps 6] [--drop 2] [--root bench-out]
     python -m experiments.benchmark --peers trl "ENV/bin/python trl_bench.py" --cases S:fixed S:eos
+    python -m experiments.benchmark --device gpu [--preset 0.5B]
 
 One iteration is 8 prompts × 8 completions: sample, reward, log-probs of the reference, loss, gradient, AdamW step, in
 float32. It runs through `train`, as a user's does. The first `--drop` iterations, which compile, are left out of the
@@ -11,6 +12,10 @@ The last line is `RESULT {json}` with the fields of the peers' scripts: `step_se
 with the seconds of each phase; tokens per second; the share of trained columns that are padding; peak memory; how many
 programs were compiled and how long that took; and the seconds from the start of the process to the end of its first
 iteration.
+
+`--device gpu` is another workload, of the size that one GPU is used for: the shapes of Qwen2.5-0.5B or 1.5B with random
+weights in bfloat16, 32 prompts of 256 tokens × 8 completions of 512. It adds how near each phase comes to its bound:
+`decode_bandwidth_share` of the memory's bandwidth, `update_flops_share` of the peak of the matrix units (`bounds.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +37,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.bounds import Work, peaks_of
 from experiments.common import use_compile_cache
-from grpo_jax import GRPOConfig, from_pretrained, train
+from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, train
 
 WORKLOAD: dict[str, Any] = {
     "num_prompts": 8,
@@ -50,6 +56,45 @@ WORKLOAD: dict[str, Any] = {
     },
 }
 """What an iteration is; another file of this form goes in by --workload."""
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+GPU_WORKLOAD: dict[str, Any] = {
+    **WORKLOAD,
+    "num_prompts": 32,
+    "dtype": "bfloat16",
+    "micro_batch": 32,
+    "presets": {
+        "0.5B": {
+            **_QWEN,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+        },
+        "1.5B": {
+            **_QWEN,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "head_dim": 128,
+        },
+    },
+    "variants": {"fixed": {"prompt_len": [256, 256], "max_new_tokens": 512}},
+}
+"""What an iteration is with --device gpu: presets are whole configs, made from scratch."""
 
 ALLOCATOR = {
     "OMP_NUM_THREADS": "2",
@@ -78,12 +123,28 @@ def count_words(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+def make_policy(config: Mapping[str, Any], dtype: str) -> Policy:
+    """Random weights, and a tokenizer of words `w3`, `w4`, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, config["vocab_size"])}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return init_policy(config, jax.random.key(0), dtype=dtype).replace(tokenizer=fast)
+
+
 def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOConfig:
     """The workload's settings."""
     group, optimizer = workload["group_size"], workload["optimizer"]
+    completions = workload["num_prompts"] * group
+    micro = workload.get("micro_batch", completions)
     return GRPOConfig(
         num_generations=group,
-        per_device_train_batch_size=workload["num_prompts"] * group,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=completions // micro,
+        compute_dtype=workload.get("dtype", "float32"),
         max_completion_length=workload["variants"][variant]["max_new_tokens"],
         max_steps=steps,
         shuffle_dataset=False,
@@ -97,7 +158,7 @@ def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOCo
         adam_epsilon=optimizer["eps"],
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=optimizer["max_grad_norm"],
-        gradient_checkpointing=False,
+        gradient_checkpointing=micro < completions,
         seed=workload["seed"],
         logging_steps=1,
         save_steps=None,
@@ -128,7 +189,10 @@ def benchmark(
 ) -> dict[str, Any]:
     """Run `steps` iterations and return what the RESULT line says."""
     compiles = CompileCount()
-    checkpoint = Path(root) / workload["variants"][variant]["ckpt"].format(preset=preset)
+    if "dtype" in workload:
+        policy = make_policy(workload["presets"][preset], workload["dtype"])
+    else:
+        policy = from_pretrained(str(Path(root) / workload["variants"][variant]["ckpt"].format(preset=preset)))
     prompts = workload["num_prompts"]
     started: list[float] = []
     iterations: list[dict[str, float]] = []
@@ -140,7 +204,7 @@ def benchmark(
         iterations.append({**metrics})
 
     train(
-        from_pretrained(str(checkpoint)),
+        policy,
         make_rows(workload, preset, variant, prompts * steps),
         count_words,
         make_config(workload, variant, steps),
@@ -155,7 +219,8 @@ def benchmark(
     median["step"] = median.pop("total")
     seconds = [i["seconds/total"] for i in iterations]
     rate = lambda name: statistics.median(t / i[name] for t, i in zip(kept_tokens, kept, strict=True))
-    return {
+    mean_length = statistics.mean(i["completions/mean_length"] for i in kept)
+    result = {
         "peer": "grpo_jax",
         "preset": preset,
         "variant": variant,
@@ -167,7 +232,8 @@ def benchmark(
         "max_step": round(max(seconds[drop:] or seconds), 3),
         "gen_tok_per_s": round(rate("seconds/rollout"), 1),
         "iter_tok_per_s": round(rate("seconds/total"), 1),
-        "mean_len": round(statistics.mean(i["completions/mean_length"] for i in kept), 2),
+        "update_tok_per_s": round(rate("seconds/update"), 1),
+        "mean_len": round(mean_length, 2),
         "padding_share": round(statistics.mean(i["padding_share"] for i in kept), 4)
         if "padding_share" in kept[0]
         else None,
@@ -178,6 +244,18 @@ def benchmark(
         "compiles_after_drop": counts[-1] - counts[drop - 1] if drop else counts[-1],
         "compile_seconds": round(compiles.seconds, 2),
     }
+    device = jax.devices()[0]
+    peaks = peaks_of(device.device_kind)
+    if peaks is not None:
+        shape = policy.model.config
+        length = workload["variants"][variant]["prompt_len"][1]
+        itemsize = np.dtype(shape.dtype).itemsize
+        work = Work(shape, prompts, workload["group_size"], length, mean_length, itemsize)
+        result["device"] = device.device_kind
+        result["decode_bandwidth_share"] = round(work.decode_bytes / median["rollout"] / peaks[1], 4)
+        result["update_flops_share"] = round(work.update_operations / median["update"] / peaks[0], 4)
+        result["peak_device_gb"] = round((device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9, 2)
+    return result
 
 
 def measure(command: Sequence[str]) -> dict[str, Any]:
@@ -234,7 +312,8 @@ def table(results: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmark", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--preset", default="S", help="size of the model (default S)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="gpu: another workload, see above")
+    parser.add_argument("--preset", help="size of the model (default S; with --device gpu 0.5B)")
     parser.add_argument("--variant", default="fixed", help="lengths of prompts and completions (default fixed)")
     parser.add_argument("--steps", type=int, default=6, help="iterations (default 6)")
     parser.add_argument("--drop", type=int, default=2, help="first iterations that do not count (default 2)")
@@ -249,7 +328,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cases", nargs="*", metavar="PRESET:VARIANT", help="with --peers: the cases to compare on")
     parser.add_argument("--workload", help="a JSON file in the place of the built-in workload")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.preset = arguments.preset or ("S" if arguments.device == "cpu" else "0.5B")
+    if arguments.device == "gpu" and jax.default_backend() != "gpu":
+        parser.error(
+            f"--device gpu: JAX sees no GPU here, only {jax.default_backend()}; install jax[cuda13] or jax[cuda12]"
+        )
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -258,7 +343,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.peers:
         return compare(arguments)
     use_compile_cache()
-    workload = json.loads(Path(arguments.workload).read_text()) if arguments.workload else WORKLOAD
+    workload = GPU_WORKLOAD if arguments.device == "gpu" else WORKLOAD
+    if arguments.workload:
+        workload = json.loads(Path(arguments.workload).read_text())
     result = benchmark(
         workload,
         arguments.preset,

@@ -135,6 +135,7 @@ def _sample(
             eos_token_ids=task.eos_token_ids,
             pad_token_id=task.pad_token_id,
             prompt_indices=cursor + np.arange(count),
+            batch_size=config.rollout_batch_size,
             **sampling_settings(config),
         )
         completions = jax.device_get(completions)

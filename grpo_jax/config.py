@@ -138,6 +138,8 @@ class GRPOConfig:
     """Completions of one iteration over all devices: another way to say `steps_per_generation`; set one of the two."""
     num_iterations: Count = 1
     """μ, passes over the completions of one iteration."""
+    rollout_batch_size: Count | None = None
+    """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. Ours."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
     """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
     num_train_epochs: Positive = 3.0
@@ -557,6 +559,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
         "importance_sampling_level loss_type",
         lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
         'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
+    ),
+    (
+        "rollout_batch_size num_generations",
+        lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
+        "must hold a group of num_generations completions; raise it, or use None for all at once",
     ),
     (
         "sync_ref_model beta",

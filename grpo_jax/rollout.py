@@ -5,8 +5,15 @@ fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). So a row's sample depen
 how rows are laid out over devices, cut into batches, or moved together when others have ended.
 
 Decoding goes in segments. Inside one, everything is on the device. Between two, the host looks which rows have ended,
-moves the living ones together into the layout that costs least, and grows the cache to the next bucket of slots, so
-that attention looks at few slots that nobody has reached.
+and gives their places to prompts that wait. Once none waits, it moves the living rows together into the layout that
+costs least. It grows the cache to the next bucket of slots, so that attention looks at few slots that nobody has
+reached. All rows write their keys to the same slot; one that came later begins in a later slot:
+
+```
+slot        0 1 2 3 4 5 6 7
+group 0     a b c d e · · ·     start 0
+group 1     · · x y z · · ·     start 2, in the place of a group that ended after slot 1
+```
 """
 
 from __future__ import annotations
@@ -64,10 +71,13 @@ def _is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
 
 
 def _step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """[steps, B, G, 2]: made for a whole segment at once, because one wide draw is cheaper than many narrow ones."""
-    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    counts = first + jnp.arange(steps)
-    return jax.vmap(lambda t: uniforms(fold(keys.reshape(-1), t).reshape(keys.shape)))(counts)
+    """[steps, B, G, 2] for the tokens first, first + 1, … of each group, `first` being [B] or one number.
+
+    Made for a whole segment at once, because one wide draw is cheaper than many narrow ones.
+    """
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
+    first = jnp.broadcast_to(first, keys.shape[:1])
+    return jax.vmap(lambda i: uniforms(fold(keys, first + i)))(jnp.arange(steps))
 
 
 class _Rows(flax.struct.PyTreeNode):
@@ -79,6 +89,7 @@ class _Rows(flax.struct.PyTreeNode):
       token: [B, G] the last token of each row.
       ended: [B, G] whether that was its last.
       keys: [B, G] typed keys.
+      start: [B] int32, slot of the cache in which the rows of each prompt begin.
     """
 
     prefix: Prefix
@@ -86,6 +97,7 @@ class _Rows(flax.struct.PyTreeNode):
     token: jax.Array
     ended: jax.Array
     keys: jax.Array
+    start: jax.Array
 
 
 Drawn = tuple[jax.Array, jax.Array, jax.Array]
@@ -93,8 +105,13 @@ Drawn = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling"))
-def _prefill(model, params, prompts, keys, *, eos_token_ids, pad_token_id, slots, sampling) -> tuple[_Rows, Drawn]:
-    """Read the prompts and draw the first token of every row, from logits computed once a prompt."""
+def _prefill(
+    model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling
+) -> tuple[_Rows, Drawn]:
+    """Read the prompts and draw the first token of every row, from logits computed once a prompt.
+
+    The next slot is `slot`: there these rows begin.
+    """
     b, g = keys.shape
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
@@ -104,7 +121,7 @@ def _prefill(model, params, prompts, keys, *, eos_token_ids, pad_token_id, slots
     dtype = prefix.layers[0][0].dtype
     keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
     cache = tuple((keys_of, values_of) for _ in prefix.layers)
-    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys)
+    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys, jnp.full(b, slot, jnp.int32))
     return rows, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
@@ -114,14 +131,14 @@ def _prefill(model, params, prompts, keys, *, eos_token_ids, pad_token_id, slots
     donate_argnames=("cache",),
 )
 def _decode(
-    model, params, cache, rows, first, count, *, steps, eos_token_ids, pad_token_id, sampling
+    model, params, cache, rows, slot, count, *, steps, eos_token_ids, pad_token_id, sampling
 ) -> tuple[_Rows, Drawn]:
-    """Decode `count` ≤ `steps` tokens from index `first` on; stops early when all rows have ended.
+    """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all rows have ended.
 
     The cache comes beside the rows, because it alone is donated: its memory is that of the new one.
     """
     b, g = rows.token.shape
-    u = _step_uniforms(rows.keys, first, steps)
+    u = _step_uniforms(rows.keys, slot - rows.start + 1, steps)
     tokens = jnp.full((steps, b, g), pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
@@ -133,7 +150,7 @@ def _decode(
     def step(carry):
         i, cache, token, ended, tokens, log_probs, mask = carry
         hidden, cache = model.apply(
-            {"params": params}, token[:, :, None], rows.prefix, cache, first + i - 1, method="hidden"
+            {"params": params}, token[:, :, None], rows.prefix, cache, slot + i, rows.start, method="hidden"
         )
         logits = model.apply({"params": params}, hidden[:, :, 0], method="unembed")
         drawn, log_prob = _draw(u[i], logits, sampling)
@@ -150,17 +167,22 @@ def _decode(
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts"))
-def _rearrange(lanes: tuple[_Rows, ...], groups, order, *, slots: int, parts: int) -> tuple[_Rows, ...]:
-    """Rows order [B', G'] of groups [B'] of all lanes together, with room for `slots` tokens, in so many lanes."""
+def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, parts: int) -> tuple[_Rows, ...]:
+    """Rows order [B', G'] of groups [B'] of all lanes together, with room for `slots` tokens, in so many lanes.
+
+    The first `shift` slots, in which no living row has anything, are given up.
+    """
     all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *lanes)
     pick = lambda x: x[groups[:, None], order]
-    own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
+    own = lambda x, axis: jnp.roll(pick(x.swapaxes(1, 2)).swapaxes(1, 2), -shift, axis)
     more, rest = (0, slots - all_rows.cache[0][1].shape[3]), ((0, 0),) * 3
     cache = tuple(
-        (jnp.pad(own(k), (*rest, (0, 0), more)), jnp.pad(own(v), (*rest, more, (0, 0)))) for k, v in all_rows.cache
+        (jnp.pad(own(k, 4), (*rest, (0, 0), more)), jnp.pad(own(v, 3), (*rest, more, (0, 0))))
+        for k, v in all_rows.cache
     )
     prefix = jax.tree.map(lambda x: x[groups], all_rows.prefix)
-    chosen = _Rows(prefix, cache, pick(all_rows.token), pick(all_rows.ended), pick(all_rows.keys))
+    tokens, ended, keys = (pick(x) for x in (all_rows.token, all_rows.ended, all_rows.keys))
+    chosen = _Rows(prefix, cache, tokens, ended, keys, all_rows.start[groups] - shift)
     size = len(groups) // parts
     return tuple(jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
 
@@ -231,71 +253,125 @@ def _streams(params: Params, groups: int, width: int) -> int:
     return max(n for n in range(1, most + 1) if groups % n == 0)
 
 
-def _generate_by_segments(model, params, prompts, keys, *, length, **settings):
-    """Decode in segments, moving living rows together between them: the tokens are those of one long decode."""
+class _Table:
+    """The whole call's tokens, log-probs and mask on the host, and which of its rows stands where on the device.
+
+    Attributes:
+      rows: [B', G'] which row of the call stands where; −1 for one that has ended or only fills the shape.
+      drawn: [B'] tokens drawn of each group's rows.
+      finished: [B·G] whether a row has drawn an EOS.
+    """
+
+    def __init__(self, count: int, length: int, pad_token_id: int, eos_token_ids: tuple[int, ...]):
+        self.tokens = np.full((count, length), pad_token_id, np.int32)
+        self.log_probs = np.zeros((count, length), np.float32)
+        self.mask = np.zeros((count, length), bool)
+        self.finished = np.zeros(count, bool)
+        self.rows = np.zeros((0, 0), int)
+        self.drawn = np.zeros(0, int)
+        self._eos = eos_token_ids
+
+    @property
+    def length(self) -> int:
+        """T, the most tokens of a row."""
+        return self.tokens.shape[1]
+
+    def note(self, rows: np.ndarray, before: np.ndarray, drawn: Drawn, count: int) -> np.ndarray:
+        """Take in `count` tokens more of rows [B', G'] that had `before` [B']; return which rows go on [B', G']."""
+        tokens, log_probs, mask = (np.asarray(x)[:, :, :count] for x in drawn)
+        at = before[:, None, None] + np.arange(count)
+        here = (rows >= 0)[:, :, None] & (at < self.length)
+        where = np.broadcast_to(rows[:, :, None], here.shape)[here], np.broadcast_to(at, here.shape)[here]
+        for whole, part in ((self.tokens, tokens), (self.log_probs, log_probs), (self.mask, mask)):
+            whole[where] = part[here]
+        ended = (np.isin(tokens, self._eos) & mask & here).any(axis=-1)
+        self.finished[rows[ended]] = True
+        return (rows >= 0) & ~ended & (before[:, None] + count < self.length)
+
+
+def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **settings):
+    """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
+
+    At most `at_once` groups stand on the device; the others wait, and enter some at a time.
+    """
     b, g = keys.shape
-    whole = (
-        np.full((b * g, length), settings["pad_token_id"], np.int32),
-        np.zeros((b * g, length), np.float32),
-        np.zeros((b * g, length), bool),
-    )
-    finished = np.zeros(b * g, bool)
-    rows = np.arange(b * g).reshape(b, g)  # which row of the batch stands where; −1 for one that only fills the shape
+    at_once = min(at_once, b)
+    table = _Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
     # Attention looks at all slots, so they grow with the rows, by few sizes.
     slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
-    parts = _streams(params, b, g)
-    size = b // parts
-    shares = [(jax.tree.map(lambda x, i=i: x[i : i + size], prompts), keys[i : i + size]) for i in range(0, b, size)]
-    results = run_in_streams(
-        lambda share: jax.block_until_ready(_prefill(model, params, *share, slots=slots, **settings)),
-        shares,
-        program=("prefill", size, g, slots, prompts.tokens.shape[1], jax.tree.structure(model)),
-    )
-    done = 0
-    while True:
-        lanes = [lane for lane, _ in results]
-        drawn = [np.concatenate(x) for x in zip(*(jax.device_get(x) for _, x in results), strict=True)]
-        ended = np.concatenate([np.asarray(lane.ended) for lane in lanes])
-        at = rows >= 0
-        count = min(drawn[0].shape[2], slots + 1 - done if done else 1)
-        for values, part in zip(whole, drawn, strict=True):
-            values[rows[at], done : done + count] = part[at][:, :count]
-        finished[rows[at]] = ended[at]
-        rows = np.where(ended, -1, rows)
-        done += count
-        if done >= length or finished.all():
-            break
-        survivors = _survivors(rows >= 0, _costs(model, params, lanes[0]))
-        if survivors is not None or done > slots:
-            if survivors is None:
-                survivors = np.arange(len(rows)), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-            if done > slots:
-                slots = min(2 * slots, length - 1)
-            groups, order = survivors
-            rows = rows[groups[:, None], order]
-            parts = _streams(params, *rows.shape)
-            lanes = list(_rearrange(tuple(lanes), groups, order, slots=slots, parts=parts))
-        count = min(SEGMENT, slots + 1 - done)
+    shape = (prompts.tokens.shape[1], jax.tree.structure(model))
 
-        def decode(lane: _Rows, first: int = done, count: int = count) -> tuple[_Rows, Drawn]:
-            some = (lane.cache, lane.replace(cache=None), first, count)
-            return jax.block_until_ready(_decode(model, params, *some, steps=SEGMENT, **settings))
-
+    def enter(first: int, count: int, slot: int) -> tuple[list[_Rows], np.ndarray, np.ndarray]:
+        """Lanes of the next `count` prompts, with one token of each row; their rows, −1 where there are none."""
+        numbers = np.arange(first, first + count)
+        parts = _streams(params, count, g)
+        some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
         results = run_in_streams(
-            decode,
-            lanes,
-            program=("decode", *rows.shape, parts, slots, prompts.tokens.shape[1], jax.tree.structure(model)),
+            lambda at: jax.block_until_ready(
+                _prefill(model, params, jax.tree.map(lambda x: x[at], prompts), keys[at], slot, slots=slots, **settings)
+            ),
+            some,
+            program=("prefill", count, parts, g, slots, *shape),
         )
-    tokens, log_probs, mask = (jnp.asarray(x.reshape(b, g, length)) for x in whole)
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=jnp.asarray(finished.reshape(b, g)))
+        rows = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
+        alive = table.note(np.maximum(rows, -1), np.zeros(count, int), _on_host(results), 1)
+        return [lane for lane, _ in results], np.where(alive, rows, -1), np.ones(count, int)
+
+    lanes, rows, drawn = enter(0, at_once, 0)
+    slot, entered, some = 0, at_once, max(1, at_once // 4)
+    while True:
+        empty = ~(rows >= 0).any(axis=1)
+        order = None
+        if entered < b and empty.sum() >= some:
+            new, new_rows, new_drawn = enter(entered, some, slot)
+            lanes, entered = [*lanes, *new], entered + some
+            rows, drawn = np.concatenate([rows, new_rows]), np.concatenate([drawn, new_drawn])
+            groups = np.argsort(np.append(empty, np.zeros(some, bool)), kind="stable")[:at_once]
+            order = np.broadcast_to(np.arange(g), (at_once, g))
+        elif empty.all():
+            break
+        elif entered >= b and (survivors := _survivors(rows >= 0, _costs(model, params, lanes[0]))) is not None:
+            groups, order = survivors
+        elif slot >= slots:
+            groups, order = np.arange(len(rows)), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+        if order is not None:
+            rows, drawn = rows[groups[:, None], order], drawn[groups]
+            alive = (rows >= 0).any(axis=1)
+            shift = slot + 1 - int(drawn[alive].max(initial=1))
+            slot -= shift
+            if slot >= slots:
+                slots = min(2 * slots, length - 1)
+            parts = _streams(params, *rows.shape)
+            lanes = list(_rearrange(tuple(lanes), groups, order, shift, slots=slots, parts=parts))
+            if not alive.any():
+                continue
+        count = min(SEGMENT, slots - slot, length - int(drawn[(rows >= 0).any(axis=1)].min()))
+
+        def decode(lane: _Rows, slot: int = slot, count: int = count) -> tuple[_Rows, Drawn]:
+            part = (lane.cache, lane.replace(cache=None), slot, count)
+            return jax.block_until_ready(_decode(model, params, *part, steps=SEGMENT, **settings))
+
+        results = run_in_streams(decode, lanes, program=("decode", *rows.shape, len(lanes), slots, *shape))
+        lanes = [lane for lane, _ in results]
+        rows = np.where(table.note(rows, drawn, _on_host(results), count), rows, -1)
+        drawn, slot = drawn + count, slot + count
+    arrays = (table.tokens, table.mask, table.log_probs)
+    tokens, mask, log_probs = (jnp.asarray(x.reshape(b, g, length)) for x in arrays)
+    return Completions(tokens, mask, log_probs, jnp.asarray(table.finished.reshape(b, g)))
+
+
+def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
+    """What the lanes drew, [B', G', steps]."""
+    drawn = zip(*(jax.device_get(x) for _, x in results), strict=True)
+    return tuple(np.concatenate(parts) for parts in drawn)
 
 
 def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
-    rows, first = _prefill(model, params, prompts, keys, slots=max(1, length - 1), **settings)
+    rows, first = _prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
     if length > 1:
         rows, rest = _decode(
-            model, params, rows.cache, rows.replace(cache=None), 1, length - 1, steps=length - 1, **settings
+            model, params, rows.cache, rows.replace(cache=None), 0, length - 1, steps=length - 1, **settings
         )
         first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
     tokens, log_probs, mask = first
@@ -344,6 +420,7 @@ def generate(
     eos_token_ids: Sequence[int] = (),
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
+    batch_size: int | None = None,
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
@@ -360,6 +437,8 @@ def generate(
       pad_token_id: what stands after the end of a row.
       prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its
         samples wherever it stands, if it keeps its number.
+      batch_size: completions that are decoded at a time, in whole groups; further prompts wait and take the places of
+        those that have ended, which changes no sample. None: all at once. Not inside a `jit`.
 
     Returns:
       `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them.
@@ -385,6 +464,8 @@ def generate(
     for name, value in (("num_generations", num_generations), ("max_completion_length", max_completion_length)):
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
+    if batch_size is not None and batch_size < num_generations:
+        raise ValueError(f"batch_size must hold a group of {num_generations} completions; got {batch_size!r}.")
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
     keys = row_keys(key, jnp.asarray(prompt_indices), num_generations)
@@ -399,4 +480,5 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
-    return _generate_by_segments(as_argument(model), params, prompts, keys, **settings)
+    at_once = len(prompts.lengths) if batch_size is None else batch_size // num_generations
+    return _generate_by_segments(as_argument(model), params, prompts, keys, at_once=at_once, **settings)

@@ -50,6 +50,11 @@ BAD = [
     (dict(steps_per_generation=0), f"steps_per_generation = 0: {UP}"),
     (dict(generation_batch_size=0), f"generation_batch_size = 0: {UP}"),
     (dict(num_iterations=0), f"num_iterations = 0: {UP}"),
+    (dict(rollout_batch_size=0), f"rollout_batch_size = 0: {UP}"),
+    (
+        dict(rollout_batch_size=7),
+        "rollout_batch_size = 7: must hold a group of num_generations completions; raise it, or use None for all at once",
+    ),
     (dict(max_steps=-2), "max_steps = -2: must be at least -1; use -1 to train by num_train_epochs"),
     (
         dict(max_steps=0),
@@ -503,6 +508,7 @@ OURS = dict(
     on_reward_error="raise",
     dynamic_sampling=False,
     max_refills=4,
+    rollout_batch_size=None,
     max_kl_old=None,
     kl_estimator="k3",
     kl_placement="loss",

@@ -105,6 +105,32 @@ def test_the_length_of_a_segment_changes_nothing(segment, monkeypatch):
     assert_same(sample(), sampled())
 
 
+MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
+
+
+@functools.cache
+def sampled_at_once() -> Completions:
+    return sample(MANY, num_generations=3, max_completion_length=90)
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, monkeypatch):
+    """Twelve prompts through 1 or 4 places: groups of different ages side by side, and slots given up as they end."""
+    expected, steps, plain = sampled_at_once(), [], rollout._decode
+
+    def decode(*arguments, **settings):
+        rows, drawn = plain(*arguments, **settings)
+        steps.append(rows)
+        return rows, drawn
+
+    monkeypatch.setattr(rollout, "_decode", decode)
+    completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
+    assert_same(completions, expected)
+    assert len(steps) > 2 * 90 // rollout.SEGMENT
+    assert all(rows.token.shape[0] <= places for rows in steps if rows.token.shape[1] == 3), "too many groups"
+    assert places == 1 or any(np.unique(rows.start).size > 1 for rows in steps), "no group came later than another"
+
+
 def test_a_row_does_not_depend_on_the_batch_around_it():
     """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
     alone = make_prompts([PROMPTS[2]], length=9)
@@ -216,6 +242,7 @@ def test_long_prompts_keep_rows_with_their_group():
         ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
         ({"num_generations": 1.5}, "num_generations must be an integer ≥ 1; got 1.5"),
         ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
+        ({"batch_size": 7}, "batch_size must hold a group of 8 completions; got 7"),
         ({"temperature": -1}, "temperature must be a finite number"),
         (
             {"prompts": Prompts(jnp.zeros((3,), jnp.int32), jnp.ones((3,), jnp.int32))},

@@ -79,6 +79,7 @@ def group_attention(
     prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
     *,
     index: jax.Array | int,
+    start: jax.Array | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -89,10 +90,11 @@ def group_attention(
 
     Args:
       q: [B, H_kv, G, T, R, d]; R query heads share a key head.
-      k: [B, H_kv, G, d, S]; query t stands at slot `index + t` and sees slots 0..index+t.
+      k: [B, H_kv, G, d, S]; query t stands at slot `index + t` and sees slots start..index+t.
       v: [B, H_kv, G, S, d].
       prefix: keys and values [B, H_kv, P, d] and lengths [B], or None.
       index: slot of the first query.
+      start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
       soft_cap: c in c·tanh(score/c).
@@ -106,7 +108,11 @@ def group_attention(
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
-    return _attend(q, k, v, prefix, visible[None], slot[None], scale=scale, window=window, soft_cap=soft_cap)
+    visible, position = visible[None], slot[None]
+    if start is not None:
+        visible &= jnp.arange(s).reshape(1, 1, s) >= start.reshape(-1, 1, 1)
+        position = position - start.reshape(-1, 1)
+    return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def lane_attention(
@@ -160,8 +166,8 @@ def lane_attention(
     return out[:, :, 0].swapaxes(0, 1).reshape(1, h, 1, n, r, d)
 
 
-def _attend(q, k, v, prefix, visible, slot, *, scale, window, soft_cap):
-    """`group_attention`, with masks visible [B or 1, T, S] and slots of the queries [B or 1, T]."""
+def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
+    """`group_attention`, with masks visible [B or 1, T, S] and positions of the queries in their rows [B or 1, T]."""
     b, h, g, t, r, d = q.shape
     s = v.shape[3]
 
@@ -184,7 +190,7 @@ def _attend(q, k, v, prefix, visible, slot, *, scale, window, soft_cap):
     at = jnp.arange(p).reshape(1, 1, p)
     seen = at < lengths.reshape(b, 1, 1)
     if window is not None:
-        seen = seen & (lengths.reshape(b, 1, 1) + slot.reshape(-1, t, 1) - at < window)
+        seen = seen & (lengths.reshape(b, 1, 1) + position.reshape(-1, t, 1) - at < window)
     shared = jnp.where(seen.reshape(b, 1, 1, -1, 1, p), shared, MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)

@@ -285,7 +285,7 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, lane):
+    def __call__(self, x, tables, prefix, cache, index, start, lane):
         c = self.config
         b, g, t, _ = x.shape
         h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
@@ -318,7 +318,7 @@ class Attention(nn.Module):
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if lane is None:
-            y = group_attention(q, keys, v, prefix, index=index, **how)
+            y = group_attention(q, keys, v, prefix, index=index, start=start, **how)
         else:
             y = lane_attention(q, k, v, prefix, lane, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, t, h * r * d)
@@ -337,8 +337,10 @@ class MLP(nn.Module):
         def linear(name, features):
             return Linear(features, c.mlp_bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
 
-        gate = ACTIVATIONS[c.activation](linear("gate_proj", c.intermediate_size)(x))
-        return linear("down_proj", c.hidden_size)(gate * linear("up_proj", c.intermediate_size)(x))
+        gate, up = (linear(name, c.intermediate_size)(x) for name in ("gate_proj", "up_proj"))
+        gated = lambda gate, up: ACTIVATIONS[c.activation](gate) * up
+        # What lies between the products is cheaper to make again in the backward pass than to write and to keep.
+        return linear("down_proj", c.hidden_size)(jax.checkpoint(gated)(gate, up))
 
 
 class Experts(nn.Module):
@@ -396,7 +398,7 @@ class Layer(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, lane):
+    def __call__(self, x, tables, prefix, cache, index, start, lane):
         c = self.config
 
         def norm(name):
@@ -406,15 +408,15 @@ class Layer(nn.Module):
         sparse = bool(c.expert_layers) and c.expert_layers[self.layer]
         mlp = MixtureOfExperts(c, name="mlp") if sparse else MLP(c, name="mlp")
         if c.norms == "pre":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, lane)
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane)
             x = x + y
             return x + mlp(norm("post_attention_layernorm")(x)), kv
         if c.norms == "sandwich":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, lane)
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane)
             x = x + norm("post_attention_layernorm")(y)
             y = mlp(norm("pre_feedforward_layernorm")(x))
             return x + norm("post_feedforward_layernorm")(y), kv
-        y, kv = attention(x, tables, prefix, cache, index, lane)
+        y, kv = attention(x, tables, prefix, cache, index, start, lane)
         x = x + norm("post_attention_layernorm")(y)
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
 
@@ -480,6 +482,7 @@ class Transformer(nn.Module):
         prefix: Prefix | None = None,
         cache: Cache | None = None,
         index: jax.Array | int = 0,
+        start: jax.Array | None = None,
         lane: Lane | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Last hidden states of G rows a prompt.
@@ -489,6 +492,7 @@ class Transformer(nn.Module):
           prefix: the prompts' keys and values; None where the rows stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
           index: slot of the first token.
+          start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
           lane: with tokens [1, 1, N], rows of any of the prefix's prompts laid end to end; None: rows side by side.
 
         Returns:
@@ -503,6 +507,8 @@ class Transformer(nn.Module):
             positions = (lengths + lane.position)[None]
         elif prefix is not None:
             positions = positions + prefix.lengths[:, None]
+        if start is not None:
+            positions = positions - start[:, None]
         longest = cache[0][1].shape[3] if cache is not None else t if lane is None else lane.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
@@ -514,7 +520,7 @@ class Transformer(nn.Module):
         own = []
         for i, layer in enumerate(self.layers):
             shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
-            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index, lane)
+            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index, start, lane)
             own.append(kv)
         return self.norm(x), tuple(own)
 
