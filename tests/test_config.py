@@ -53,7 +53,7 @@ BAD = [
     (dict(rollout_batch_size=0), f"rollout_batch_size = 0: {UP}"),
     (
         dict(rollout_batch_size=7),
-        "rollout_batch_size = 7: must hold a group of num_generations completions; raise it, or use None for all at once",
+        "rollout_batch_size = 7: must hold a group of num_generations completions; raise it or use None",
     ),
     (dict(max_steps=-2), "max_steps = -2: must be at least -1; use -1 to train by num_train_epochs"),
     (
