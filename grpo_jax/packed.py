@@ -34,7 +34,8 @@ from grpo_jax.update import score_batch, train_step
 __all__ = ["score", "update"]
 
 CPU_TOKENS = 512
-"""Tokens of a piece on a CPU at most: enough to fill its matrix products; with more, activations leave the cache."""
+"""Tokens of a piece on a CPU at most, twice as many where one stream computes it: enough to fill the matrix products of
+all cores; with more, activations leave the cache."""
 
 _jit_train_step = jax.jit(
     train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
@@ -119,7 +120,7 @@ def _pieces(params: Params, tokens: jax.Array, mask: jax.Array, micro: tuple[int
     longest = tokens.shape[2]
     most = micro[0] * micro[1] * longest
     if all(device.platform == "cpu" for device in devices_of(params)):
-        most = min(most, CPU_TOKENS)
+        most = min(most, CPU_TOKENS if count_streams(params, 2) > 1 else 2 * CPU_TOKENS)
     return pack(np.asarray(tokens), np.asarray(mask), size=piece_size(most, longest))
 
 

@@ -18,6 +18,9 @@ from grpo_jax.types import Params
 
 __all__ = ["count_streams", "devices_of", "run_in_streams"]
 
+CACHED = 64 * 2**20
+"""Bytes of parameters that a CPU's cache may hold: larger ones come from memory, once for each stream."""
+
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -34,10 +37,13 @@ def devices_of(params: Params) -> set[Any]:
 def count_streams(params: Params, parts: int) -> int:
     """How many streams serve a batch that is cut into `parts` parts: the number of cores, at most one a part.
 
-    1 unless the parameters are on one CPU device.
+    1 unless the parameters are on one CPU device, and small: the products of a large model keep all cores busy, and a
+    second stream would only read its weights once more.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
+        return 1
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > CACHED:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(parts, cores))

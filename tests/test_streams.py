@@ -1,7 +1,6 @@
 """Streams: a batch shared out to threads is the same batch."""
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,13 @@ def test_there_are_as_many_streams_as_cores_and_no_more_than_parts(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
     assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
+
+
+def test_large_parameters_are_read_by_one_stream(monkeypatch):
+    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
+    monkeypatch.setattr(streams, "CACHED", 40)
+    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(6)}, 9) == 4
+    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(7)}, 9) == 1
 
 
 def test_lanes_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
@@ -64,20 +70,17 @@ def test_samples_are_those_of_one_stream(monkeypatch, into):
 
 
 def test_a_new_program_is_met_by_one_thread_first():
-    running, most = [], []
+    others = threading.Event()
 
-    def part(i):
-        running.append(i)
-        most.append(len(running))
-        time.sleep(0.05)
-        running.remove(i)
-        return i
+    def first_alone(i):
+        if i == 0:
+            return others.wait(timeout=0.2)
+        others.set()
+        return True
 
-    assert streams.run_in_streams(part, [0, 1, 2], program="of this test") == [0, 1, 2]
-    assert most[:2] == [1, 1], "the first part was alone"
-    most.clear()
-    assert streams.run_in_streams(part, [0, 1, 2], program="of this test") == [0, 1, 2]
-    assert max(most) == 3
+    assert streams.run_in_streams(first_alone, [0, 1, 2], program="of this test") == [False, True, True]
+    meet = threading.Barrier(3, timeout=30)
+    assert len(streams.run_in_streams(lambda i: meet.wait(), [0, 1, 2], program="of this test")) == 3
 
 
 def test_streams_compile_a_program_once(monkeypatch):
