@@ -9,9 +9,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # experiments keep compiled programs in the user's cache; tests do not
 
-import chex
-import jax
-import pytest
+# Tests compile far more than they compute: without LLVM's optimizer they take little more than half the time. What XLA
+# itself makes of a program (fusions, operations, bytes), which tests count, comes before that and is the same.
+_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{_FAST} {os.environ.get('XLA_FLAGS', '')}"
+
+import chex  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 chex.set_n_cpu_devices(4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
