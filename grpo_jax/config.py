@@ -271,6 +271,9 @@ class GRPOConfig:
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
     save_total_limit: Count | None = None
     """Checkpoints kept, the newest ones; None: all."""
+    max_skipped_updates: Count | None = 10
+    """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
+    Ours."""
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
@@ -396,6 +399,20 @@ def check_run(
       ValueError: this run has 1 error:
         reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
     """
+    raise_all("this run", run_problems(**locals()))
+
+
+def run_problems(
+    config: GRPOConfig,
+    *,
+    num_devices: int,
+    num_rows: int,
+    num_reward_fns: int,
+    num_eval_rows: int | None,
+    longest_prompt: int | None,
+    context_length: int | None,
+) -> list[str]:
+    """The error lines of `check_run`, which documents the arguments."""
     problems = list(_split_problems(config, config.data_shards(num_devices)))
     if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
         product = " × ".join(str(size) for size in config.mesh.values())
@@ -430,7 +447,7 @@ def check_run(
                 f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt or 1} tokens this passes"
                 f" the {context_length} positions of the model; lower it, or max_prompt_length"
             )
-    raise_all("this run", problems)
+    return problems
 
 
 # What people write who come from elsewhere, and what it is here.

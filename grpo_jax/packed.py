@@ -24,14 +24,16 @@ import optax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.log_probs import read_prompts, score_piece
+from grpo_jax.losses import MetricSums
 from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
 from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
+from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step
 
-__all__ = ["score", "update"]
+__all__ = ["gradients", "score", "update"]
 
 CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most: enough to fill its matrix products; with more, activations leave the cache."""
@@ -39,6 +41,7 @@ CPU_TOKENS = 512
 _jit_train_step = jax.jit(
     train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
 )
+_jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
 _jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
@@ -76,9 +79,32 @@ def update(
 
     A packed update adds the metric `padding_share`, the share of the trained columns that hold no token.
     """
-    fixed: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
+    how: dict[str, Any] = {"config": config, "on_policy": on_policy, "micro": micro}
     if not _packs(model, state.params):
-        return _jit_train_step(state, batch, optimizer=optimizer, micro=micro, **fixed)
+        return _jit_train_step(state, batch, model=as_argument(model), optimizer=optimizer, **how)
+    grads, sums, pieces = _gradients(state, batch, model=model, **how)
+    state, metrics = _jit_apply(state, grads, sums, optimizer=optimizer, config=config)
+    # Pieces count the rows that fill their shape, and miss those without a token.
+    rows = batch.mask.shape[0] * batch.mask.shape[1]
+    return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(pieces))}
+
+
+def gradients(
+    state: TrainState, batch: Batch, *, model: Model, config: GRPOConfig, on_policy: bool, micro: tuple[int, int]
+) -> tuple[Params, list[MetricSums]]:
+    """The first half of `update`: the gradient of a batch, and the metric sums of its parts."""
+    how: dict[str, Any] = {"config": config, "on_policy": on_policy, "micro": micro}
+    if not _packs(model, state.params):
+        return _jit_gradients(state, batch, model=as_argument(model), **how)
+    grads, sums, _ = _gradients(state, batch, model=model, **how)
+    return grads, sums
+
+
+def _gradients(
+    state: TrainState, batch: Batch, *, model: Model, config: GRPOConfig, on_policy: bool, micro: tuple[int, int]
+) -> tuple[Params, list[MetricSums], list[Piece]]:
+    """Gradient and metric sums of a packed batch, and its pieces."""
+    fixed: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
     pieces = _pieces(state.params, batch.tokens, batch.mask, micro)
     entropies = None
     if config.top_entropy_quantile < 1:
@@ -91,22 +117,19 @@ def update(
     read, pullbacks = _read(state.params, batch.prompts, dropout, fixed["model"], pieces, backward=True)
 
     def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
-        gradients, sums = _zeros((state.params, read)), []
+        grads, sums = _zeros((state.params, read)), []
         for i in numbers:
-            gradients, more = _add_piece(gradients, state, read, batch, pieces[i], totals, dropout, i, **fixed)
+            grads, more = _add_piece(grads, state, read, batch, pieces[i], totals, dropout, i, **fixed)
             sums.append(more)
-        return jax.block_until_ready((gradients, sums))
+        return jax.block_until_ready((grads, sums))
 
     program = ("gradients", *_shape(pieces, read), jax.tree.structure(fixed["model"]), config, on_policy)
     results = run_in_streams(gradients_of, _shares(state.params, pieces), program=program)
-    total, of_read = _sum([gradients for gradients, _ in results])
+    total, of_read = _sum([grads for grads, _ in results])
     sums = [more for _, sums in results for more in sums]
     for i, pullback in enumerate(pullbacks):
         total = _add_prompts(total, pullback, of_read, read, i, parts=len(pullbacks))
-    state, metrics = _jit_apply(state, total, sums, optimizer=optimizer, config=config)
-    # Pieces count the rows that fill their shape, and miss those without a token.
-    rows = batch.mask.shape[0] * batch.mask.shape[1]
-    return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(pieces))}
+    return total, sums, pieces
 
 
 def _packs(model: Model, params: Params) -> bool:
