@@ -416,7 +416,10 @@ def run_problems(
     problems = list(_split_problems(config, config.data_shards(num_devices)))
     if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
         product = " × ".join(str(size) for size in config.mesh.values())
-        problems.append(f"{_setting(config, 'mesh')}: {product} is not the {num_devices} devices there are; make it so")
+        problems.append(
+            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+            " that, or leave mesh at None for one device"
+        )
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -456,6 +459,12 @@ _ELSEWHERE = {
     "bf16": 'use compute_dtype="bfloat16"',
     "fp16": 'use compute_dtype="bfloat16"',
     "use_vllm": "leave it out: the sampler is built in",
+    "deepspeed": "leave it out: mesh says how params are cut",
+    "fsdp": "leave it out: mesh says how params are cut",
+    "lr": "use learning_rate",
+    "max_length": "use max_completion_length, or max_prompt_length",
+    "model_init_kwargs": "leave it out: from_pretrained takes such settings",
+    "remove_unused_columns": "leave it out: reward functions get the columns that they name",
     "report_to": "pass callbacks to train",
     "eval_strategy": "leave it out: eval_steps says it",
     "save_strategy": "leave it out: save_steps says it (None: at the end only)",
@@ -589,6 +598,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+    ),
+    (
+        "reward_weights",
+        lambda c: bool(c.reward_weights) and not any(c.reward_weights),
+        "no reward would count; give at least one weight that is not 0",
     ),
     (
         "max_steps",

@@ -33,7 +33,7 @@ from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step
 
-__all__ = ["gradients", "score", "update"]
+__all__ = ["gradients", "lower_update", "score", "update"]
 
 CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most: enough to fill its matrix products; with more, activations leave the cache."""
@@ -132,6 +132,33 @@ def _gradients(
     return total, sums, pieces
 
 
+def lower_update(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    config: GRPOConfig,
+    on_policy: bool,
+    micro: tuple[int, int],
+) -> Any:
+    """The largest program of `update`, lowered for batches whose rows are all T long; only shapes are looked at."""
+    how: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
+    if not _packs(model, state.params):
+        return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, **how)
+    full = np.ones(batch.mask.shape, bool)
+    pieces = _pieces(state.params, full.astype(np.int32), full, micro)
+    parts = _parts(batch.prompts, pieces)
+    dropout = state.key if getattr(model, "dropout", 0) else None
+    read_part = functools.partial(_read_part, parts=parts, backward=True)
+    read, _ = jax.eval_shape(read_part, state.params, batch.prompts, dropout, how["model"], 0)
+    read = jax.eval_shape(_join, [read] * parts)
+    entropies = batch.sampling_log_probs if config.top_entropy_quantile < 1 else None
+    totals = jax.eval_shape(lambda batch, x: count_totals(batch, config, x), batch, entropies)
+    zeros = jax.eval_shape(_zeros, (state.params, read))
+    return _add_piece.lower(zeros, state, read, batch, pieces[0], totals, dropout, 0, **how)
+
+
 def _packs(model: Model, params: Params) -> bool:
     """Whether a batch is packed: for models of this package, on one device."""
     return hasattr(model, "prefill") and len(devices_of(params)) < 2
@@ -162,12 +189,15 @@ def _read(
     params: Params, prompts: Prompts, dropout: jax.Array | None, model: Any, pieces: list[Piece], *, backward: bool
 ) -> tuple[Any, list[Any]]:
     """`read_prompts` of all prompts, in parts of a piece's size; and, for the way back, the pullback of each part."""
-    b, p = prompts.tokens.shape
-    count = max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= pieces[0].tokens.shape[0]))
-    parts = [
-        _read_part(params, prompts, dropout, model, i, parts=b // count, backward=backward) for i in range(b // count)
-    ]
+    count = _parts(prompts, pieces)
+    parts = [_read_part(params, prompts, dropout, model, i, parts=count, backward=backward) for i in range(count)]
     return _join([read for read, _ in parts]), [pullback for _, pullback in parts]
+
+
+def _parts(prompts: Prompts, pieces: list[Piece]) -> int:
+    """How many equal parts prompts are read in, so that none is larger than a piece (or it is a single prompt)."""
+    b, p = prompts.tokens.shape
+    return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= pieces[0].tokens.shape[0]))
 
 
 def _part(tree: Any, number: jax.Array | int, parts: int) -> Any:

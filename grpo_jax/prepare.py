@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import optax
 
 from grpo_jax.collect import Task
@@ -20,9 +21,10 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.rewards import check_reward_fns
+from grpo_jax.state import TrainState, create_state
 from grpo_jax.types import Model
 
-__all__ = ["Run", "prepare", "with_settings"]
+__all__ = ["Run", "new_state", "prepare", "with_settings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +70,14 @@ def prepare(
     faults = _Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
+    faults.of(_check_optimizer, optimizer)
     fns = faults.of(_functions, reward_fns)
     sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
     rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
     if fns is not None:
-        # The columns of both datasets, the functions of one run: what is missing in both is said once.
-        columns = [names for names in dict.fromkeys(tuple(some[0]) for some in rows.values() if some)]
-        for names in columns or [()] * (not fns):
-            faults.of(check_reward_fns, fns, names)
+        columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
+        for name, names in columns.items():
+            faults.of(check_reward_fns, fns, names, argument="the dataset" if name == "dataset" else name)
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
@@ -140,6 +142,15 @@ def _check_policy(policy: Any) -> None:
         )
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise unless it is an optax transformation, or None."""
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
+            "config's"
+        )
+
+
 def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
     """Reward functions as a list."""
     if callable(reward_fns):
@@ -178,3 +189,19 @@ def with_settings(model: Model, config: GRPOConfig) -> Model:
     shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
     decoder = Transformer(shape)
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
+
+
+def new_state(run: Run) -> TrainState:
+    """The state at step 0, holding only what this config will read."""
+    config = run.task.config
+    return create_state(
+        run.policy.params,
+        run.optimizer,
+        jax.random.key(config.seed),
+        keep_old=run.sizes.updates > 1,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        entropy_coef=config.entropy_coef,
+        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
+        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+    )

@@ -12,15 +12,16 @@ import optax
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.collect import collect
 from grpo_jax.config import GRPOConfig, Sizes
+from grpo_jax.dry_run import rehearse
 from grpo_jax.evaluate import evaluate
 from grpo_jax.models.huggingface import Policy
 from grpo_jax.monitor import Monitor
 from grpo_jax.packed import update
-from grpo_jax.prepare import Run, prepare
+from grpo_jax.prepare import Run, new_state, prepare
 from grpo_jax.progress import Progress
 from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
-from grpo_jax.state import TrainState, begin_iteration, create_state
+from grpo_jax.state import TrainState, begin_iteration
 from grpo_jax.types import Batch
 from grpo_jax.update import train_step
 
@@ -39,6 +40,7 @@ def train(
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
+    dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
 
@@ -53,14 +55,20 @@ def train(
         run that is found there is continued.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      dry_run: try everything once on one group of completions, print what was found, and write nothing.
 
     Returns:
-      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it.
+      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it. Of a dry run
+      a `dry_run.DryRun`.
 
     Raises:
       ValueError: anything wrong with the arguments, before anything expensive runs.
       NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
     """
+    if dry_run:
+        return rehearse(  # type: ignore[return-value]  # of a run, callers want a state and no union
+            policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer
+        )
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
     bad_batches = BadBatches(run_dir, run)
     with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, config, callbacks=callbacks) as monitor:
@@ -112,22 +120,6 @@ def train(
             if progress.step == run.total_steps or progress.step % (config.save_steps or run.total_steps) == 0:
                 checkpoints.save(state, progress, batch)
     return state
-
-
-def new_state(run: Run) -> TrainState:
-    """The state at step 0, holding only what this config will read."""
-    config = run.task.config
-    return create_state(
-        run.policy.params,
-        run.optimizer,
-        jax.random.key(config.seed),
-        keep_old=run.sizes.updates > 1,
-        keep_reference=config.beta > 0,
-        keep_initial=config.sync_ref_model,
-        entropy_coef=config.entropy_coef,
-        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
-        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
-    )
 
 
 def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
