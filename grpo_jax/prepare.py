@@ -97,7 +97,8 @@ def prepare(
         lines = []
     if len(faults) == 1 and not lines:
         raise faults[0]
-    raise_all("this run", [*map(str, faults), *lines])
+    # A fault may itself be a list: its head is left out.
+    raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     total_steps = config.total_steps(len(data.rows))
     return Run(
         policy=policy.replace(model=model),
@@ -117,6 +118,10 @@ def prepare(
         optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
         schedule=make_schedule(config, total_steps) if optimizer is None else None,
     )
+
+
+def _lines(fault: Exception) -> list[str]:
+    return str(fault).split("\n  ")[1:] or [str(fault)]
 
 
 def _check_config(config: Any) -> None:
