@@ -601,7 +601,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
     ),
     (
         "reward_weights",
-        lambda c: bool(c.reward_weights) and not any(c.reward_weights),
+        lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
         "no reward would count; give at least one weight that is not 0",
     ),
     (

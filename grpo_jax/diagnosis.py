@@ -104,11 +104,9 @@ def diagnose(
                 break
         elif not np.isfinite(values).all():
             value, at = _first_bad(values)
-            places = dict(zip(("prompt", "completion", "token"), at, strict=False))
-            found = Finding(term, value, **places, count=int((~np.isfinite(values)).sum()))
-            if rows is not None and found.completion is not None:
-                row = rows[found.prompt * batch.mask.shape[1] + found.completion]
-                found = dataclasses.replace(found, row=row)
+            b, g, t, *_ = (*at, None, None, None)
+            row = None if rows is None or b is None or g is None else rows[b * batch.mask.shape[1] + g]
+            found = Finding(term, value, b, g, t, count=int((~np.isfinite(values)).sum()), row=row)
             break
     else:
         return None

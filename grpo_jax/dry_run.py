@@ -125,7 +125,7 @@ def _bytes(tree: Any) -> int:
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that they hold, by XLA's own account."""
     config, sizes, task = run.task.config, run.sizes, run.task
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
     prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
     params = state.params

@@ -146,7 +146,7 @@ def lower_update(
     how: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
     if not _packs(model, state.params):
         return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, **how)
-    full = np.ones(batch.mask.shape, bool)
+    full: Any = np.ones(batch.mask.shape, bool)
     pieces = _pieces(state.params, full.astype(np.int32), full, micro)
     parts = _parts(batch.prompts, pieces)
     dropout = state.key if getattr(model, "dropout", 0) else None

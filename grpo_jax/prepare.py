@@ -84,13 +84,14 @@ def prepare(
         model = with_settings(policy.model, config)
         shape = model.config if isinstance(model, Transformer | LoraModel) else None
         longest = max(map(len, data.token_ids)) if data else 1
+        longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])
         lines = run_problems(
             config,
             num_devices=1,
             num_rows=len(data.rows) if data else 1,
             num_reward_fns=len(fns or [None]),
             num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
-            longest_prompt=longest,
+            longest_prompt=longest_of_all,
             context_length=None if shape is None else shape.max_position_embeddings,
         )
     else:
@@ -99,6 +100,7 @@ def prepare(
         raise faults[0]
     # A fault may itself be a list: its head is left out.
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
+    assert data is not None, "what has no data has faults"
     total_steps = config.total_steps(len(data.rows))
     return Run(
         policy=policy.replace(model=model),
@@ -162,7 +164,7 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
         return [reward_fns]
     if isinstance(reward_fns, dict) or not hasattr(reward_fns, "__iter__"):
         raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
-    return [reward_fns] if isinstance(reward_fns, str) else list(reward_fns)
+    return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
 def _encode(policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, argument: str) -> EncodedPrompts | None:

@@ -186,7 +186,8 @@ def _write(
         "rows": None if rows is None else plain(rows),
     }
     with appearing(target) as scratch:
-        np.savez(scratch / "arrays.npz", **{name: np.asarray(x) for name, x in arrays.items()})
+        as_numpy: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
+        np.savez(scratch / "arrays.npz", **as_numpy)
         (scratch / "about.json").write_text(json.dumps(about, indent=2, ensure_ascii=False), encoding="utf-8")
 
 

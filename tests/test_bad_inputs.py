@@ -175,7 +175,7 @@ BAD = [
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[]), "eval_dataset is empty: give at least one row with a 'prompt'"),
     (
-        dict(eval_dataset=[{"prompt": "a"}]),
+        dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
         "needs the argument 'answer', which is no column of eval_dataset (columns: no",
     ),
     (dict(eval_dataset=[{"prompt": "", "answer": ""}]), "eval_dataset row 0: the tokenizer encodes the prompt ''"),
