@@ -24,7 +24,7 @@ from grpo_jax.models.transformer import count_parameters
 from grpo_jax.objective import sampling_settings
 from grpo_jax.packed import lower_update, update
 from grpo_jax.prepare import Run, new_state, prepare
-from grpo_jax.report import Phases, describe_run
+from grpo_jax.report import Phases, describe_run, short
 from grpo_jax.rewards import reward_names
 from grpo_jax.rollout import lower_decode
 from grpo_jax.state import TrainState
@@ -61,7 +61,7 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = ["dry run: one group of completions, one update, nothing written", self.sizes]
-        lines += ["memory: " + " · ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())]
+        lines += ["memory: " + " · ".join(f"{name} {short(size, 'B')}" for name, size in self.memory.items())]
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
         lines += [f"time, compilation included: {seconds}"]
         lines += ["suspicious:", *(f"  - {line}" for line in self.suspicious)] if self.suspicious else []

@@ -53,16 +53,17 @@ class BadBatches:
           index: which slice of the iteration's batch it is.
         """
         target = None if self._directory is None else self._directory / f"step-{step}"
-        full = target is not None and len(list(target.parent.glob("step-*"))) >= MOST_KEPT
-        if (target is None or full or target.exists()) and self._said:
+        # A batch that is there already is of the part of the run that a kill took back: it is written anew.
+        full = target is not None and not target.exists() and len(list(target.parent.glob("step-*"))) >= MOST_KEPT
+        if (target is None or full) and self._said:
             return
         rows = self._rows(step, index)
         found = self._explain(state, batch, rows)
         kept = ""
-        if target is not None and not full and not target.exists():
+        if target is not None and not full:
+            kept = f" The batch is kept: grpo_jax.replay({str(target)!r}, policy) runs it again alone."
             try:
                 _write(target, state, batch, self._run.task.config, rows, found)
-                kept = f" The batch is kept: grpo_jax.replay({str(target)!r}, policy) runs it again alone."
             except OSError as error:  # a full disk, say; the evidence is not worth the run
                 kept = f" The batch could not be kept in {str(target)!r} ({error.strerror or error})."
         if not self._said:

@@ -110,3 +110,19 @@ def test_how_many_are_bad_is_counted():
     found = diagnose(state(), batch(advantages=((slice(None), 0), NAN)), **settings())
     assert found.count == 2
     assert "(2 of this term are not finite)" in str(found)
+
+
+def test_an_earlier_term_explains_the_later_ones():
+    """All is spoilt; mended one by one from the front, the next in line is named."""
+    spoilt = {
+        "advantages": ((0, 0), NAN),
+        "sampling_log_probs": ((0, 0, 0), NAN),
+        "ref_log_probs": ((0, 0, 0), NAN),
+    }
+    bad = state(bias=NAN)
+    terms = [diagnose(bad, batch(**spoilt), rows=rows(3e38), **settings()).term]
+    while spoilt:
+        terms.append(diagnose(bad, batch(**spoilt), rows=rows(), **settings()).term)
+        del spoilt[next(iter(spoilt))]
+    terms.append(diagnose(bad, batch(), rows=rows(), **settings()).term)
+    assert terms == ["reward", "advantage", "sampler log-prob", "reference log-prob", "log-prob"]

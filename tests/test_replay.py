@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,7 +11,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, collect, replay, train
-from grpo_jax.replay import NotFiniteError
+from grpo_jax.replay import BadBatches, NotFiniteError
 from grpo_jax.report import read_lines
 
 loop = importlib.import_module("grpo_jax.train")  # the attribute of that name is the function
@@ -69,7 +70,8 @@ def test_a_skipped_update_is_kept_and_replayed(tmp_path, states, capsys):
 
     capsys.readouterr()
     found = replay(tmp_path, tiny_policy())
-    assert (found.term, found.prompt, found.completion, found.row["rewards"]) == ("reward", 1, 1, {"reward": 3e38})
+    assert (found.term, found.prompt, found.completion) == ("reward", 1, 1)
+    assert found.row["rewards"] == {"reward": float(np.float32(3e38))}
     assert "bad_batches/step-2: the first number that is not finite is a reward, inf" in capsys.readouterr().out
     assert replay(tmp_path / "bad_batches/step-2", tiny_policy(), config).term == "reward"
     # The kept params are those that the update began with.
@@ -109,6 +111,17 @@ def test_too_many_in_a_row_end_the_run_with_nothing_lost(tmp_path, states, monke
     assert (int(state.step), int(state.skipped)) == (7, 4)
     assert len(states) == 2
     assert len(list((tmp_path / "bad_batches").iterdir())) == 3, "no more are kept"
+
+
+def test_a_full_disk_costs_the_evidence_and_not_the_run(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(importlib.import_module("grpo_jax.replay"), "_write", full)
+    monkeypatch.setattr(BadBatches, "_explain", lambda *_: None)
+    monkeypatch.setattr(BadBatches, "_rows", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match=r"could not be kept in '.*step-3' \(No space left on device\)"):
+        BadBatches(tmp_path, SimpleNamespace(task=SimpleNamespace(config=None))).note(None, None, step=3, index=0)
 
 
 def test_replay_says_where_it_looked(tmp_path):
