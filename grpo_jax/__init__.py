@@ -13,6 +13,7 @@ from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, sa
 from grpo_jax.models.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.prompts import make_prompts
 from grpo_jax.reference import mixup, sync_reference
+from grpo_jax.replay import replay
 from grpo_jax.rollout import generate
 from grpo_jax.sampling import sample_tokens
 from grpo_jax.state import TrainState
@@ -39,6 +40,7 @@ __all__ = [
     "make_prompts",
     "merge_lora",
     "mixup",
+    "replay",
     "sample_tokens",
     "save_lora",
     "save_pretrained",

@@ -273,6 +273,9 @@ class GRPOConfig:
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
     save_total_limit: Count | None = None
     """Checkpoints kept, the newest ones; None: all."""
+    max_skipped_updates: Count | None = 10
+    """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
+    Ours."""
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
@@ -398,10 +401,27 @@ def check_run(
       ValueError: this run has 1 error:
         reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
     """
+    raise_all("this run", run_problems(**locals()))
+
+
+def run_problems(
+    config: GRPOConfig,
+    *,
+    num_devices: int,
+    num_rows: int,
+    num_reward_fns: int,
+    num_eval_rows: int | None,
+    longest_prompt: int | None,
+    context_length: int | None,
+) -> list[str]:
+    """The error lines of `check_run`, which documents the arguments."""
     problems = list(_split_problems(config, config.data_shards(num_devices)))
     if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
         product = " × ".join(str(size) for size in config.mesh.values())
-        problems.append(f"{_setting(config, 'mesh')}: {product} is not the {num_devices} devices there are; make it so")
+        problems.append(
+            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+            " that, or leave mesh at None for one device"
+        )
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -432,7 +452,7 @@ def check_run(
                 f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt or 1} tokens this passes"
                 f" the {context_length} positions of the model; lower it, or max_prompt_length"
             )
-    raise_all("this run", problems)
+    return problems
 
 
 # What people write who come from elsewhere, and what it is here.
@@ -441,6 +461,12 @@ _ELSEWHERE = {
     "bf16": 'use compute_dtype="bfloat16"',
     "fp16": 'use compute_dtype="bfloat16"',
     "use_vllm": "leave it out: the sampler is built in",
+    "deepspeed": "leave it out: mesh says how params are cut",
+    "fsdp": "leave it out: mesh says how params are cut",
+    "lr": "use learning_rate",
+    "max_length": "use max_completion_length, or max_prompt_length",
+    "model_init_kwargs": "leave it out: from_pretrained takes such settings",
+    "remove_unused_columns": "leave it out: reward functions get the columns that they name",
     "report_to": "pass callbacks to train",
     "eval_strategy": "leave it out: eval_steps says it",
     "save_strategy": "leave it out: save_steps says it (None: at the end only)",
@@ -579,6 +605,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+    ),
+    (
+        "reward_weights",
+        lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
+        "no reward would count; give at least one weight that is not 0",
     ),
     (
         "max_steps",

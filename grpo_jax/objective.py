@@ -132,7 +132,9 @@ def apply_gradients(
             minimum=config.entropy_coef_min,
             maximum=config.entropy_coef_max,
         )
-        state = state.replace(entropy_coef=coef, entropy_bonus=applied)
+        # A skipped update has measured nothing that could be relied on.
+        coef = jnp.where(ok, coef, state.entropy_coef)
+        state = state.replace(entropy_coef=coef, entropy_bonus=jnp.where(ok, applied, state.entropy_bonus))
         metrics["entropy_coef"] = coef
     state = finish_update(
         state,

@@ -24,14 +24,16 @@ import optax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.log_probs import read_prompts, score_piece
+from grpo_jax.losses import MetricSums
 from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
 from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
+from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step
 
-__all__ = ["score", "update"]
+__all__ = ["gradients", "lower_update", "score", "update"]
 
 CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most, twice as many where one stream computes it: enough to fill the matrix products of
@@ -40,6 +42,7 @@ all cores; with more, activations leave the cache."""
 _jit_train_step = jax.jit(
     train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
 )
+_jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
 _jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
@@ -77,9 +80,32 @@ def update(
 
     A packed update adds the metric `padding_share`, the share of the trained columns that hold no token.
     """
-    fixed: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
+    how: dict[str, Any] = {"config": config, "on_policy": on_policy, "micro": micro}
     if not _packs(model, state.params):
-        return _jit_train_step(state, batch, optimizer=optimizer, micro=micro, **fixed)
+        return _jit_train_step(state, batch, model=as_argument(model), optimizer=optimizer, **how)
+    grads, sums, pieces = _gradients(state, batch, model=model, **how)
+    state, metrics = _jit_apply(state, grads, sums, optimizer=optimizer, config=config)
+    # Pieces count the rows that fill their shape, and miss those without a token.
+    rows = batch.mask.shape[0] * batch.mask.shape[1]
+    return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(pieces))}
+
+
+def gradients(
+    state: TrainState, batch: Batch, *, model: Model, config: GRPOConfig, on_policy: bool, micro: tuple[int, int]
+) -> tuple[Params, list[MetricSums]]:
+    """The first half of `update`: the gradient of a batch, and the metric sums of its parts."""
+    how: dict[str, Any] = {"config": config, "on_policy": on_policy, "micro": micro}
+    if not _packs(model, state.params):
+        return _jit_gradients(state, batch, model=as_argument(model), **how)
+    grads, sums, _ = _gradients(state, batch, model=model, **how)
+    return grads, sums
+
+
+def _gradients(
+    state: TrainState, batch: Batch, *, model: Model, config: GRPOConfig, on_policy: bool, micro: tuple[int, int]
+) -> tuple[Params, list[MetricSums], list[Piece]]:
+    """Gradient and metric sums of a packed batch, and its pieces."""
+    fixed: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
     pieces = _pieces(state.params, batch.tokens, batch.mask, micro)
     entropies = None
     if config.top_entropy_quantile < 1:
@@ -92,22 +118,46 @@ def update(
     read, pullbacks = _read(state.params, batch.prompts, dropout, fixed["model"], pieces, backward=True)
 
     def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
-        gradients, sums = _zeros((state.params, read)), []
+        grads, sums = _zeros((state.params, read)), []
         for i in numbers:
-            gradients, more = _add_piece(gradients, state, read, batch, pieces[i], totals, dropout, i, **fixed)
+            grads, more = _add_piece(grads, state, read, batch, pieces[i], totals, dropout, i, **fixed)
             sums.append(more)
-        return jax.block_until_ready((gradients, sums))
+        return jax.block_until_ready((grads, sums))
 
     program = ("gradients", *_shape(pieces, read), jax.tree.structure(fixed["model"]), config, on_policy)
     results = run_in_streams(gradients_of, _shares(state.params, pieces), program=program)
-    total, of_read = _sum([gradients for gradients, _ in results])
+    total, of_read = _sum([grads for grads, _ in results])
     sums = [more for _, sums in results for more in sums]
     for i, pullback in enumerate(pullbacks):
         total = _add_prompts(total, pullback, of_read, read, i, parts=len(pullbacks))
-    state, metrics = _jit_apply(state, total, sums, optimizer=optimizer, config=config)
-    # Pieces count the rows that fill their shape, and miss those without a token.
-    rows = batch.mask.shape[0] * batch.mask.shape[1]
-    return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(pieces))}
+    return total, sums, pieces
+
+
+def lower_update(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    config: GRPOConfig,
+    on_policy: bool,
+    micro: tuple[int, int],
+) -> Any:
+    """The largest program of `update`, lowered for batches whose rows are all T long; only shapes are looked at."""
+    how: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
+    if not _packs(model, state.params):
+        return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, **how)
+    full: Any = np.ones(batch.mask.shape, bool)
+    pieces = _pieces(state.params, full.astype(np.int32), full, micro)
+    parts = _parts(batch.prompts, pieces)
+    dropout = state.key if getattr(model, "dropout", 0) else None
+    read_part = functools.partial(_read_part, parts=parts, backward=True)
+    read, _ = jax.eval_shape(read_part, state.params, batch.prompts, dropout, how["model"], 0)
+    read = jax.eval_shape(_join, [read] * parts)
+    entropies = batch.sampling_log_probs if config.top_entropy_quantile < 1 else None
+    totals = jax.eval_shape(lambda batch, x: count_totals(batch, config, x), batch, entropies)
+    zeros = jax.eval_shape(_zeros, (state.params, read))
+    return _add_piece.lower(zeros, state, read, batch, pieces[0], totals, dropout, 0, **how)
 
 
 def _packs(model: Model, params: Params) -> bool:
@@ -140,12 +190,15 @@ def _read(
     params: Params, prompts: Prompts, dropout: jax.Array | None, model: Any, pieces: list[Piece], *, backward: bool
 ) -> tuple[Any, list[Any]]:
     """`read_prompts` of all prompts, in parts of a piece's size; and, for the way back, the pullback of each part."""
-    b, p = prompts.tokens.shape
-    count = max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= pieces[0].tokens.shape[0]))
-    parts = [
-        _read_part(params, prompts, dropout, model, i, parts=b // count, backward=backward) for i in range(b // count)
-    ]
+    count = _parts(prompts, pieces)
+    parts = [_read_part(params, prompts, dropout, model, i, parts=count, backward=backward) for i in range(count)]
     return _join([read for read, _ in parts]), [pullback for _, pullback in parts]
+
+
+def _parts(prompts: Prompts, pieces: list[Piece]) -> int:
+    """How many equal parts prompts are read in, so that none is larger than a piece (or it is a single prompt)."""
+    b, p = prompts.tokens.shape
+    return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= pieces[0].tokens.shape[0]))
 
 
 def _part(tree: Any, number: jax.Array | int, parts: int) -> Any:

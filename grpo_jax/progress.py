@@ -20,6 +20,7 @@ class Progress:
       updates_done: updates made on the batch in hand; 0 between iterations.
       evaluated: step of the last evaluation, −1 before the first.
       tokens: completion tokens sampled since the start.
+      skipped: updates in a row, up to now, that were skipped because loss or gradient was not finite.
       window: name → [sum, count] of the metrics since the last line of the log.
     """
 
@@ -28,6 +29,7 @@ class Progress:
     updates_done: int = 0
     evaluated: int = -1
     tokens: int = 0
+    skipped: int = 0
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:
@@ -40,6 +42,7 @@ class Progress:
         """Note an optimizer step."""
         self.step += 1
         self.updates_done += 1
+        self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
         self._add(metrics)
 
     def _add(self, metrics: Mapping[str, float]) -> None:

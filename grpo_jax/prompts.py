@@ -110,25 +110,36 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
     rows = _read_rows(dataset, argument)
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
-    for index, row in enumerate(rows):
-        where = f"{argument} row {index}"
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{where} is {_short(row)}: each row is a dict with a 'prompt' and any other columns")
-        if "prompt" not in row:
-            raise ValueError(f"{where} has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one")
-        _check_prompt(row["prompt"], where)
-        if row.keys() != rows[0].keys():
-            missing, extra = sorted(rows[0].keys() - row.keys()), sorted(row.keys() - rows[0].keys())
-            raise ValueError(
-                f"{where} differs from row 0 in its columns (missing: {missing}, only here: {extra}): give every row "
-                "the same columns, None where there is no value"
-            )
-        if is_conversation(row["prompt"]) != is_conversation(rows[0]["prompt"]):
-            raise ValueError(
-                f"{where} and row 0 differ in kind, one prompt is text and the other a list of messages: reward "
-                "functions would get both; make them all the same"
-            )
+    faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
+    if faults:
+        more = f" ({len(faults) - 1} more of the {len(rows)} rows have faults)" if len(faults) > 1 else ""
+        raise ValueError(faults[0] + more)
     return [dict(row) for row in rows]
+
+
+def _row_fault(row: Any, first: Any) -> str:
+    """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
+    if not isinstance(row, Mapping):
+        return f"is {_short(row)}: each row is a dict with a 'prompt' and any other columns"
+    if "prompt" not in row:
+        return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
+    if fault := _prompt_fault(row["prompt"]):
+        return fault
+    unnamed = [name for name in row if not isinstance(name, str)]
+    if unnamed:
+        return f"has a column {unnamed[0]!r}: names of columns are text, since reward functions get them as keywords"
+    if row.keys() != first.keys():
+        missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
+        return (
+            f"differs from row 0 in its columns (missing: {missing}, only here: {extra}): give every row the same "
+            "columns, None where there is no value"
+        )
+    if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
+        return (
+            "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
+            "both; make them all the same"
+        )
+    return ""
 
 
 def _read_rows(dataset: Any, argument: str) -> list[Any]:
@@ -142,51 +153,69 @@ def _read_rows(dataset: Any, argument: str) -> list[Any]:
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         # By index, not by iteration: random-access sources need not be iterable.
-        return [dataset[index] for index in range(len(dataset))]
+        try:
+            return [dataset[index] for index in range(len(dataset))]
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
+                f"({type(error).__name__}: {error}): give a list of dicts (of a pandas DataFrame "
+                "frame.to_dict('records'))"
+            ) from error
     if isinstance(dataset, Iterable):
         return list(dataset)
     raise ValueError(
-        f"{argument} is a {type(dataset).__name__}: give a list of dicts, a datasets.Dataset, an iterator of dicts or "
-        "the path of a JSONL file"
+        f"{argument} is {_short(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
+        "of a JSONL file"
     )
 
 
 def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     """Read one JSON value from each non-empty line."""
-    rows = []
+    rows, name = [], os.fspath(path)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{argument} is {os.fspath(path)!r}, which is no file: give the path of a JSONL file")
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{argument}: line {number} of {os.fspath(path)!r} is not JSON ({error}): a JSONL file has one "
-                    "object on each line"
-                ) from error
+        what = "a directory" if os.path.isdir(path) else "no file"
+        raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")
+    try:
+        with open(path, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    rows += [json.loads(line.strip())] if line.strip() else []
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{argument}: line {number} of {name!r} is not JSON ({error.msg} at column {error.colno}): a "
+                        "JSONL file has one object on each line"
+                    ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{argument}: {name!r} is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV:"
+            " datasets.load_dataset) and give its rows"
+        ) from error
+    if rows and isinstance(rows[0], list):
+        raise ValueError(
+            f"{argument}: {name!r} holds a JSON list: write one object on each line, or give json.load of the file"
+        )
     return rows
 
 
-def _check_prompt(prompt: Any, where: str) -> None:
-    """Raise unless a prompt is text or a list of messages."""
+def _prompt_fault(prompt: Any) -> str:
+    """Return what is wrong with a prompt, "" if it is text or a list of messages."""
     if isinstance(prompt, str):
-        return
+        return ""
+    wanted = 'give text, or a list of messages [{"role": "user", "content": ...}]'
     if not isinstance(prompt, (list, tuple)):
-        raise ValueError(
-            f"{where}: 'prompt' is a {type(prompt).__name__}, {_short(prompt)}: give text, or a list of messages "
-            '[{"role": "user", "content": ...}]'
-        )
+        return f"has the 'prompt' {_short(prompt)}, of type {type(prompt).__name__}: {wanted}"
     if not prompt:
-        raise ValueError(f"{where}: 'prompt' is an empty list: give at least one message")
+        return "has an empty list as its 'prompt': give at least one message"
     for index, message in enumerate(prompt):
+        where = f"has {_short(message)} as message {index} of its 'prompt'"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise ValueError(
-                f"{where}: message {index} of 'prompt' is {_short(message)}: a message is a dict with 'role' and "
-                "'content'"
-            )
+            return f"{where}: a message is a dict with 'role' and 'content'; {wanted}"
+        if not isinstance(message["role"], str):
+            return f"{where}: its 'role' is text, such as \"user\""
+        # A call of a tool has no content; anything else that is None would be the word None in the prompt.
+        if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
+            return f"{where}: its 'content' is text, or a list of parts"
+    return ""
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -25,10 +25,12 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
+
+from grpo_jax.fields import raise_all
 
 SAMPLED = ("prompts", "completions", "completion_ids")
 ON_ERROR = ("raise", "none")
@@ -79,20 +81,22 @@ def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) 
 
 def check_reward_fns(
     reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    columns: Iterable[str],
+    columns: Iterable[str] | None,
     *,
     extras: Iterable[str] = (),
+    argument: str = "the dataset",
 ) -> None:
     """Raise if a reward function needs an argument that nobody gives; to be called before anything is sampled.
 
     Args:
       reward_fns: K reward functions, or one.
-      columns: the names of the dataset's columns.
+      columns: the names of the dataset's columns; None: not known, and arguments are not looked at.
       extras: the names of what else is at hand, such as `trainer_state`.
+      argument: what the caller calls the dataset, for the messages.
 
     Raises:
       ValueError: no function at all; something that is not callable; a column named like what was sampled; an argument
-        without a default that is neither sampled, nor a column, nor an extra.
+        without a default that is neither sampled, nor a column, nor an extra. Of several faults, all.
 
     Example:
       >>> check_reward_fns(lambda completions, anwser: [0.0], ["prompt", "answer"])
@@ -102,29 +106,39 @@ def check_reward_fns(
     fns = _as_list(reward_fns)
     if not fns:
         raise ValueError("reward_fns is empty: give at least one reward function")
-    columns = [column for column in columns if column != "prompt"]
+    if columns is None:
+        return
+    columns, extras = [column for column in columns if column != "prompt"], list(extras)
     taken = sorted({*columns} & {*SAMPLED, *extras})
-    if taken:
-        raise ValueError(
-            f"the dataset has a column {taken[0]!r}, a name that the trainer itself uses: rename the column"
-        )
-    given = [*SAMPLED, *columns, *extras]
+    problems = [f"{argument} has a column {name!r}, which the trainer itself gives: rename it" for name in taken]
     for fn, name in zip(fns, reward_names(fns), strict=True):
-        if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in _parameters(fn)):
-            raise ValueError(f"reward function {name!r} has positional-only arguments: they are given by keyword")
-        for argument, required in arguments_of(fn).items():
-            if required and argument not in given:
-                near = difflib.get_close_matches(argument, given, n=1)
-                raise ValueError(
-                    f"reward function {name!r} needs the argument {argument!r}, which is no column of the dataset "
-                    f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
-                )
-        if not _takes_everything(fn) and not {*arguments_of(fn)} & {*given}:
-            raise ValueError(
-                f"reward function {name!r} takes nothing that it could be given "
-                f"({', '.join(given)}): if it makes a reward function, call it first: {name}(...)"
-            )
+        problems += _signature_problems(fn, name, columns, extras, argument)
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    raise_all("reward_fns", problems)
+
+
+def _signature_problems(
+    fn: Callable[..., Any], name: str, columns: list[str], extras: list[str], argument: str
+) -> Iterator[str]:
+    """Yield what keeps a function from being called."""
+    given = [*SAMPLED, *columns, *extras]
+    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in _parameters(fn)):
+        yield f"reward function {name!r} has positional-only arguments: they are given by keyword"
+        return
+    unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in given]
+    for wanted in unknown:
+        near = difflib.get_close_matches(wanted, given, n=1)
+        yield (
+            f"reward function {name!r} needs the argument {wanted!r}, which is no column of {argument} "
+            f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*given}:
+        yield (
+            f"reward function {name!r} takes nothing that it could be given "
+            f"({', '.join(given)}): if it makes a reward function, call it first: {name}(...)"
+        )
 
 
 def compute_rewards(

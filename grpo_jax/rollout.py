@@ -366,6 +366,21 @@ def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
     return tuple(np.concatenate(parts) for parts in drawn)
 
 
+def lower_decode(
+    model: Model, params: Params, prompts: Prompts, num_generations: int, max_completion_length: int, **sampling: Any
+) -> Any:
+    """The largest program of `generate`, lowered; None for a model without a cache. Only shapes are looked at."""
+    if not hasattr(model, "prefill"):
+        return None
+    how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling(**sampling)}
+    keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
+    prefill = functools.partial(_prefill, slots=max(1, max_completion_length - 1), **how)
+    rows, _ = jax.eval_shape(prefill, as_argument(model), params, prompts, keys)
+    return _decode.lower(
+        as_argument(model), params, rows.cache, rows.replace(cache=None), 1, SEGMENT, steps=SEGMENT, **how
+    )
+
+
 def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
     rows, first = _prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,44 +10,24 @@ import jax
 import optax
 
 from grpo_jax.checkpoint import Checkpoints
-from grpo_jax.collect import Task, collect
-from grpo_jax.config import GRPOConfig, Sizes, check_run
+from grpo_jax.collect import collect
+from grpo_jax.config import GRPOConfig, Sizes
+from grpo_jax.dry_run import rehearse
 from grpo_jax.evaluate import evaluate
 from grpo_jax.models.huggingface import Policy
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.monitor import Monitor
-from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.packed import update
+from grpo_jax.prepare import Run, new_state, prepare
 from grpo_jax.progress import Progress
-from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
+from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
-from grpo_jax.rewards import check_reward_fns
-from grpo_jax.state import TrainState, begin_iteration, create_state
-from grpo_jax.types import Batch, Model
+from grpo_jax.state import TrainState, begin_iteration
+from grpo_jax.types import Batch
 from grpo_jax.update import train_step
 
 __all__ = ["prepare", "train", "train_step"]
 
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """All that a run needs and never changes. That one exists means that its arguments have been checked."""
-
-    policy: Policy
-    task: Task
-    eval_data: EncodedPrompts | None
-    sizes: Sizes
-    total_steps: int
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None
-
-    @property
-    def micro(self) -> tuple[int, int]:
-        """(prompts, completions a prompt) of one micro-batch."""
-        return self.sizes.micro_prompts, self.sizes.micro_completions
 
 
 def train(
@@ -61,6 +40,7 @@ def train(
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
+    dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
 
@@ -75,14 +55,22 @@ def train(
         run that is found there is continued.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      dry_run: try everything once on one group of completions, print what was found, and write nothing.
 
     Returns:
-      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it.
+      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it. Of a dry run
+      a `dry_run.DryRun`.
 
     Raises:
       ValueError: anything wrong with the arguments, before anything expensive runs.
+      NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
     """
+    if dry_run:
+        return rehearse(  # type: ignore[return-value]  # of a run, callers want a state and no union
+            policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer
+        )
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    bad_batches = BadBatches(run_dir, run)
     with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, config, callbacks=callbacks) as monitor:
         state, progress, batch = checkpoints.restore(new_state(run))
         data = run.task.data
@@ -100,10 +88,12 @@ def train(
                 progress.collected(experience.cursor, experience.metrics)
                 monitor.completions(progress.step + 1, experience.rows)
                 batch = experience.batch
+            index = progress.updates_done % run.sizes.slices
+            part = slice_of(batch, index, run.sizes)
             with monitor.phase("update"):
                 state, measured = update(
                     state,
-                    slice_of(batch, progress.updates_done % run.sizes.slices, run.sizes),
+                    part,
                     model=run.task.model,
                     optimizer=run.optimizer,
                     config=config,
@@ -116,117 +106,20 @@ def train(
             if config.max_kl_old is not None:
                 metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
             progress.updated(metrics)
+            if metrics["update_skipped"]:
+                bad_batches.note(state, part, step=progress.step, index=index)
             if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
                 batch, progress.updates_done = None, 0
             if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
                 monitor.log(progress.step, progress.log_line())
             evaluate_if_due(run, state, progress, monitor)
+            if config.max_skipped_updates is not None and progress.skipped >= config.max_skipped_updates:
+                progress.skipped = 0  # who goes on from here may skip as many again
+                checkpoints.save(state, progress, batch)
+                raise bad_batches.error(state, part, step=progress.step, index=index)
             if progress.step == run.total_steps or progress.step % (config.save_steps or run.total_steps) == 0:
                 checkpoints.save(state, progress, batch)
     return state
-
-
-def prepare(
-    policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    config: GRPOConfig,
-    *,
-    eval_dataset: Any = None,
-    optimizer: optax.GradientTransformation | None = None,
-) -> Run:
-    """Check the arguments of `train` against each other, and derive what follows from them."""
-    if not isinstance(config, GRPOConfig):
-        raise ValueError(
-            f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
-        )
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
-    if policy.tokenizer is None:
-        raise ValueError(
-            "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
-        )
-    if not policy.eos_token_ids:
-        raise ValueError(
-            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
-            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
-        )
-    reward_fns = [reward_fns] if callable(reward_fns) else list(reward_fns)
-    rows = load_rows(dataset)
-    check_reward_fns(reward_fns, rows[0])
-    encoding: dict[str, Any] = {
-        "max_prompt_length": config.max_prompt_length,
-        "on_long_prompt": config.on_long_prompt,
-        "chat_template_kwargs": config.chat_template_kwargs,
-    }
-    data = encode_prompts(rows, policy.tokenizer, **encoding)
-    eval_data = None
-    if eval_dataset is not None:
-        eval_rows = load_rows(eval_dataset, argument="eval_dataset")
-        check_reward_fns(reward_fns, eval_rows[0])
-        eval_data = encode_prompts(eval_rows, policy.tokenizer, argument="eval_dataset", **encoding)
-    longest = max(len(ids) for ids in data.token_ids)
-    model = with_settings(policy.model, config)
-    shape = model.config if isinstance(model, Transformer | LoraModel) else None
-    largest = max(max(ids) for ids in data.token_ids)
-    if shape is not None and largest >= shape.vocab_size:
-        raise ValueError(
-            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
-            "the two do not belong together."
-        )
-    check_run(
-        config,
-        num_devices=1,
-        num_rows=len(data.rows),
-        num_reward_fns=len(reward_fns),
-        num_eval_rows=None if eval_data is None else len(eval_data.rows),
-        longest_prompt=longest,
-        context_length=None if shape is None else shape.max_position_embeddings,
-    )
-    total_steps = config.total_steps(len(data.rows))
-    return Run(
-        policy=policy.replace(model=model),
-        task=Task(
-            model=model,
-            tokenizer=policy.tokenizer,
-            eos_token_ids=policy.eos_token_ids,
-            pad_token_id=policy.pad_token_id,
-            data=data,
-            prompt_length=-(-longest // config.padding) * config.padding,
-            reward_fns=reward_fns,
-            config=config,
-        ),
-        eval_data=eval_data,
-        sizes=config.sizes(),
-        total_steps=total_steps,
-        optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
-        schedule=make_schedule(config, total_steps) if optimizer is None else None,
-    )
-
-
-def with_settings(model: Model, config: GRPOConfig) -> Model:
-    """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
-    if not isinstance(model, Transformer | LoraModel):
-        return model
-    shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
-    decoder = Transformer(shape)
-    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
-
-
-def new_state(run: Run) -> TrainState:
-    """The state at step 0, holding only what this config will read."""
-    config = run.task.config
-    return create_state(
-        run.policy.params,
-        run.optimizer,
-        jax.random.key(config.seed),
-        keep_old=run.sizes.updates > 1,
-        keep_reference=config.beta > 0,
-        keep_initial=config.sync_ref_model,
-        entropy_coef=config.entropy_coef,
-        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
-        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
-    )
 
 
 def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:

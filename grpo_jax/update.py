@@ -18,7 +18,7 @@ from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, samp
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Model, Params, Prompts
 
-__all__ = ["score_batch", "train_step"]
+__all__ = ["gradients", "score_batch", "train_step"]
 
 
 def cut(batch: Batch, prompts: int, completions: int) -> Batch:
@@ -120,6 +120,20 @@ def train_step(
       or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: 1e-5 or less at an iteration's first update
       in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
     """
+    grads, sums = gradients(state, batch, model=model, config=config, on_policy=on_policy, micro=micro)
+    return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
+
+
+def gradients(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    config: GRPOConfig,
+    on_policy: bool = True,
+    micro: tuple[int, int] | None = None,
+) -> tuple[Params, list[MetricSums]]:
+    """The first half of `train_step`: the gradient of a batch, and the metric sums of its parts; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     entropies = None
     if config.top_entropy_quantile < 1:
@@ -134,7 +148,7 @@ def train_step(
         return loss_of_rows(log_probs, entropies, piece, state, totals, config=config, on_policy=on_policy)
 
     grads, sums = _accumulate(loss_fn, state.params, batch, micro)
-    return apply_gradients(state, grads, [sums], optimizer=optimizer, config=config)
+    return grads, [sums]
 
 
 def _scored(

@@ -122,6 +122,7 @@ BAD = [
     (dict(num_completions_to_print=0), f"num_completions_to_print = 0: {UP}"),
     (dict(save_steps=0), f"save_steps = 0: {UP}"),
     (dict(save_total_limit=0), f"save_total_limit = 0: {UP}"),
+    (dict(max_skipped_updates=0), f"max_skipped_updates = 0: {UP}"),
     # Wrong types, and numbers that are none.
     (dict(num_generations=True), f"num_generations = True: {WHOLE} bool"),
     (dict(num_generations="8"), f"num_generations = '8': {WHOLE} str"),
@@ -239,6 +240,10 @@ BAD = [
         ' use importance_sampling_level="sequence"',
     ),
     (
+        dict(reward_weights=[0, 0.0]),
+        "reward_weights = (0.0, 0.0): no reward would count; give at least one weight that is not 0",
+    ),
+    (
         dict(sync_ref_model=True),
         "sync_ref_model = True: with beta = 0 there is no reference to pull along;"
         " set beta above 0, or sync_ref_model=False",
@@ -299,6 +304,7 @@ BAD = [
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(Beta=0.1), "Beta: no such field; did you mean beta?"),
     (dict(max_new_tokens=4), "max_new_tokens: no such field; use max_completion_length"),
+    (dict(deepspeed="zero3"), "deepspeed: no such field; leave it out: mesh says how params are cut"),
     (dict(kl_coef=0.1), "kl_coef: no such field; use beta"),
     (dict(output_dir="runs"), "output_dir: no such field; pass run_dir to train"),
     (dict(bf16=True), 'bf16: no such field; use compute_dtype="bfloat16"'),
@@ -515,6 +521,7 @@ OURS = dict(
     compute_dtype="float32",
     mesh=None,
     temperature_eval=None,
+    max_skipped_updates=10,
 )
 
 
@@ -708,7 +715,8 @@ BAD_RUNS = [
     (
         dict(mesh={"data": 2, "tensor": 2}),
         dict(num_devices=8),
-        "mesh = {'data': 2, 'tensor': 2}: 2 × 2 is not the 8 devices there are; make it so",
+        "mesh = {'data': 2, 'tensor': 2}: 2 × 2 devices, and this run has 8; make the sizes multiply to that, or leave"
+        " mesh at None for one device",
     ),
 ]
 

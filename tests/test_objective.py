@@ -113,3 +113,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 def test_sampler_and_scorer_share_their_settings():
     config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
     assert sampling_settings(config) == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+
+
+@pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
+def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
+    config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)
+    batch, log_probs, entropies = case()
+    state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
+    totals = count_totals(batch, config, None)
+    _, sums = loss_of_rows(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
+    state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, [sums], optimizer=OPTIMIZER, config=config)
+    np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

@@ -136,14 +136,17 @@ def test_load_rows_gives_rows_of_its_own():
     [
         ([], "dataset is empty: give at least one row with a 'prompt'"),
         (iter([]), "dataset is empty"),
-        (7, "dataset is a int: give a list of dicts"),
+        (7, "dataset is 7: give a list of dicts"),
         ({"train": [], "test": []}, r"keys \['test', 'train'\].*choose one: dataset\['train'\]"),
         (["text"], "dataset row 0 is 'text': each row is a dict"),
         ([*ROWS, {"question": "?", "answer": "!"}], r"row 5 has no 'prompt'; its columns are \['answer', 'question'\]"),
-        ([{"prompt": None}], "row 0: 'prompt' is a NoneType, None: give text, or a list of messages"),
-        ([{"prompt": []}], "row 0: 'prompt' is an empty list: give at least one message"),
-        ([{"prompt": ["hi"]}], "row 0: message 0 of 'prompt' is 'hi': a message is a dict"),
-        ([{"prompt": [user("a"), {"from": "human", "value": "b"}]}], "message 1 of 'prompt' is .*'role' and 'content'"),
+        ([{"prompt": None}], "row 0 has the 'prompt' None, of type NoneType: give text, or a list of messages"),
+        ([{"prompt": []}], "row 0 has an empty list as its 'prompt': give at least one message"),
+        ([{"prompt": ["hi"]}], "row 0 has 'hi' as message 0 of its 'prompt': a message is a dict"),
+        (
+            [{"prompt": [user("a"), {"from": "human", "value": "b"}]}],
+            "as message 1 of its 'prompt': .*'role' and",
+        ),
         ([*ROWS, {"prompt": "6+6="}], r"row 5 differs from row 0 in its columns \(missing: \['answer'\]"),
         ([{"prompt": "a"}, {"prompt": "b", "hint": 1}], r"row 1 differs.*only here: \['hint'\].*None where"),
         ([{"prompt": "a"}, {"prompt": [user("b")]}], "row 1 and row 0 differ in kind"),
@@ -162,7 +165,7 @@ def test_load_rows_names_the_argument_of_its_caller():
 def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"dataset: line 2 of '.*rows.jsonl' is not JSON"):
+    with pytest.raises(ValueError, match=r"dataset: line 2 of '.*rows.jsonl' is not JSON \(Expecting value at"):
         lib.load_rows(path)
     with pytest.raises(FileNotFoundError, match=r"dataset is 'missing.jsonl', which is no file"):
         lib.load_rows("missing.jsonl")

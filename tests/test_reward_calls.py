@@ -165,7 +165,7 @@ def test_names_are_distinct_and_stay_so():
             r"also given: prompts, completions, completion_ids\); did you mean 'answer'\?",
         ),
         ([length, lambda prompt: 0], ["prompt"], r"argument 'prompt'.*columns: none.*did you mean 'prompts'\?"),
-        (length, ["completions"], "the dataset has a column 'completions'.*rename the column"),
+        (length, ["completions"], "the dataset has a column 'completions'.*rename it"),
         (lambda column="answer": 0, ["answer"], r"'lambda' takes nothing that it could be given.*call it first"),
         (lambda completions, /: 0, ["answer"], "'lambda' has positional-only arguments"),
     ],

@@ -1,0 +1,214 @@
+"""The door of a run: its arguments are checked, each by itself and against each other, before anything runs.
+
+All that is wrong is found at once. One fault is raised as it is, several in one `ValueError` with a line each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from grpo_jax.collect import Task
+from grpo_jax.config import GRPOConfig, Sizes, run_problems
+from grpo_jax.fields import raise_all, show
+from grpo_jax.models.huggingface import Policy
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.optimizer import make_optimizer, make_schedule
+from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
+from grpo_jax.rewards import check_reward_fns
+from grpo_jax.state import TrainState, create_state
+from grpo_jax.types import Model
+
+__all__ = ["Run", "new_state", "prepare", "with_settings"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a run needs and never changes. That one exists means that its arguments have been checked."""
+
+    policy: Policy
+    task: Task
+    eval_data: EncodedPrompts | None
+    sizes: Sizes
+    total_steps: int
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+
+    @property
+    def micro(self) -> tuple[int, int]:
+        """(prompts, completions a prompt) of one micro-batch."""
+        return self.sizes.micro_prompts, self.sizes.micro_completions
+
+
+class _Faults(list[Exception]):
+    """What was wrong so far."""
+
+    def of(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """What the function returns; None, and the fault noted, if it refuses."""
+        try:
+            return function(*args, **keywords)
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+
+def prepare(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    config: GRPOConfig,
+    *,
+    eval_dataset: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """Check the arguments of `train` against each other, and derive what follows from them."""
+    faults = _Faults()
+    faults.of(_check_config, config)
+    faults.of(_check_policy, policy)
+    faults.of(_check_optimizer, optimizer)
+    fns = faults.of(_functions, reward_fns)
+    sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
+    rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
+    if fns is not None:
+        columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
+        for name, names in columns.items():
+            faults.of(check_reward_fns, fns, names, argument="the dataset" if name == "dataset" else name)
+    if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
+        encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
+        data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+        model = with_settings(policy.model, config)
+        shape = model.config if isinstance(model, Transformer | LoraModel) else None
+        longest = max(map(len, data.token_ids)) if data else 1
+        longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])
+        lines = run_problems(
+            config,
+            num_devices=1,
+            num_rows=len(data.rows) if data else 1,
+            num_reward_fns=len(fns or [None]),
+            num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
+            longest_prompt=longest_of_all,
+            context_length=None if shape is None else shape.max_position_embeddings,
+        )
+    else:
+        lines = []
+    if len(faults) == 1 and not lines:
+        raise faults[0]
+    # A fault may itself be a list: its head is left out.
+    raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
+    assert data is not None, "what has no data has faults"
+    total_steps = config.total_steps(len(data.rows))
+    return Run(
+        policy=policy.replace(model=model),
+        task=Task(
+            model=model,
+            tokenizer=policy.tokenizer,
+            eos_token_ids=policy.eos_token_ids,
+            pad_token_id=policy.pad_token_id,
+            data=data,
+            prompt_length=-(-longest // config.padding) * config.padding,
+            reward_fns=fns,
+            config=config,
+        ),
+        eval_data=eval_data,
+        sizes=config.sizes(),
+        total_steps=total_steps,
+        optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
+        schedule=make_schedule(config, total_steps) if optimizer is None else None,
+    )
+
+
+def _lines(fault: Exception) -> list[str]:
+    return str(fault).split("\n  ")[1:] or [str(fault)]
+
+
+def _check_config(config: Any) -> None:
+    """Raise unless it is a config."""
+    if not isinstance(config, GRPOConfig):
+        raise ValueError(
+            f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
+        )
+
+
+def _check_policy(policy: Any) -> None:
+    """Raise unless it is a policy that can be sampled from."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+    if policy.tokenizer is None:
+        raise ValueError(
+            "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
+        )
+    if not policy.eos_token_ids:
+        raise ValueError(
+            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
+            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise unless it is an optax transformation, or None."""
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
+            "config's"
+        )
+
+
+def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
+    """Reward functions as a list."""
+    if callable(reward_fns):
+        return [reward_fns]
+    if isinstance(reward_fns, dict) or not hasattr(reward_fns, "__iter__"):
+        raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
+    return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
+
+
+def _encode(policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, argument: str) -> EncodedPrompts | None:
+    """The tokens of a dataset's prompts, which the model has to know."""
+    if policy.tokenizer is None:
+        return None  # _check_policy has said so
+    data = encode_prompts(
+        rows,
+        policy.tokenizer,
+        max_prompt_length=config.max_prompt_length,
+        on_long_prompt=config.on_long_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+        argument=argument,
+    )
+    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    largest = max(max(ids) for ids in data.token_ids)
+    if shape is not None and largest >= shape.vocab_size:
+        raise ValueError(
+            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
+            "the two do not belong together."
+        )
+    return data
+
+
+def with_settings(model: Model, config: GRPOConfig) -> Model:
+    """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
+    decoder = Transformer(shape)
+    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
+
+
+def new_state(run: Run) -> TrainState:
+    """The state at step 0, holding only what this config will read."""
+    config = run.task.config
+    return create_state(
+        run.policy.params,
+        run.optimizer,
+        jax.random.key(config.seed),
+        keep_old=run.sizes.updates > 1,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        entropy_coef=config.entropy_coef,
+        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
+        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+    )
