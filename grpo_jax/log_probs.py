@@ -79,7 +79,10 @@ def chunked(
     chunk: int = CHUNK,
     **sampling: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs (and entropies, else zeros) [N] of tokens [N], given hidden states [N, D], chunk by chunk."""
+    """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N], given hidden states [B, N, D], chunk by chunk.
+
+    A chunk has some of the N tokens of every prompt: where prompts are cut over devices, each computes its own.
+    """
 
     def one(params, hidden, tokens):
         logits = process_logits(unembed(params, hidden), keep=tokens, **sampling)
@@ -88,17 +91,18 @@ def chunked(
         log_probs = _log_probs(logits, tokens)
         return log_probs, jnp.zeros_like(log_probs)
 
-    n = tokens.shape[0]
-    if n <= chunk:
+    b, n = tokens.shape
+    if b * n <= chunk:
         # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
         return one(params, hidden, tokens)
-    pieces = -(-n // chunk)
+    pieces = -(-n // max(1, chunk // b))
     size = -(-n // pieces)  # equal pieces: the last one is not mostly padding
     pad = pieces * size - n
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(pieces, size, -1)
-    tokens = jnp.pad(tokens, (0, pad)).reshape(pieces, size)
-    log_probs, entropy = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
-    return log_probs.reshape(-1)[:n], entropy.reshape(-1)[:n]
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, pieces, size, -1).swapaxes(0, 1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, pieces, size).swapaxes(0, 1)
+    results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
+    log_probs, entropy = (x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
+    return log_probs, entropy
 
 
 def score_completions(
@@ -146,7 +150,7 @@ def score_completions(
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
         log_probs, entropy = chunked(
-            unembed, params, hidden.reshape(b * g * t, -1), tokens.reshape(-1), with_entropy=with_entropy, **sampling
+            unembed, params, hidden.reshape(b, g * t, -1), tokens.reshape(b, -1), with_entropy=with_entropy, **sampling
         )
         log_probs, entropy = log_probs.reshape(b, g, t), entropy.reshape(b, g, t)
     else:
@@ -210,8 +214,8 @@ def score_piece(
     log_probs, entropies = chunked(
         unembed,
         params,
-        before,
-        piece.tokens,
+        before[None],
+        piece.tokens[None],
         with_entropy=with_entropy,
         temperature=temperature,
         top_k=top_k,
@@ -219,7 +223,7 @@ def score_piece(
         min_p=min_p,
     )
     mask = piece.mask
-    return jnp.where(mask, piece.spread(log_probs), 0.0), jnp.where(mask, piece.spread(entropies), 0.0)
+    return jnp.where(mask, piece.spread(log_probs[0]), 0.0), jnp.where(mask, piece.spread(entropies[0]), 0.0)
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

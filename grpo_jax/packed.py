@@ -27,6 +27,7 @@ from grpo_jax.log_probs import read_prompts, score_piece
 from grpo_jax.losses import MetricSums
 from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
+from grpo_jax.sharding import keep_placed, mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
@@ -39,9 +40,15 @@ CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most, twice as many where one stream computes it: enough to fill the matrix products of
 all cores; with more, activations leave the cache."""
 
-_jit_train_step = jax.jit(
-    train_step, static_argnames=("optimizer", "config", "on_policy", "micro"), donate_argnames=("state",)
+
+@functools.partial(
+    jax.jit, static_argnames=("optimizer", "config", "on_policy", "micro", "mesh"), donate_argnames=("state",)
 )
+def _jit_train_step(state, batch, *, mesh=None, **settings):
+    state, metrics = train_step(state, batch, **settings)
+    return keep_placed(state, mesh), metrics
+
+
 _jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
 _jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
@@ -61,7 +68,7 @@ def score(
     """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0."""
     if not _packs(model, params):
         at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
-        return _jit_score_batch(params, prompts, tokens, mask, **at)
+        return _jit_score_batch(params, *split((prompts, tokens, mask), mesh_of(params)), **at)
     pieces = _pieces(params, tokens, mask, micro)
     return _score_pieces(params, prompts, mask, pieces, as_argument(model), config, with_entropy=False)[0]
 
@@ -82,7 +89,10 @@ def update(
     """
     how: dict[str, Any] = {"config": config, "on_policy": on_policy, "micro": micro}
     if not _packs(model, state.params):
-        return _jit_train_step(state, batch, model=as_argument(model), optimizer=optimizer, **how)
+        mesh = mesh_of(state.params)
+        return _jit_train_step(
+            state, split(batch, mesh), model=as_argument(model), optimizer=optimizer, mesh=mesh, **how
+        )
     grads, sums, pieces = _gradients(state, batch, model=model, **how)
     state, metrics = _jit_apply(state, grads, sums, optimizer=optimizer, config=config)
     # Pieces count the rows that fill their shape, and miss those without a token.

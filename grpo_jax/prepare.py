@@ -6,6 +6,7 @@ All that is wrong is found at once. One fault is raised as it is, several in one
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.rewards import check_reward_fns
+from grpo_jax.sharding import AXES, make_mesh, mesh_of, place
 from grpo_jax.state import TrainState, create_state
 from grpo_jax.types import Model
 
@@ -32,6 +34,7 @@ class Run:
     """All that a run needs and never changes. That one exists means that its arguments have been checked."""
 
     policy: Policy
+    mesh: jax.sharding.Mesh | None
     task: Task
     eval_data: EncodedPrompts | None
     sizes: Sizes
@@ -79,6 +82,7 @@ def prepare(
         for name, names in columns.items():
             faults.of(check_reward_fns, fns, names, argument="the dataset" if name == "dataset" else name)
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
+        mesh, config = faults.of(_mesh, policy, config) or (None, config)
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
         model = with_settings(policy.model, config)
@@ -87,7 +91,7 @@ def prepare(
         longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])
         lines = run_problems(
             config,
-            num_devices=1,
+            num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
             num_rows=len(data.rows) if data else 1,
             num_reward_fns=len(fns or [None]),
             num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
@@ -102,8 +106,11 @@ def prepare(
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     assert data is not None, "what has no data has faults"
     total_steps = config.total_steps(len(data.rows))
+    if isinstance(model, LoraModel):
+        model = dataclasses.replace(model, base=place(model.base, mesh))
     return Run(
-        policy=policy.replace(model=model),
+        policy=policy.replace(model=model, params=place(policy.params, mesh)),
+        mesh=mesh,
         task=Task(
             model=model,
             tokenizer=policy.tokenizer,
@@ -147,6 +154,18 @@ def _check_policy(policy: Any) -> None:
             "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
             "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
         )
+
+
+def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None, GRPOConfig]:
+    """The mesh of a run, and the config that names its sizes: that of the config, or the one that the policy is on."""
+    if config.mesh is not None:
+        return make_mesh(config.mesh), config
+    mesh = mesh_of(policy.params)
+    if mesh is None:
+        return None, config
+    if not set(mesh.axis_names) <= set(AXES):
+        raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
+    return mesh, dataclasses.replace(config, mesh=dict(mesh.shape))
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -201,7 +220,7 @@ def with_settings(model: Model, config: GRPOConfig) -> Model:
 def new_state(run: Run) -> TrainState:
     """The state at step 0, holding only what this config will read."""
     config = run.task.config
-    return create_state(
+    state = create_state(
         run.policy.params,
         run.optimizer,
         jax.random.key(config.seed),
@@ -212,3 +231,4 @@ def new_state(run: Run) -> TrainState:
         # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
     )
+    return place(state, run.mesh)

@@ -31,6 +31,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
+from grpo_jax.sharding import constrain, mesh_of, shard_count, split
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
@@ -104,13 +105,13 @@ Drawn = tuple[jax.Array, jax.Array, jax.Array]
 """Tokens, log-probs and mask, each [B, G, steps]."""
 
 
-@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling"))
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling", "mesh"))
 def _prefill(
-    model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling
+    model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling, mesh=None
 ) -> tuple[_Rows, Drawn]:
     """Read the prompts and draw the first token of every row, from logits computed once a prompt.
 
-    The next slot is `slot`: there these rows begin.
+    The next slot is `slot`: there these rows begin. On a mesh each device holds the keys of its own prompts and heads.
     """
     b, g = keys.shape
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -119,9 +120,12 @@ def _prefill(
     tokens, log_probs = _draw(_step_uniforms(keys, 0, 1)[0], logits, sampling)
     heads, d = prefix.layers[0][0].shape[1::2]
     dtype = prefix.layers[0][0].dtype
-    keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
+    keys_of, values_of = (
+        constrain(jnp.zeros((b, heads, g, *shape), dtype), mesh, "tensor") for shape in ((d, slots), (slots, d))
+    )
     cache = tuple((keys_of, values_of) for _ in prefix.layers)
-    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys, jnp.full(b, slot, jnp.int32))
+    start = constrain(jnp.full(b, slot, jnp.int32), mesh)
+    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys, start)
     return rows, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
@@ -185,6 +189,14 @@ def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, pa
     chosen = _Rows(prefix, cache, tokens, ended, keys, all_rows.start[groups] - shift)
     size = len(groups) // parts
     return tuple(jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
+
+
+@functools.partial(jax.jit, static_argnames=("slots",))
+def _grow(rows: _Rows, *, slots: int) -> _Rows:
+    """The same rows with room for `slots` tokens; nothing leaves its device."""
+    more = slots - rows.cache[0][1].shape[3]
+    pad = lambda x, axis: jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    return rows.replace(cache=tuple((pad(k, 4), pad(v, 3)) for k, v in rows.cache))
 
 
 def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
@@ -292,10 +304,12 @@ class _Table:
 def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **settings):
     """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
 
-    At most `at_once` groups stand on the device; the others wait, and enter some at a time.
+    At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
+    device has its own groups, rows stay where they are until the last one has ended.
     """
     b, g = keys.shape
-    at_once = min(at_once, b)
+    mesh = mesh_of(params)
+    at_once = min(at_once, b) if mesh is None else -(-b // shard_count(mesh)) * shard_count(mesh)
     table = _Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
     # Attention looks at all slots, so they grow with the rows, by few sizes.
     slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
@@ -306,13 +320,12 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
         numbers = np.arange(first, first + count)
         parts = _streams(params, count, g)
         some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
-        results = run_in_streams(
-            lambda at: jax.block_until_ready(
-                _prefill(model, params, jax.tree.map(lambda x: x[at], prompts), keys[at], slot, slots=slots, **settings)
-            ),
-            some,
-            program=("prefill", count, parts, g, slots, *shape),
-        )
+
+        def prefill(at: np.ndarray) -> tuple[_Rows, Drawn]:
+            own = split(jax.tree.map(lambda x: x[at], (prompts, keys)), mesh)
+            return jax.block_until_ready(_prefill(model, params, *own, slot, slots=slots, mesh=mesh, **settings))
+
+        results = run_in_streams(prefill, some, program=("prefill", count, parts, g, slots, *shape))
         rows = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
         alive = table.note(np.maximum(rows, -1), np.zeros(count, int), _on_host(results), 1)
         return [lane for lane, _ in results], np.where(alive, rows, -1), np.ones(count, int)
@@ -321,7 +334,9 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
     slot, entered, some = 0, at_once, max(1, at_once // 4)
     while True:
         empty = ~(rows >= 0).any(axis=1)
-        order = None
+        order, survivors = None, None
+        if mesh is None and entered >= b and not empty.all():
+            survivors = _survivors(rows >= 0, _costs(model, params, lanes[0]))
         if entered < b and empty.sum() >= some:
             new, new_rows, new_drawn = enter(entered, some, slot)
             lanes, entered = [*lanes, *new], entered + some
@@ -330,8 +345,11 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
             order = np.broadcast_to(np.arange(g), (at_once, g))
         elif empty.all():
             break
-        elif entered >= b and (survivors := _survivors(rows >= 0, _costs(model, params, lanes[0]))) is not None:
+        elif survivors is not None:
             groups, order = survivors
+        elif slot >= slots and mesh is not None:
+            slots = min(2 * slots, length - 1)
+            lanes = [_grow(lane, slots=slots) for lane in lanes]
         elif slot >= slots:
             groups, order = np.arange(len(rows)), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
         if order is not None:
@@ -375,9 +393,9 @@ def lower_decode(
     how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling(**sampling)}
     keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
     prefill = functools.partial(_prefill, slots=max(1, max_completion_length - 1), **how)
-    rows, _ = jax.eval_shape(prefill, as_argument(model), params, prompts, keys)
+    rows, _ = jax.eval_shape(prefill, as_argument(model), params, prompts, keys, 0)
     return _decode.lower(
-        as_argument(model), params, rows.cache, rows.replace(cache=None), 1, SEGMENT, steps=SEGMENT, **how
+        as_argument(model), params, rows.cache, rows.replace(cache=None), 0, SEGMENT, steps=SEGMENT, **how
     )
 
 

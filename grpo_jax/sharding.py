@@ -1,21 +1,40 @@
-"""Where parameters live on a mesh: one table from a parameter's path to mesh axes.
+"""Where arrays live on a mesh: parameters by one table from their paths to mesh axes, batches by their prompts.
 
 The axes of a mesh are "data" (prompts), "fsdp" (prompts, and parameters cut along one side) and "tensor" (parameters
-cut along the other, so that heads and MLP channels are spread). Modules know nothing of it.
+cut along the other, so that heads and MLP channels are spread). Modules know nothing of it: XLA's partitioner (GSPMD)
+follows the arrays that it is given. A group stays on one device, since only the axis of prompts is cut.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["TABLE", "parameter_sharding"]
+__all__ = [
+    "AXES",
+    "TABLE",
+    "constrain",
+    "keep_placed",
+    "make_mesh",
+    "mesh_of",
+    "parameter_sharding",
+    "place",
+    "shard_count",
+    "split",
+    "tree_sharding",
+]
+
+AXES = ("data", "fsdp", "tensor")
+"""The axes of a mesh, in this order; prompts are cut along the first two."""
 
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"embed_tokens/embedding", ("tensor", "fsdp")),
-    (r"lm_head/kernel", ("fsdp", "tensor")),
+    (r"(.*/)?embed_tokens/embedding", ("tensor", "fsdp")),
+    (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
     # Into heads and channels, and out of them again: a block then needs one sum over "tensor" and no more.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
@@ -23,7 +42,34 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
 )
-"""Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated."""
+"""Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
+
+An optimizer's moments have the paths of their parameters at the end of their own, and are cut as they are."""
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of the first devices that there are, as many as the sizes multiply to.
+
+    Args:
+      axes: sizes of "data", "fsdp" and "tensor", as in `GRPOConfig.mesh`; one that is left out has the size 1.
+      devices: None for `jax.devices()`.
+
+    Raises:
+      ValueError: an unknown axis, or more devices than there are.
+
+    Example:
+      >>> make_mesh({"fsdp": 1}).shape
+      OrderedDict({'data': 1, 'fsdp': 1, 'tensor': 1})
+    """
+    unknown = sorted(set(axes) - set(AXES))
+    if unknown:
+        raise ValueError(f"mesh has the axis {unknown[0]!r}: the axes are {', '.join(AXES)}")
+    sizes = tuple(axes.get(name, 1) for name in AXES)
+    devices = jax.devices() if devices is None else devices
+    if math.prod(sizes) > len(devices):
+        product = " × ".join(map(str, sizes))
+        raise ValueError(f"mesh = {dict(axes)}: {product} devices are needed, and there are {len(devices)}")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
@@ -51,3 +97,70 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
         for axis, size in zip(axes, shape, strict=False)
     ]
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def tree_sharding(tree: Any, mesh: Mesh) -> Any:
+    """The sharding of each leaf of a tree of parameters, or of a state that holds such trees."""
+
+    def at(path: Any, leaf: Any) -> NamedSharding:
+        names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        return parameter_sharding(names, leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(at, tree)
+
+
+def place(tree: Any, mesh: Mesh | None) -> Any:
+    """A tree of parameters, or a state, with each leaf where `TABLE` has it; as it is without a mesh."""
+    return tree if mesh is None else jax.device_put(tree, tree_sharding(tree, mesh))
+
+
+def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
+    """`place` inside a compiled function: its results are where its arguments were."""
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
+
+
+def _prompts(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(name for name in ("data", "fsdp") if name in mesh.shape)
+
+
+def shard_count(mesh: Mesh | None) -> int:
+    """Over how many devices prompts are split."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
+
+
+def split(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays [B, ...] cut along B; whole on every device where B does not divide, as they are without a mesh."""
+    if mesh is None:
+        return tree
+
+    def at(x: Any) -> NamedSharding:
+        cut = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
+        return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if cut else PartitionSpec())
+
+    return jax.device_put(tree, jax.tree.map(at, tree))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+    """Tell the partitioner, inside a compiled function, how to cut an array whose first axis is that of prompts.
+
+    Args:
+      x: [B, ...].
+      mesh: None leaves it to the partitioner.
+      axes: mesh axes of the further dimensions; one that does not divide its dimension cuts nothing.
+    """
+    if mesh is None:
+        return x
+    fits = lambda size, axis: axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
+    first = _prompts(mesh) if x.shape[0] % shard_count(mesh) == 0 else None
+    spec = PartitionSpec(first, *(fits(size, axis) for size, axis in zip(x.shape[1:], axes, strict=False)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh of several devices that a tree lives on; None for one device, and for tracers."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+            continue
+        if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh.size > 1:
+            return leaf.sharding.mesh
+    return None

@@ -22,12 +22,16 @@ __all__ = ["gradients", "score_batch", "train_step"]
 
 
 def cut(batch: Batch, prompts: int, completions: int) -> Batch:
-    """A batch [B, G, ...] as micro-batches [pieces, prompts, completions, ...]; prompts are repeated as needed."""
+    """A batch [B, G, ...] as micro-batches [pieces, prompts, completions, ...]; prompts are repeated as needed.
+
+    A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
+    share of every micro-batch, and nothing moves.
+    """
     b, g = batch.mask.shape[:2]
 
     def rows(x):
-        x = x.reshape(b // prompts, prompts, g // completions, completions, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(-1, prompts, completions, *x.shape[4:])
+        x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
     once = jax.tree.map(lambda x: jnp.repeat(x[:, None], g, axis=1), batch.prompts)
     pieces = jax.tree.map(rows, batch.replace(prompts=once, counted=None))
@@ -67,7 +71,7 @@ def join(pieces: jax.Array, b: int, g: int) -> jax.Array:
     """The inverse of `cut` for one array: [pieces, prompts, completions, ...] → [B, G, ...]."""
     _, prompts, completions = pieces.shape[:3]
     x = pieces.reshape(b // prompts, g // completions, prompts, completions, *pieces.shape[3:])
-    return x.swapaxes(1, 2).reshape(b, g, *pieces.shape[3:])
+    return jnp.moveaxis(x, 2, 0).reshape(b, g, *pieces.shape[3:])
 
 
 def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:

@@ -1,4 +1,4 @@
-"""Strict by default: ranks never broadcast by accident, every warning is an error, and there are four CPU devices."""
+"""Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-chex.set_n_cpu_devices(4)
+chex.set_n_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

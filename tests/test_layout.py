@@ -19,6 +19,7 @@ PURE = [
     "losses",
     "reference",
     "packing",
+    "sharding",
     "models.attention",
     "models.matmul",
     "models.transformer",

@@ -1,0 +1,136 @@
+"""Training on a mesh of eight devices is training on one: the same completions, losses and params."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
+from grpo_jax.optimizer import make_optimizer
+from grpo_jax.sharding import make_mesh, place
+from grpo_jax.state import create_state
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
+MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+def lower_case(completions):
+    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+
+
+def run(policy, mesh, **settings):
+    """Three iterations of eight prompts × 4 completions: the final state, and what was logged."""
+    per_device = 32 // int(np.prod([size for axis, size in (mesh or {}).items() if axis != "tensor"] or [1]))
+    config = GRPOConfig(
+        **{
+            "num_generations": 4,
+            "per_device_train_batch_size": per_device,
+            "max_completion_length": 70,  # the cache grows once
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "max_steps": 3,
+            "beta": 0.1,
+            "seed": 0,
+            "mesh": mesh,
+            **settings,
+        }
+    )
+    lines = []
+    state = train(policy, ROWS, lower_case, config, callbacks=[lambda step, metrics: lines.append(metrics)])
+    return state, lines
+
+
+@functools.cache
+def on_one_device():
+    return run(tiny_policy(), None)
+
+
+def assert_same_run(one, other):
+    state, lines = one
+    others, other_lines = other
+    for line, like in zip(lines, other_lines, strict=True):
+        assert line["num_tokens"] == like["num_tokens"]
+        assert line["reward"] == like["reward"], "other completions"
+        for name in ("loss", "kl", "grad_norm", "entropy"):
+            assert line[name] == pytest.approx(like[name], abs=1e-6), name
+    chex.assert_trees_all_close(state.params, jax.tree.map(np.asarray, others.params), atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh):
+    on_mesh = run(tiny_policy(), mesh)
+    assert_same_run(on_one_device(), on_mesh)
+    state, _ = on_mesh
+    kernel = state.params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    cut = (mesh.get("fsdp", 1), mesh.get("tensor", 1))
+    assert kernel.addressable_shards[0].data.shape == (16 // cut[0], 32 // cut[1])
+    for moment in (state.opt_state, state.ref_params):
+        found = [x for x in jax.tree.leaves(moment) if x.shape == kernel.shape]
+        assert found
+        assert all(x.sharding == kernel.sharding or x.is_fully_replicated for x in found)
+
+
+def test_a_mesh_of_the_users_own_is_that_of_the_policy():
+    policy = tiny_policy()
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    placed = policy.replace(params=place(policy.params, mesh))
+    state, _ = run(placed, None, max_steps=1, per_device_train_batch_size=8)
+    assert state.params["layers_0"]["mlp"]["up_proj"]["kernel"].sharding.mesh == mesh
+
+
+def test_adapters_on_a_mesh():
+    policy = add_lora(tiny_policy(), rank=2, key=jax.random.key(1))
+    settings = {"max_steps": 2, "num_iterations": 2, "max_completion_length": 8}
+    assert_same_run(run(policy, None, **settings), run(policy, {"fsdp": 2}, **settings))
+
+
+def test_a_device_holds_an_eighth_of_params_and_optimizer():
+    """By XLA's account of what a program is given on each device."""
+    _, params = tiny_model(vocab=64)
+    config = GRPOConfig()
+
+    def held(mesh):
+        state = place(create_state(params, make_optimizer(config, 10), jax.random.key(0)), mesh)
+        program = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees))
+        compiled = program.lower(state.params, state.opt_state).compile()
+        return compiled.memory_analysis().argument_size_in_bytes
+
+    assert held(make_mesh({"fsdp": 8})) <= held(None) / 7
+
+
+def test_prompts_that_do_not_divide_are_sampled_all_the_same():
+    model, params = tiny_model()
+    prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
+    settings = {"num_generations": 4, "max_completion_length": 20, "eos_token_ids": (5, 7)}
+    one = generate(model, params, prompts, jax.random.key(0), **settings)
+    placed = place(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    other = generate(model, placed, prompts, jax.random.key(0), **settings)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.ended, other.ended)
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"model": 2}, "mesh has the axis 'model': the axes are data, fsdp, tensor"),
+        ({"data": 4, "tensor": 4}, r"4 × 1 × 4 devices are needed, and there are 8"),
+    ],
+)
+def test_meshes_that_cannot_be(axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(axes)
+
+
+def test_a_run_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
+        run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)
+
+
+def test_a_copy_on_every_device_is_not_counted_as_a_mesh():
+    assert jax.tree.leaves(place({"w": jnp.ones(3)}, None))[0].sharding.num_devices == 1
