@@ -28,7 +28,7 @@ from grpo_jax.report import Phases, describe_run, short
 from grpo_jax.rewards import reward_names
 from grpo_jax.rollout import lower_decode
 from grpo_jax.state import TrainState
-from grpo_jax.types import Batch, Prompts
+from grpo_jax.types import Batch, Prompts, as_argument
 
 __all__ = ["DryRun", "rehearse"]
 
@@ -105,7 +105,11 @@ def rehearse(
         found = diagnose(before, experience.batch, micro=micro, rows=experience.rows, **how)
         suspicious.append(f"the update was skipped: {found or 'its gradient is not finite'}")
     with phase("memory analysis"):
-        memory = {"training state": _bytes(after), "policy": _bytes(policy.params), **_programs(run, after)}
+        memory = {
+            "training state": _bytes(after),
+            "policy": _bytes((as_argument(policy.model), policy.params)),
+            **_programs(run, after),
+        }
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
     if room is not None and most > room:

@@ -129,7 +129,6 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
       ValueError: the params belong to another model.
 
     Example:
-      >>> from grpo_jax import init_policy
       >>> replay("runs/none", None)
       Traceback (most recent call last):
       FileNotFoundError: no bad batch is kept in 'runs/none': give a run directory, or its bad_batches/step-N ...

@@ -3,12 +3,16 @@
 import chex
 import jax
 import numpy as np
+import optax
 import pytest
+from test_diagnosis import batch, params, settings, state
 from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, dry_run, train
 from grpo_jax.dry_run import DryRun, _of_the_group
+from grpo_jax.packed import lower_update
+from grpo_jax.rollout import lower_decode
 
 
 def test_a_run_without_a_fault(tmp_path, capsys):
@@ -111,3 +115,9 @@ def test_numbers_that_look_wrong(monkeypatch):
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
         "and without a cache",
     ]
+
+
+def test_memory_of_a_model_without_a_cache():
+    update = lower_update(state(), batch(), optimizer=optax.sgd(0.1), **settings())
+    assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
+    assert lower_decode(settings()["model"], params(), batch().prompts, 2, 4) is None
