@@ -130,10 +130,13 @@ def finish_update(
     Returns:
       The next state.
     """
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    keep = lambda new, old: jnp.where(ok, new, old)
-    opt_state = jax.tree.map(keep, opt_state, state.opt_state)
-    params = jax.tree.map(keep, optax.apply_updates(state.params, updates), state.params)
+
+    def move(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
+    params, opt_state = jax.lax.cond(ok, move, lambda *same: same, state.params, state.opt_state)
     step = state.step + 1
     ref_params = state.ref_params
     if sync_every is not None:

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_jax import Batch, GRPOConfig, Prompts, packed
 from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.optimizer import make_optimizer
 from grpo_jax.state import create_state
 
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
@@ -98,3 +99,32 @@ def test_every_piece_runs_one_program(monkeypatch, b, g):
         "_add_prompts": b // 2,
         "_jit_apply": 1,
     }
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_update_holds_the_policy_once(beta, monkeypatch):
+    """Params, two moments and gradients, and with beta the reference: no further copy, by XLA's account."""
+    shape = TransformerConfig(8192, 64, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
+    model = Transformer(shape)
+    config = GRPOConfig(beta=beta, max_completion_length=8, per_device_train_batch_size=8)
+    optimizer = make_optimizer(config, 10)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    state = create_state(params, optimizer, jax.random.key(0), keep_old=False, keep_reference=beta > 0)
+    batch = Batch(
+        prompts=Prompts(jnp.ones((1, 8), jnp.int32), jnp.full(1, 8)),
+        tokens=jnp.ones((1, 8, 8), jnp.int32),
+        mask=jnp.ones((1, 8, 8), bool),
+        advantages=jnp.ones((1, 8)),
+        sampling_log_probs=-jnp.ones((1, 8, 8)),
+        ref_log_probs=-jnp.ones((1, 8, 8)) if beta else None,
+    )
+    lowered, plain = [], packed._jit_apply
+    monkeypatch.setattr(packed, "_jit_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
+    packed.update(state, batch, model=model, optimizer=optimizer, config=config, on_policy=True, micro=(1, 8))
+    memory = lowered[0].compile().memory_analysis()
+    policy = sum(x.nbytes for x in jax.tree.leaves(params))
+    copies = 5 if beta else 4
+    given, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert copies * policy <= given <= (copies + 0.05) * policy
+    assert new < 0.05 * policy, "the next state stands where the present one stood"
+    assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_model, tiny_policy
@@ -55,7 +54,7 @@ def assert_same_run(one, other):
     others, other_lines = other
     for line, like in zip(lines, other_lines, strict=True):
         assert line["num_tokens"] == like["num_tokens"]
-        assert line["reward"] == like["reward"], "other completions"
+        assert line.get("reward") == like.get("reward"), "other completions"
         for name in ("loss", "kl", "grad_norm", "entropy"):
             assert line[name] == pytest.approx(like[name], abs=1e-6), name
     chex.assert_trees_all_close(state.params, jax.tree.map(np.asarray, others.params), atol=1e-6)
@@ -130,7 +129,3 @@ def test_meshes_that_cannot_be(axes, message):
 def test_a_run_that_does_not_fit_the_devices_is_refused():
     with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
         run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)
-
-
-def test_a_copy_on_every_device_is_not_counted_as_a_mesh():
-    assert jax.tree.leaves(place({"w": jnp.ones(3)}, None))[0].sharding.num_devices == 1
