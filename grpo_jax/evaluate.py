@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from grpo_jax.rewards import check_reward_fns, compute_rewards, reward_names
 from grpo_jax.rollout import generate
 from grpo_jax.types import Params
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "pass_at_k"]
 
 
 def evaluate(
@@ -125,3 +126,36 @@ def evaluate(
         for i, text in enumerate(texts)
     ]
     return metrics, rows
+
+
+def pass_at_k(right: Any, k: int) -> float:
+    """Probability that at least one of k completions of a prompt is right, averaged over prompts.
+
+    Of n samples of which c are right, 1 − C(n−c, k) / C(n, k) is unbiased: it is the share of the subsets of k samples
+    that hold a right one.
+
+    Args:
+      right: [N, n], 1 or True for a right completion; `evaluate`'s rows are in this order.
+      k: 1 … n.
+
+    Returns:
+      A number in [0, 1]; k = 1 is the mean.
+
+    Raises:
+      ValueError: a `right` of another rank or with other values, a k outside 1 … n.
+
+    References:
+      Chen et al. 2021 (arXiv:2107.03374), equation 1.
+
+    Example:
+      >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
+      0.25
+    """
+    right = np.asarray(right)
+    if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():
+        raise ValueError(f"right has the shape {right.shape}; it has to be [N, n] with values 0 and 1.")
+    n = right.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}, and there are {n} completions of each prompt: give 1 to {n}.")
+    counts = right.astype(int).sum(axis=1).tolist()
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))
