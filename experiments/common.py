@@ -1,4 +1,4 @@
-"""What the scripts share: supervised steps, held-out rates, a stopwatch, a fresh run directory, the JSON object at the end."""
+"""What the scripts share: supervised steps, held-out rates, a stopwatch, a fresh run directory, the JSON at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from grpo_jax import Policy, evaluate
-from grpo_jax.rewards import reward_names
+from grpo_jax.rewards import completion_text, reward_names
 
 __all__ = [
     "Rates",
@@ -195,7 +195,8 @@ def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> No
     """Print some prompts with their completions."""
     print(f"\n{title}:")
     for row in completions:
-        print(f"  {row['prompt']} → {row['completion'].strip()}")
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"  {prompt} → {completion_text(row['completion']).strip()}")
 
 
 def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from grpo_jax.packed import update
 from grpo_jax.progress import Progress
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
+from grpo_jax.reward_calls import EXTRAS
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.state import TrainState, begin_iteration, create_state
 from grpo_jax.types import Batch, Model
@@ -153,7 +154,7 @@ def prepare(
         )
     reward_fns = [reward_fns] if callable(reward_fns) else list(reward_fns)
     rows = load_rows(dataset)
-    check_reward_fns(reward_fns, rows[0])
+    check_reward_fns(reward_fns, rows[0], extras=EXTRAS)
     encoding: dict[str, Any] = {
         "max_prompt_length": config.max_prompt_length,
         "on_long_prompt": config.on_long_prompt,
@@ -163,7 +164,7 @@ def prepare(
     eval_data = None
     if eval_dataset is not None:
         eval_rows = load_rows(eval_dataset, argument="eval_dataset")
-        check_reward_fns(reward_fns, eval_rows[0])
+        check_reward_fns(reward_fns, eval_rows[0], extras=EXTRAS)
         eval_data = encode_prompts(eval_rows, policy.tokenizer, argument="eval_dataset", **encoding)
     longest = max(len(ids) for ids in data.token_ids)
     model = with_settings(policy.model, config)
@@ -260,6 +261,7 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             pad_to_multiple_of=config.padding,
             seed=config.seed,
             on_reward_error=config.on_reward_error,
+            trainer_state=run.task.trainer_state(step, progress.cursor),
         )
     progress.evaluated = step
     monitor.evaluation(step, metrics)
