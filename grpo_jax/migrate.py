@@ -16,6 +16,7 @@ _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging
 _TRACKERS = (None, "none", [], ["none"], ())
 # Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
 _NOTHING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_STEPS, ("steps",)),
     "bf16": (None, False),
     "report_to": _TRACKERS,
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"),

@@ -27,6 +27,7 @@ Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 ON_LONG_PROMPT = ("error", "drop")
+_MOST_ROWS = 10**9
 # encode_prompts decides these: with another value the template would not return the ids of a prompt to continue.
 _OWN_TEMPLATE_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
 
@@ -92,7 +93,8 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
 
     Args:
       dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
-        source); an iterator or generator of dicts (read to its end); or the path of a JSONL file.
+        source or `MapDataset`); what can be iterated over, read to its end (a generator, `datasets.IterableDataset`);
+        or the path of a JSONL file. All become the same list, so that order, epochs and resuming are the same for all.
       argument: what the caller calls it, for the messages.
 
     Returns:
@@ -141,8 +143,16 @@ def _read_rows(dataset: Any, argument: str) -> list[Any]:
             "(of a dataset with splits, choose one: dataset['train'])"
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if len(dataset) > _MOST_ROWS:
+            raise ValueError(
+                f"{argument} says that it has {len(dataset)} rows, as a source does that repeats for ever: give it "
+                "without its repetition (num_train_epochs and max_steps say how long to train)"
+            )
         # By index, not by iteration: random-access sources need not be iterable.
-        return [dataset[index] for index in range(len(dataset))]
+        rows = [dataset[index] for index in range(len(dataset))]
+        if type(dataset).__module__.partition(".")[0] == "grain":
+            rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
+        return rows
     if isinstance(dataset, Iterable):
         return list(dataset)
     raise ValueError(
@@ -156,17 +166,18 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     rows = []
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{argument} is {os.fspath(path)!r}, which is no file: give the path of a JSONL file")
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:  # some programs begin a file with a byte-order mark
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            where = f"{argument}: line {number} of {os.fspath(path)!r}"
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{argument}: line {number} of {os.fspath(path)!r} is not JSON ({error}): a JSONL file has one "
-                    "object on each line"
-                ) from error
+                raise ValueError(f"{where} is not JSON ({error}): a JSONL file has one object on each line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is {_short(row)}: a JSONL file has one object on each line")
+            rows.append(row)
     return rows
 
 
