@@ -20,6 +20,7 @@ The last line on standard output is one JSON object; everything else is in the r
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -140,7 +141,8 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))[:lessons]
     random.Random(seed).shuffle(chosen)
     prompts = [make_row(problem, chat=True)["prompt"] for problem in chosen]
-    texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in prompts]
+    as_text = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    texts = [str(as_text(prompt)) for prompt in prompts]
     tokens, mask = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
     save_pretrained(directory, supervise(policy, tokens, mask, batch=min(16, lessons)))
 

@@ -13,7 +13,7 @@ from grpo_jax.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
 __all__ = ["Migration", "field_table", "from_trl"]
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
-_TRACKERS = (None, "none", [], ["none"], ())
+_TRACKERS: tuple[Any, ...] = (None, "none", [], ["none"], ())
 # Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
