@@ -10,7 +10,9 @@ rules are kept. With --model the problems have four to six numbers up to 100 and
 
 Answers are checked by `expression_value`, from a syntax tree with a list of what may be in it; nothing is executed.
 
-MEASURED
+Time from scratch: some two or three CPU minutes. Expect: on 200 problems that no training saw, sampled (4 replies each)
+from 0.16 to 0.47, the rules kept from 0.62 to 0.89, greedy from 0.47 to 0.54 (seed 0, measured once). GRPO makes the
+solution, which the model finds now and then, more frequent; it hardly teaches it to calculate.
 With a checkpoint: time and figures to be measured. Expect the rules to be kept soon, and the accuracy to follow slowly.
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
@@ -143,7 +145,7 @@ def build(numbers: Sequence[int], draw: random.Random, operations: str = "+-*/")
 
     Example:
       >>> build([3, 5, 9], random.Random(1))
-      (6, '9*(5-3)')
+      (7, '(9-5)+3')
     """
     while True:
         parts = [(number, str(number)) for number in numbers]
@@ -174,7 +176,7 @@ def make_problems(
 
     Example:
       >>> make_problems(0, 1, numbers=3, largest=9, targets=range(10, 50))
-      [{'numbers': [7, 1, 5], 'target': 34, 'solution': '7*5-1'}]
+      [{'numbers': [4, 3, 8], 'target': 20, 'solution': '(4*3)+8'}]
     """
     draw = random.Random(seed)
     problems: dict[tuple[Any, ...], Row] = {}
@@ -294,9 +296,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
     add("--random-rewards", action="store_true", help="the control: reward by coin flips")
     add("--seed", type=int, default=0, help="of problems, weights and samples (default 0)")
-    add("--steps", type=int, default=150, help="GRPO steps (default 150)")
+    add("--steps", type=int, default=120, help="GRPO steps (default 120)")
     add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")
-    add("--warm-up-steps", type=int, default=400, help="supervised steps of the new model (default 400)")
+    add("--warm-up-steps", type=int, default=300, help="supervised steps of the new model (default 300)")
     add("--problems", type=int, default=2000, help="to train on (default 2000)")
     add("--held-out", type=int, default=200, help="problems to test with (default 200)")
     add("--max-completion-length", type=int, help="tokens (default 16, with --model 512)")
