@@ -147,7 +147,7 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     save_pretrained(directory, supervise(policy, tokens, mask, batch=min(16, lessons)))
 
 
-def test_samples(
+def sample_rates(
     policy: Policy, rows: Sequence[dict[str, Any]], params: Any, samples: int, arguments: argparse.Namespace
 ) -> tuple[Rates, list[dict[str, Any]]]:
     """Mean accuracy, format and pass@k of k samples of each problem; and the completions."""
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     def test(params: Any) -> tuple[Rates, list[dict[str, Any]]]:
         with watch("evaluation"):
-            return test_samples(policy, test_rows, params, arguments.samples, arguments)
+            return sample_rates(policy, test_rows, params, arguments.samples, arguments)
 
     before, completions = test(policy.params)
     print(f"before, on {len(test_rows)} test problems: {show_rates(before)}")
