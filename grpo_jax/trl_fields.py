@@ -44,6 +44,7 @@ _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
 _VLLM = "the sampler is built in, and there is no vLLM"
 _MESH = "use mesh: there is one process a host, and XLA talks between the devices"
+_CUT = "leave it out: mesh says how params are cut"
 _HUB = "save_pretrained writes a directory; huggingface_hub's upload_folder publishes it"
 _LOG = "metrics.jsonl, completions.jsonl and the screen hold it all; for a tracker pass callbacks to train"
 _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
@@ -116,7 +117,7 @@ SAME: dict[str, str] = {
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
-    "model_init_kwargs": _other(None, "use the keywords of from_pretrained: dtype, param_dtype, mesh"),
+    "model_init_kwargs": _other(None, "leave it out: from_pretrained takes such settings"),
     "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
     "router_aux_loss_coef": _absent(None, "mixture-of-experts models are trained without a load-balancing loss"),
     "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
@@ -240,7 +241,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "dataloader_prefetch_factor": _needless(None, _LOADER),
     "dataloader_multiprocessing_context": _needless(None, _LOADER),
     "dataloader_in_order": _needless(True, _LOADER),
-    "remove_unused_columns": _needless(False, "every column reaches the reward functions"),
+    "remove_unused_columns": _needless(False, "reward functions get the columns that they name"),
     "label_names": _needless(None, "no loss here has labels"),
     "train_sampling_strategy": _other("random", "use shuffle_dataset"),
     "length_column_name": _needless("length", _LOADER),
@@ -254,9 +255,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "ddp_static_graph": _needless(None, _MESH),
     "ddp_backend": _needless(None, _MESH),
     "ddp_timeout": _needless(1800, _MESH),
-    "fsdp": _other(None, _MESH),
-    "fsdp_config": _other(None, _MESH),
-    "deepspeed": _other(None, _MESH),
+    "fsdp": _other(None, _CUT),
+    "fsdp_config": _other(None, _CUT),
+    "deepspeed": _other(None, _CUT),
     "local_rank": _needless(-1, _MESH),
     # Debugging.
     "debug": _needless("", _PYTORCH),
@@ -271,6 +272,8 @@ OTHER_NAMES = {
     "kl_coef": "use beta",
     "clip_eps": "use epsilon",
     "group_size": "use num_generations",
+    "lr": "use learning_rate",
+    "max_length": "use max_completion_length, or max_prompt_length",
     "batch_size": "use per_device_train_batch_size (completions)",
 }
 """Names that people bring from elsewhere, and what to do."""

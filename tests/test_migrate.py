@@ -91,8 +91,8 @@ def test_a_usual_config_carries_over():
         ({"logging_strategy": "no"}, "logged always"),
         ({"repetition_penalty": 1.1}, "no such penalty"),
         ({"report_to": ["wandb"]}, "pass callbacks to train"),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "keywords of from_pretrained"),
-        ({"deepspeed": "zero3.json"}, "use mesh"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "from_pretrained takes such settings"),
+        ({"deepspeed": "zero3.json"}, "mesh says how params are cut"),
     ],
     ids=str,
 )
