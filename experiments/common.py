@@ -1,28 +1,35 @@
-"""What the scripts share: held-out rates, seconds of each phase, a fresh run directory, the JSON object at the end."""
+"""What the scripts share: supervised steps, held-out rates, a stopwatch, a fresh run directory, the JSON at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 from grpo_jax import Policy, evaluate
-from grpo_jax.rewards import reward_names
+from grpo_jax.rewards import completion_text, reward_names
 
 __all__ = [
     "Rates",
     "Stopwatch",
+    "coin_flips",
+    "encode_lessons",
     "fresh_directory",
     "held_out_rates",
     "report_results",
     "show_completions",
     "show_rates",
+    "supervise",
     "use_compile_cache",
 ]
 
@@ -114,6 +121,66 @@ def held_out_rates(
     return {name: round(rate, 4) for name, rate in rates.items()}, completions
 
 
+def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with the replies that shall be learnt: tokens [N, L], and a mask of each reply with its end."""
+    if not prompts:
+        raise ValueError("prompts is empty: there is nothing to learn")
+    starts, ends = (
+        policy.tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in (prompts, replies)
+    )
+    lessons = [(*start, *end, policy.eos_token_ids[0]) for start, end in zip(starts, ends, strict=True)]
+    tokens = np.full((len(lessons), max(map(len, lessons))), policy.pad_token_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, (start, lesson) in enumerate(zip(starts, lessons, strict=True)):
+        tokens[i, : len(lesson)] = lesson
+        mask[i, len(start) : len(lesson)] = True
+    return tokens, mask
+
+
+def supervise(
+    policy: Policy, tokens: np.ndarray, mask: np.ndarray, *, batch: int, learning_rate: float = 3e-3
+) -> Policy:
+    """Learn lessons, each once: cross entropy under the mask, AdamW, warm-up and cosine to 0, all in one jit.
+
+    Args:
+      policy: what learns; its params are left as they are.
+      tokens: [N, L], as `encode_lessons` returns them.
+      mask: [N, L], True on what is learnt.
+      batch: texts of a step; it divides N.
+      learning_rate: the highest.
+    """
+    steps = len(tokens) // batch
+    lessons = tokens.reshape(steps, batch, -1), mask.reshape(steps, batch, -1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+
+    def loss_fn(params, tokens, mask):
+        logits = policy.model.apply({"params": params}, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.sum(losses * mask[:, 1:]) / jnp.sum(mask[:, 1:])
+
+    def step(carry, lesson):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, *lesson)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    carry = policy.params, optimizer.init(policy.params)
+    (params, _), losses = jax.jit(lambda carry, lessons: jax.lax.scan(step, carry, lessons))(carry, lessons)
+    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats a token")
+    return policy.replace(params=params)
+
+
+def coin_flips(seed: int) -> Callable[..., list[float]]:
+    """A reward function that does not look: 0 or 1 by chance."""
+    draw = random.Random(seed)
+
+    def random_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(draw.random() < 0.5) for _ in completions]
+
+    return random_reward
+
+
 def show_rates(rates: Rates) -> str:
     """Rates as a person reads them.
 
@@ -128,7 +195,8 @@ def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> No
     """Print some prompts with their completions."""
     print(f"\n{title}:")
     for row in completions:
-        print(f"  {row['prompt']} → {row['completion'].strip()}")
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"  {prompt} → {completion_text(row['completion']).strip()}")
 
 
 def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:

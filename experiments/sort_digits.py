@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments.common import (
     Rates,
     Stopwatch,
+    coin_flips,
+    encode_lessons,
     fresh_directory,
     held_out_rates,
     report_results,
     show_completions,
     show_rates,
+    supervise,
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
@@ -139,52 +140,11 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
     return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
 
 
-def encode_lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` prompts with the teacher's replies: tokens [count, L], and a mask of the reply with its end."""
+def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` prompts with the teacher's replies, as `encode_lessons` returns them."""
     draw = random.Random(seed)
     chosen = [draw.choice(rows) for _ in range(count)]
-    prompts = policy.tokenizer([row["prompt"] for row in chosen])["input_ids"]
-    replies = policy.tokenizer([teach(row["digits"], draw) for row in chosen])["input_ids"]
-    lessons = [(*prompt, *reply, policy.tokenizer.eos_token_id) for prompt, reply in zip(prompts, replies, strict=True)]
-    tokens = np.full((count, max(map(len, lessons))), policy.pad_token_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    for i, (prompt, lesson) in enumerate(zip(prompts, lessons, strict=True)):
-        tokens[i, : len(lesson)] = lesson
-        mask[i, len(prompt) : len(lesson)] = True
-    return tokens, mask
-
-
-def supervise(policy: Policy, rows: Sequence[Row], *, steps: int, seed: int, learning_rate: float = 3e-3) -> Policy:
-    """Learn from the flawed teacher: cross entropy of its replies, AdamW, warm-up and cosine to 0, all in one jit."""
-    tokens, mask = (x.reshape(steps, BATCH, -1) for x in encode_lessons(policy, rows, steps * BATCH, seed))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
-
-    def loss_fn(params, tokens, mask):
-        logits = policy.model.apply({"params": params}, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(losses * mask[:, 1:]) / jnp.sum(mask[:, 1:])
-
-    def step(carry, batch):
-        params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    carry = policy.params, optimizer.init(policy.params)
-    (params, _), losses = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))(carry, (tokens, mask))
-    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats a token")
-    return policy.replace(params=params)
-
-
-def coin_flips(seed: int) -> Callable[..., list[float]]:
-    """A reward function that does not look: 0 or 1 by chance."""
-    draw = random.Random(seed)
-
-    def random_reward(completions: Sequence[str], **_: Any) -> list[float]:
-        return [float(draw.random() < 0.5) for _ in completions]
-
-    return random_reward
+    return encode_lessons(policy, [row["prompt"] for row in chosen], [teach(row["digits"], draw) for row in chosen])
 
 
 def make_config(seed: int, steps: int, held_out: int, eval_steps: int | None) -> GRPOConfig:
@@ -232,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows, held_out = make_rows(seed, held_out=arguments.held_out)
 
     with watch("warm_up"):
-        warm = supervise(make_policy(seed), rows, steps=arguments.warm_up_steps, seed=seed)
+        new = make_policy(seed)
+        warm = supervise(new, *lessons(new, rows, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
         save_pretrained(run_dir / "base", warm)
         base = from_pretrained(run_dir / "base")
 
@@ -258,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.controls:
         print("\nControl: as many more supervised steps.")
         with watch("more_supervised"):
-            taught = supervise(base, rows, steps=steps, seed=seed + 1)
+            taught = supervise(base, *lessons(base, rows, steps * BATCH, seed + 1), batch=BATCH)
         arms["more_supervised"] = {"before": before, "after": test(taught.params)[0]}
         print("\nControl: GRPO, rewarded by coin flips.")
         with watch("random_reward"):

@@ -22,6 +22,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.objective import sampling_settings
 from grpo_jax.packed import score
 from grpo_jax.prompts import EncodedPrompts, make_prompts, prompt_indices, reward_inputs
+from grpo_jax.reward_calls import Extras, TrainerState
 from grpo_jax.rewards import compute_rewards, reward_names
 from grpo_jax.rollout import generate
 from grpo_jax.state import TrainState
@@ -56,6 +57,11 @@ class Task:
     reward_fns: Sequence[Callable[..., Any]]
     config: GRPOConfig
 
+    def trainer_state(self, step: int, cursor: int) -> TrainerState:
+        """What reward functions may know of the run after so many optimizer steps and sampled prompts."""
+        rows = len(self.data.rows)
+        return TrainerState(step, self.config.total_steps(rows), cursor / rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
@@ -89,6 +95,7 @@ class _Groups:
     prompts: Prompts
     completions: Completions
     texts: list[Any]
+    extras: list[dict[str, Any]]
     rewards: np.ndarray
 
     def take(self, groups: np.ndarray) -> _Groups:
@@ -100,6 +107,7 @@ class _Groups:
             prompts=jax.tree.map(pick, self.prompts),
             completions=jax.tree.map(pick, self.completions),
             texts=[self.texts[b * g + i] for b in groups for i in range(g)],
+            extras=[self.extras[b * g + i] for b in groups for i in range(g)],
             rewards=self.rewards[groups],
         )
 
@@ -111,12 +119,13 @@ class _Groups:
             prompts=jax.tree.map(both, self.prompts, other.prompts),
             completions=jax.tree.map(both, self.completions, other.completions),
             texts=self.texts + other.texts,
+            extras=self.extras + other.extras,
             rewards=both(self.rewards, other.rewards),
         )
 
 
 def _sample(
-    task: Task, params: Params, key: jax.Array, cursor: int, count: int, phase: Phase
+    task: Task, params: Params, key: jax.Array, cursor: int, count: int, step: int, phase: Phase
 ) -> tuple[_Groups, dict[str, float]]:
     """The next `count` prompts with their completions and rewards, and the rewards' metrics."""
     config = task.config
@@ -141,15 +150,22 @@ def _sample(
         completions = jax.device_get(completions)
     with phase("rewards"):
         inputs = reward_inputs(task.tokenizer, rows, completions.tokens, completions.mask)
+        extras = Extras(task.trainer_state(step, cursor))
         rewards, metrics = compute_rewards(
-            task.reward_fns, num_generations=config.num_generations, on_error=config.on_reward_error, **inputs
+            task.reward_fns,
+            num_generations=config.num_generations,
+            on_error=config.on_reward_error,
+            extras=extras.given(),
+            **inputs,
         )
+        metrics = extras.metrics() | metrics
     prompts = make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
-    return _Groups(rows, prompts, completions, inputs["completions"], rewards), metrics
+    texts = inputs["completions"]
+    return _Groups(rows, prompts, completions, texts, extras.rows(len(texts)), rewards), metrics
 
 
 def _with_signal(
-    task: Task, params: Params, key: jax.Array, cursor: int, count: int, phase: Phase
+    task: Task, params: Params, key: jax.Array, cursor: int, count: int, step: int, phase: Phase
 ) -> tuple[_Groups, int, np.ndarray, dict[str, float]]:
     """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
 
@@ -163,7 +179,7 @@ def _with_signal(
     metrics: dict[str, float] = {}
     rounds = 0
     while True:
-        new, stats = _sample(task, params, key, cursor, count, phase)
+        new, stats = _sample(task, params, key, cursor, count, step, phase)
         metrics = metrics or stats  # of the first round: refills are a biased sample of the policy's rewards
         cursor += count
         groups = new if groups is None else groups.join(new)
@@ -221,11 +237,11 @@ def collect(
     config = task.config
     params = state.params if state.old_params is None else state.old_params
     key = jax.random.fold_in(state.key, 0)
-    counts_in = np.ones(count, bool)
+    counts_in, step = np.ones(count, bool), int(state.step)
     if config.dynamic_sampling:
-        groups, cursor, counts_in, metrics = _with_signal(task, params, key, cursor, count, phase)
+        groups, cursor, counts_in, metrics = _with_signal(task, params, key, cursor, count, step, phase)
     else:
-        groups, metrics = _sample(task, params, key, cursor, count, phase)
+        groups, metrics = _sample(task, params, key, cursor, count, step, phase)
         cursor += count
     # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
     rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
@@ -284,6 +300,7 @@ def _rows(task: Task, groups: _Groups, advantages: np.ndarray) -> list[dict[str,
     names, g = reward_names(task.reward_fns), advantages.shape[1]
     return [
         {
+            **groups.extras[b * g + i],
             "prompt": row["prompt"],
             "completion": groups.texts[b * g + i],
             "rewards": dict(zip(names, groups.rewards[b, i].tolist(), strict=True)),

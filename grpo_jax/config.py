@@ -25,6 +25,10 @@ from grpo_jax.fields import (
     show,
     unknown_field,
 )
+from grpo_jax.trl_fields import ELSEWHERE, OTHER_NAMES
+
+# What people write who come from elsewhere, and what it is here.
+_MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -72,7 +76,7 @@ def _checked(cls: _Class) -> _Class:
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
             )
         known = {f.name for f in dataclasses.fields(cls)}
-        problems = [unknown_field(name, known, _ELSEWHERE) for name in values if name not in known]
+        problems = [unknown_field(name, known, _MENDS) for name in values if name not in known]
         plain_init(self, **{name: value for name, value in values.items() if name in known})
         raise_all(cls.__name__, problems + _normalize(self))
 
@@ -453,33 +457,6 @@ def run_problems(
                 f" the {context_length} positions of the model; lower it, or max_prompt_length"
             )
     return problems
-
-
-# What people write who come from elsewhere, and what it is here.
-_ELSEWHERE = {
-    "output_dir": "pass run_dir to train",
-    "bf16": 'use compute_dtype="bfloat16"',
-    "fp16": 'use compute_dtype="bfloat16"',
-    "use_vllm": "leave it out: the sampler is built in",
-    "deepspeed": "leave it out: mesh says how params are cut",
-    "fsdp": "leave it out: mesh says how params are cut",
-    "lr": "use learning_rate",
-    "max_length": "use max_completion_length, or max_prompt_length",
-    "model_init_kwargs": "leave it out: from_pretrained takes such settings",
-    "remove_unused_columns": "leave it out: reward functions get the columns that they name",
-    "report_to": "pass callbacks to train",
-    "eval_strategy": "leave it out: eval_steps says it",
-    "save_strategy": "leave it out: save_steps says it (None: at the end only)",
-    "logging_strategy": "leave it out: logging_steps says it",
-    "optim": "leave it out: it is AdamW",
-    "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
-    "max_new_tokens": "use max_completion_length",
-    "repetition_penalty": "leave it out: the sampler has no such penalty",
-    "kl_coef": "use beta",
-    "clip_eps": "use epsilon",
-    "group_size": "use num_generations",
-    "batch_size": "use per_device_train_batch_size (completions)",
-}
 
 
 def _setting(config: GRPOConfig, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from grpo_jax.models.huggingface import Policy
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows, make_prompts, reward_inputs
+from grpo_jax.reward_calls import EXTRAS, Extras, TrainerState
 from grpo_jax.rewards import check_reward_fns, compute_rewards, reward_names
 from grpo_jax.rollout import generate
 from grpo_jax.types import Params
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "pass_at_k"]
 
 
 def evaluate(
@@ -36,6 +38,7 @@ def evaluate(
     on_long_prompt: str = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
     on_reward_error: str = "raise",
+    trainer_state: TrainerState | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
 
@@ -54,10 +57,11 @@ def evaluate(
       seed: of the samples; prompt n of the dataset has its own keys.
       max_prompt_length, on_long_prompt, chat_template_kwargs: see `prompts.encode_prompts`.
       on_reward_error: "raise", or "none" to score a failure as missing.
+      trainer_state: for reward functions that name it.
 
     Returns:
       metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
-        `clipped_ratio` (share of completions without an EOS).
+        `clipped_ratio` (share of completions without an EOS); and what the functions logged by `log_metric`.
       rows: one dict a completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
@@ -75,11 +79,12 @@ def evaluate(
             on_long_prompt=on_long_prompt,
             chat_template_kwargs=chat_template_kwargs,
         )
-    check_reward_fns(reward_fns, data.rows[0])
+    check_reward_fns(reward_fns, data.rows[0], extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    names, rewards, lengths, ended, texts = reward_names(reward_fns), [], [], [], []
+    names, rewards, lengths, ended, texts, extra = reward_names(reward_fns), [], [], [], [], []
+    logged = Extras(trainer_state)
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
         at = [min(i, count - 1) for i in range(start, start + min(batch_size, count))]
@@ -102,7 +107,14 @@ def evaluate(
         completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
         rows = [data.rows[i] for i in at[:new]]
         inputs = reward_inputs(policy.tokenizer, rows, completions.tokens, completions.mask)
-        scores, _ = compute_rewards(reward_fns, num_generations=num_generations, on_error=on_reward_error, **inputs)
+        scores, _ = compute_rewards(
+            reward_fns,
+            num_generations=num_generations,
+            on_error=on_reward_error,
+            extras=logged.given(),
+            **inputs,
+        )
+        extra += logged.rows(len(scores.reshape(-1, len(names))))
         rewards.append(scores.reshape(-1, len(names)))
         lengths.append(completions.mask.sum(-1).reshape(-1))
         ended.append(completions.ended.reshape(-1))
@@ -111,12 +123,13 @@ def evaluate(
     means = [
         float(column[~np.isnan(column)].mean()) if (~np.isnan(column)).any() else float("nan") for column in scores.T
     ]
-    metrics = dict(zip(names, means, strict=True))
+    metrics = logged.metrics() | dict(zip(names, means, strict=True))
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     all_ended = np.concatenate(ended)
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
     rows = [
         {
+            **extra[i],
             "prompt": data.rows[i // num_generations]["prompt"],
             "completion": text,
             "rewards": dict(zip(names, scores[i].tolist(), strict=True)),
@@ -125,3 +138,36 @@ def evaluate(
         for i, text in enumerate(texts)
     ]
     return metrics, rows
+
+
+def pass_at_k(right: Any, k: int) -> float:
+    """Probability that at least one of k completions of a prompt is right, averaged over prompts.
+
+    Of n samples of which c are right, 1 − C(n−c, k) / C(n, k) is unbiased: it is the share of the subsets of k samples
+    that hold a right one.
+
+    Args:
+      right: [N, n], 1 or True for a right completion; `evaluate`'s rows are in this order.
+      k: 1 … n.
+
+    Returns:
+      A number in [0, 1]; k = 1 is the mean.
+
+    Raises:
+      ValueError: a `right` of another rank or with other values, a k outside 1 … n.
+
+    References:
+      Chen et al. 2021 (arXiv:2107.03374), equation 1.
+
+    Example:
+      >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
+      0.25
+    """
+    right = np.asarray(right)
+    if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():
+        raise ValueError(f"right has the shape {right.shape}; it has to be [N, n] with values 0 and 1.")
+    n = right.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}, and there are {n} completions of each prompt: give 1 to {n}.")
+    counts = right.astype(int).sum(axis=1).tolist()
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))

@@ -21,6 +21,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
+from grpo_jax.reward_calls import EXTRAS
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.sharding import AXES, make_mesh, mesh_of, place
 from grpo_jax.state import TrainState, create_state
@@ -80,7 +81,8 @@ def prepare(
     if fns is not None:
         columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
         for name, names in columns.items():
-            faults.of(check_reward_fns, fns, names, argument="the dataset" if name == "dataset" else name)
+            what = "the dataset" if name == "dataset" else name
+            faults.of(check_reward_fns, fns, names, extras=EXTRAS, argument=what)
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}

@@ -27,6 +27,7 @@ Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 ON_LONG_PROMPT = ("error", "drop")
+_MOST_ROWS = 10**9
 # encode_prompts decides these: with another value the template would not return the ids of a prompt to continue.
 _OWN_TEMPLATE_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
 
@@ -92,7 +93,8 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
 
     Args:
       dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
-        source); an iterator or generator of dicts (read to its end); or the path of a JSONL file.
+        source or `MapDataset`); what can be iterated over, read to its end (a generator, `datasets.IterableDataset`);
+        or the path of a JSONL file. All become the same list, so that order, epochs and resuming are the same for all.
       argument: what the caller calls it, for the messages.
 
     Returns:
@@ -152,15 +154,23 @@ def _read_rows(dataset: Any, argument: str) -> list[Any]:
             "(of a dataset with splits, choose one: dataset['train'])"
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if len(dataset) > _MOST_ROWS:
+            raise ValueError(
+                f"{argument} says that it has {len(dataset)} rows, as a source does that repeats for ever: give it "
+                "without its repetition (num_train_epochs and max_steps say how long to train)"
+            )
         # By index, not by iteration: random-access sources need not be iterable.
         try:
-            return [dataset[index] for index in range(len(dataset))]
+            rows = [dataset[index] for index in range(len(dataset))]
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
                 f"({type(error).__name__}: {error}): give a list of dicts (of a pandas DataFrame "
                 "frame.to_dict('records'))"
             ) from error
+        if type(dataset).__module__.partition(".")[0] == "grain":
+            rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
+        return rows
     if isinstance(dataset, Iterable):
         return list(dataset)
     raise ValueError(
@@ -176,24 +186,30 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
         what = "a directory" if os.path.isdir(path) else "no file"
         raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")
     try:
-        with open(path, encoding="utf-8-sig") as lines:
+        with open(path, encoding="utf-8-sig") as lines:  # some programs begin a file with a byte-order mark
             for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{argument}: line {number} of {name!r}"
                 try:
-                    rows += [json.loads(line.strip())] if line.strip() else []
+                    row = json.loads(line.strip())
                 except json.JSONDecodeError as error:
                     raise ValueError(
-                        f"{argument}: line {number} of {name!r} is not JSON ({error.msg} at column {error.colno}): a "
-                        "JSONL file has one object on each line"
+                        f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on "
+                        "each line"
                     ) from error
+                if isinstance(row, list) and not rows:
+                    raise ValueError(
+                        f"{where} holds a JSON list: write one object on each line, or give json.load of the file"
+                    )
+                if not isinstance(row, dict):
+                    raise ValueError(f"{where} is {_short(row)}: a JSONL file has one object on each line")
+                rows.append(row)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{argument}: {name!r} is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV:"
             " datasets.load_dataset) and give its rows"
         ) from error
-    if rows and isinstance(rows[0], list):
-        raise ValueError(
-            f"{argument}: {name!r} holds a JSON list: write one object on each line, or give json.load of the file"
-        )
     return rows
 
 

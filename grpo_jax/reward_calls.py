@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -33,6 +34,8 @@ import numpy as np
 from grpo_jax.fields import raise_all
 
 SAMPLED = ("prompts", "completions", "completion_ids")
+EXTRAS = ("trainer_state", "log_metric", "log_extra")
+"""What TRL gives besides lists; functions that name them get them from `Extras.given`."""
 ON_ERROR = ("raise", "none")
 # As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -56,6 +59,67 @@ class PartialRewards(RewardError):
         super().__init__(f"completions without a score because of a fault: {which} {describe_fault(fault)}")
         self.values = list(values)
         self.faults = dict(faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """How far a run is, for reward functions that change on the way: TRL's `trainer_state`, as far as it is used.
+
+    Attributes:
+      global_step: optimizer steps done.
+      max_steps: those of the whole run; 0 outside of one.
+      epoch: times the dataset has been gone through.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+class Extras:
+    """What reward functions are given besides lists, and what they leave there; one for each batch.
+
+    Example:
+      >>> extras = Extras(TrainerState(global_step=3))
+      >>> extras.log_metric("length", 2.0)
+      >>> extras.log_metric("length", 4.0)
+      >>> extras.metrics(), extras.given()["trainer_state"].global_step
+      ({'length': 3.0}, 3)
+    """
+
+    def __init__(self, state: TrainerState | None = None):
+        self._state = state or TrainerState()
+        self._values: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    def given(self) -> dict[str, Any]:
+        """The extras by their names, for `compute_rewards`."""
+        return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number with the metrics of the step; of several under one name the mean."""
+        self._values.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep a value for each completion beside it, in `completions.jsonl`."""
+        self._columns[column] = list(values)
+
+    def metrics(self) -> dict[str, float]:
+        """The means of what was logged."""
+        return {name: float(np.mean(values)) for name, values in self._values.items()}
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Take what was kept since the last call, as one dict for each of `count` completions."""
+        columns, self._columns = self._columns, {}
+        for column, values in columns.items():
+            if len(values) != count:
+                raise RewardError(f"log_extra({column!r}, ...) has {len(values)} values for {count} completions.")
+        return [{column: values[index] for column, values in columns.items()} for index in range(count)]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "log_metric and log_extra work in the process that trains: a reward function in workers cannot take them."
+        )
 
 
 def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:
@@ -166,7 +230,7 @@ def compute_rewards(
       num_generations: G.
       columns: the other columns of the dataset, each B·G long.
       extras: objects, not lists, given as they are to functions that name them among their arguments (a `**kwargs` does
-        not): `trainer_state`, `log_metric`, `log_extra` in TRL's scripts.
+        not): `Extras.given()`, in TRL's scripts by the same names.
       on_error: "raise" stops at the first fault. "none" scores what is at fault as missing (one completion where the
         fault is in one value, all of a function's completions where it failed as a whole) and counts it.
       loud_share: with "none", warn if more than this share of a function's completions is at fault.

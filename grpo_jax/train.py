@@ -153,6 +153,7 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             pad_to_multiple_of=config.padding,
             seed=config.seed,
             on_reward_error=config.on_reward_error,
+            trainer_state=run.task.trainer_state(step, progress.cursor),
         )
     progress.evaluated = step
     monitor.evaluation(step, metrics)

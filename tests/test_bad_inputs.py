@@ -74,7 +74,7 @@ def no_eos():
 WANTED = "give a list of dicts, a datasets.Dataset, an iterator of dicts or the path of a JSONL file"
 TEXT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 A_MESSAGE = f"a message is a dict with 'role' and 'content'; {TEXT}"
-GIVEN = "(columns: answer; also given: prompts, completions, completion_ids)"
+GIVEN = "(columns: answer; also given: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
 
 # What is handed in; what the message says.
 BAD = [
@@ -170,7 +170,10 @@ BAD = [
         dict(max_completion_length=400),
         "max_completion_length = 400: with prompts of up to 3 tokens this passes the 256",
     ),
-    (dict(mesh={"data": 2, "fsdp": 2}), "mesh = {'data': 2, 'fsdp': 2}: 2 × 2 devices, and this run has 1; make the"),
+    (
+        dict(mesh={"data": 20, "fsdp": 2}),
+        "mesh = {'data': 20, 'fsdp': 2}: 20 × 2 × 1 devices are needed, and there are",
+    ),
     # Evaluation.
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[]), "eval_dataset is empty: give at least one row with a 'prompt'"),
@@ -216,7 +219,7 @@ FILES = [
         json.dumps(ROWS, indent=1),
         "line 1 of '{}' is not JSON (Expecting value at column 2): a JSONL file has one object",
     ),
-    ('"a"\n', "dataset row 0 is 'a': each row is a dict with a 'prompt' and any other columns"),
+    ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
     (
         b"PAR1\xff\xfe",
         "'{}' is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV: datasets.",

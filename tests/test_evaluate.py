@@ -1,12 +1,14 @@
 """Evaluation: the mean of the rewards over every completion, whatever the batch size."""
 
 import importlib
+import itertools
 
 import numpy as np
 import pytest
 from tiny import tiny_policy
 
 from grpo_jax import evaluate
+from grpo_jax.evaluate import pass_at_k
 
 module = importlib.import_module("grpo_jax.evaluate")  # the package has the function under that name
 
@@ -68,3 +70,32 @@ def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatc
     assert lengths == [32, -(-longest // 5) * 5, longest]
     with pytest.raises(ValueError, match=r"pad_to_multiple_of must be at least 1 \(no padding\); got 0"):
         evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
+    right = np.array(list(itertools.product([0, 1], repeat=5)))
+    subsets = list(itertools.combinations(range(5), k))
+    for row in right:
+        assert pass_at_k([row], k) == pytest.approx(np.mean([row[list(subset)].any() for subset in subsets]))
+    assert pass_at_k(right, k) == pytest.approx(np.mean([pass_at_k([row], k) for row in right]))
+    assert pass_at_k(right.astype(bool), 1) == pytest.approx(0.5)
+
+
+def test_pass_at_k_of_many_samples_stays_exact():
+    assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("right", "k", "message"),
+    [
+        ([1, 0], 1, r"right has the shape \(2,\)"),
+        ([[0.5, 1]], 1, "values 0 and 1"),
+        (np.zeros((0, 2)), 1, r"shape \(0, 2\)"),
+        ([[1, 0]], 3, "k is 3, and there are 2 completions"),
+        ([[1, 0]], 0, "give 1 to 2"),
+    ],
+)
+def test_pass_at_k_says_what_is_wrong(right, k, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(right, k)

@@ -113,7 +113,7 @@ def test_only_the_sorted_reply_is_right(behaviour, monkeypatch):
 def test_lessons_are_masked_to_the_reply_and_its_end():
     policy = sort_digits.make_policy(0, width=16, layers=1)
     rows, _ = sort_digits.make_rows(0, train_rows=20, held_out=1)
-    tokens, mask = sort_digits.encode_lessons(policy, rows, 50, seed=0)
+    tokens, mask = sort_digits.lessons(policy, rows, 50, seed=0)
     answers = {row["prompt"]: row["answer"] for row in rows}
     for ids, at in zip(tokens, mask, strict=True):
         start, stop = np.flatnonzero(at)[[0, -1]]

@@ -125,6 +125,38 @@ def test_load_rows_reads_iterables_without_a_length():
     assert lib.load_rows(Stream()) == ROWS
 
 
+def test_load_rows_reads_datasets_of_hugging_face_the_same():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    stored = datasets.Dataset.from_list(ROWS)
+    assert lib.load_rows(stored) == lib.load_rows(stored.to_iterable_dataset()) == ROWS
+    with pytest.raises(ValueError, match=r"choose one: dataset\['train'\]"):
+        lib.load_rows(datasets.DatasetDict({"train": stored}))
+
+
+def test_load_rows_reads_sources_of_grain_the_same():
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    source = grain.MapDataset.source(ROWS)
+    assert lib.load_rows(source) == lib.load_rows(source.to_iter_dataset()) == ROWS
+    assert lib.load_rows(source.filter(lambda row: row["answer"] != "4")) == [*ROWS[:2], *ROWS[3:]]
+    with pytest.raises(ValueError, match="repeats for ever: give it without its repetition"):
+        lib.load_rows(source.repeat())
+
+
+def test_load_rows_refuses_a_source_that_repeats_for_ever_and_takes_the_gaps_of_grain():
+    """As grain's `MapDataset` is, for places where it is not installed."""
+
+    class Repeated(RandomAccess):
+        def __len__(self):
+            return sys.maxsize
+
+    with pytest.raises(ValueError, match=r"9223372036854775807 rows.*num_train_epochs and max_steps say how long"):
+        lib.load_rows(Repeated(ROWS))
+    filtered = type("Filtered", (RandomAccess,), {"__module__": "grain._src.python.dataset"})
+    assert lib.load_rows(filtered([ROWS[0], None, ROWS[1]])) == ROWS[:2]
+    with pytest.raises(ValueError, match="row 1 is None"):
+        lib.load_rows(RandomAccess([ROWS[0], None]))
+
+
 def test_load_rows_gives_rows_of_its_own():
     rows = [{"prompt": "a"}]
     lib.load_rows(rows)[0]["prompt"] = "b"
@@ -167,6 +199,11 @@ def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": \n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"dataset: line 2 of '.*rows.jsonl' is not JSON \(Expecting value at"):
         lib.load_rows(path)
+    path.write_text('{"prompt": "a"}\n\n["b"]\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dataset: line 3 of '.*rows.jsonl' is \['b'\]: .* one object on each line"):
+        lib.load_rows(path)
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert lib.load_rows(path) == [{"prompt": "a"}]
     with pytest.raises(FileNotFoundError, match=r"dataset is 'missing.jsonl', which is no file"):
         lib.load_rows("missing.jsonl")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import pickle
 import threading
 import time
 import warnings
@@ -12,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.reward_calls import RewardError, check_reward_fns, compute_rewards, reward_names
+from grpo_jax.reward_calls import (
+    EXTRAS,
+    Extras,
+    RewardError,
+    TrainerState,
+    check_reward_fns,
+    compute_rewards,
+    reward_names,
+)
 
 B, G = 2, 3
 N = B * G
@@ -85,6 +94,28 @@ def test_a_function_gets_what_it_names_and_no_more():
     assert seen["default"] == (PROMPTS, "default", COLUMNS["level"])
     assert seen["all"].keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
     assert seen["trl"] == {"prompts", "completion_ids", "level"}
+
+
+def test_extras_take_metrics_and_columns_once():
+    extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
+
+    def by_the_book(completions, trainer_state, log_metric, log_extra):
+        log_metric("step", trainer_state.global_step)
+        log_metric("step", trainer_state.max_steps)
+        log_extra("length", [len(text) for text in completions])
+        return [0.0] * len(completions)
+
+    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
+    assert set(extras.given()) == set(EXTRAS)
+    compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
+    assert extras.metrics() == {"step": 6.5}
+    assert extras.rows(2) == [{"length": 1}, {"length": 2}]
+    assert extras.rows(3) == [{}, {}, {}]
+    extras.log_extra("length", [1])
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
+        extras.rows(2)
+    with pytest.raises(TypeError, match="work in the process that trains"):
+        pickle.dumps(extras.log_metric)
 
 
 def test_extras_go_as_they_are_to_those_who_name_them():

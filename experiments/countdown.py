@@ -1,0 +1,363 @@
+"""A language model learns by GRPO to play Countdown: make a number from others by + - * /, each used once.
+
+    python -m experiments.countdown [--seed N] [--random-rewards]                                  # from scratch
+    python -m experiments.countdown --model DIRECTORY_OR_NAME [--numbers 4] [--lora RANK]           # from a checkpoint
+
+From scratch, three numbers up to 20 and the signs + and -: `make 20 from 9 4 15:` → `<answer>(15+9)-4</answer>`. A
+small new model first learns from a flawed teacher, who is right one time in five: most of its expressions make some
+other number, and one reply in five lacks a tag. GRPO goes on from there with two rewards: the target is made, and the
+rules are kept. With --model the problems have four to six numbers up to 100 and all four signs, asked in words.
+
+Answers are checked by `expression_value`, from a syntax tree with a list of what may be in it; nothing is executed.
+
+Time from scratch: some two or three CPU minutes. Expect: on 200 problems that no training saw, sampled (4 replies each)
+from 0.16 to 0.47, the rules kept from 0.62 to 0.89, greedy from 0.47 to 0.54 (seed 0, measured once). GRPO makes the
+solution, which the model finds now and then, more frequent; it hardly teaches it to calculate.
+With a checkpoint: time and figures to be measured. Expect the rules to be kept soon, and the accuracy to follow slowly.
+The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+
+from experiments.common import (
+    Rates,
+    Stopwatch,
+    coin_flips,
+    encode_lessons,
+    fresh_directory,
+    held_out_rates,
+    report_results,
+    show_completions,
+    show_rates,
+    supervise,
+    use_compile_cache,
+)
+from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
+from grpo_jax.rewards import from_row
+
+LONGEST_EXPRESSION = 100
+"""Characters; six numbers of three digits with all their brackets need about 50."""
+SMALL: dict[str, Any] = {"numbers": 3, "largest": 20, "targets": range(1, 61), "operations": "+-"}
+"""The problems of the run from scratch."""
+SOLVED, BROKEN = 0.25, 0.2
+"""Shares of the teacher's expressions that are solutions, and of its replies that lack a tag."""
+GROUP = 8
+"""Completions of each prompt."""
+BATCH = 128
+"""Texts of a supervised step."""
+
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
+
+Row = dict[str, Any]
+
+
+def expression_value(text: str, numbers: Sequence[int], *, use_all: bool = True) -> Fraction | None:
+    """The exact value of an expression in some numbers; None if it is none, or breaks the rules.
+
+    Only whole numbers, + - * / and brackets are read, from a syntax tree; nothing is executed. The text is short, and
+    every number stands for one that was given, so that neither parsing nor arithmetic can take long.
+
+    Args:
+      text: from a completion; it may end in `= value`, and the value has to be right.
+      numbers: what may be used, each as often as it stands there.
+      use_all: every number has to be used; False: some may be left.
+
+    Example:
+      >>> expression_value("(9 - 5) / 3", [3, 5, 9])
+      Fraction(4, 3)
+      >>> expression_value("9 - 5 + 5", [3, 5, 9]) is None
+      True
+    """
+    for spelling, sign in SPELLINGS.items():
+        text = text.replace(spelling, sign)
+    text, equals, claimed = (part.strip() for part in text.partition("="))
+    if len(text) > LONGEST_EXPRESSION or not re.fullmatch(r"[\d+\-*/() ]+", text, re.ASCII):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    if used - Counter(numbers) or (use_all and used != Counter(numbers)):
+        return None
+    value = _value(tree)
+    return None if equals and (value is None or claimed != str(value)) else value
+
+
+def _value(node: ast.expr) -> Fraction | None:
+    """The value of a tree of the four operations over whole numbers; None for any other tree, and for x / 0."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATIONS:
+        return None
+    left, right = _value(node.left), _value(node.right)
+    if left is None or right is None or (isinstance(node.op, ast.Div) and right == 0):
+        return None
+    return OPERATIONS[type(node.op)](left, right)
+
+
+def last_answer(text: str) -> str | None:
+    """What stands between the last pair of answer tags.
+
+    Example:
+      >>> last_answer("<answer>1+2</answer> no: <answer>1*2</answer>")
+      '1*2'
+    """
+    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    return found[-1] if found else None
+
+
+@from_row
+def accuracy(completion: str, row: Row) -> float:
+    """1 where the answer makes the target from the row's numbers, each used once."""
+    answer = last_answer(completion)
+    return float(answer is not None and expression_value(answer, row["numbers"]) == row["target"])
+
+
+@from_row
+def follows_rules(completion: str, row: Row) -> float:
+    """1 where the answer is an expression in the row's numbers, each used once, whatever it makes."""
+    answer = last_answer(completion)
+    return float(answer is not None and expression_value(answer, row["numbers"]) is not None)
+
+
+def build(numbers: Sequence[int], draw: random.Random, operations: str = "+-*/") -> tuple[int, str]:
+    """A random expression in all the numbers, and its value; every step makes a whole number above 0, as in the game.
+
+    Example:
+      >>> build([3, 5, 9], random.Random(1))
+      (7, '(9-5)+3')
+    """
+    while True:
+        parts = [(number, str(number)) for number in numbers]
+        while len(parts) > 1:
+            (a, left), (b, right) = sorted((parts.pop(draw.randrange(len(parts))) for _ in range(2)), reverse=True)
+            sign = draw.choice(operations)
+            if (sign == "-" and a == b) or (sign == "/" and a % b):
+                break
+            value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
+            parts.append((value, f"({left}{sign}{right})"))
+        else:
+            value, text = parts[0]
+            return value, text[1:-1] if len(numbers) > 1 else text
+
+
+def make_problems(
+    seed: int, count: int, *, numbers: int, largest: int, targets: range, operations: str = "+-*/"
+) -> list[Row]:
+    """Problems that differ in numbers or target, each with a solution.
+
+    Args:
+      seed: of the draw.
+      count: problems.
+      numbers: how many to use.
+      largest: of the numbers, which are all different.
+      targets: which to ask for.
+      operations: which the solutions use.
+
+    Example:
+      >>> make_problems(0, 1, numbers=3, largest=9, targets=range(10, 50))
+      [{'numbers': [4, 3, 8], 'target': 20, 'solution': '(4*3)+8'}]
+    """
+    draw = random.Random(seed)
+    problems: dict[tuple[Any, ...], Row] = {}
+    for attempt in itertools.count():
+        if len(problems) == count:
+            break
+        if attempt == 100 * count:
+            raise ValueError(f"count is {count}, and there are hardly that many problems: ask for fewer.")
+        chosen = draw.sample(range(1, largest + 1), numbers)
+        target, solution = build(chosen, draw, operations)
+        if target in targets:
+            row = {"numbers": chosen, "target": target, "solution": solution}
+            problems.setdefault((target, *sorted(chosen)), row)
+    return list(problems.values())
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE without merges, in which the tags and the numbers from 10 to 99 are one token each."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<pad>", "<end>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["make "] * 10, trainer)
+    words = ["<answer>", "</answer>", *map(str, range(10, 100))]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
+    """A language model with Qwen3's layout and fresh weights."""
+    tokenizer = make_tokenizer()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
+
+
+def short_prompt(problem: Row) -> Row:
+    """A row for the model from scratch."""
+    return {**problem, "prompt": f"make {problem['target']} from {' '.join(map(str, problem['numbers']))}:"}
+
+
+def asked_in_words(problem: Row, *, chat: bool) -> Row:
+    """A row for a checkpoint: a message, or plain text for a tokenizer without a chat template."""
+    task = (
+        f"Numbers: {', '.join(map(str, problem['numbers']))}. Combine all of them to {problem['target']}, each exactly "
+        "once, with +, -, *, / and brackets. Work it out first, then give the expression alone, without its result, "
+        "as <answer>expression</answer>."
+    )
+    return {**problem, "prompt": [{"role": "user", "content": task}] if chat else f"{task}\n"}
+
+
+def teach(problem: Row, draw: random.Random) -> str:
+    """The flawed teacher's reply: seldom a solution, often any expression in the numbers, sometimes without a tag."""
+    expression = problem["solution"]
+    if draw.random() >= SOLVED:
+        expression = build(problem["numbers"], draw, SMALL["operations"])[1]
+    opening, closing = "<answer>", "</answer>"
+    if draw.random() < BROKEN:
+        opening, closing = draw.choice([("", closing), (opening, "")])
+    return opening + expression + closing
+
+
+def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> tuple[Any, Any]:
+    """`count` prompts, their numbers in any order, with the teacher's replies, as `encode_lessons` returns them."""
+    draw = random.Random(seed)
+    chosen = [draw.choice(problems) for _ in range(count)]
+    shuffled = [{**problem, "numbers": draw.sample(problem["numbers"], SMALL["numbers"])} for problem in chosen]
+    return encode_lessons(policy, [short_prompt(row)["prompt"] for row in shuffled], [teach(p, draw) for p in chosen])
+
+
+def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
+    """The settings of the run."""
+    return GRPOConfig(
+        num_generations=GROUP,
+        per_device_train_batch_size=GROUP * arguments.prompts if scratch else GROUP,
+        gradient_accumulation_steps=1 if scratch else arguments.prompts,
+        max_completion_length=arguments.max_completion_length,
+        max_steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        lr_scheduler_type="linear" if scratch else "constant",
+        beta=0.02 if scratch else 0.001,
+        # Of coin flips, accuracy and rules; without the coin flips the last two.
+        reward_weights=[1.0, 0.0, 0.0] if arguments.random_rewards else [1.0, 0.2],
+        gradient_checkpointing=not scratch,
+        compute_dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+        seed=arguments.seed,
+        logging_steps=min(10, arguments.steps),
+        save_steps=None,
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.countdown", description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="directory or hub name (default: a new model, from scratch)")
+    add("--numbers", type=int, default=4, choices=(3, 4, 5, 6), help="of a problem, with --model (default 4)")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
+    add("--random-rewards", action="store_true", help="the control: reward by coin flips")
+    add("--seed", type=int, default=0, help="of problems, weights and samples (default 0)")
+    add("--steps", type=int, default=120, help="GRPO steps (default 120)")
+    add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")
+    add("--warm-up-steps", type=int, default=300, help="supervised steps of the new model (default 300)")
+    add("--problems", type=int, default=2000, help="to train on (default 2000)")
+    add("--held-out", type=int, default=200, help="problems to test with (default 200)")
+    add("--max-completion-length", type=int, help="tokens (default 16, with --model 512)")
+    add("--learning-rate", type=float, help="default 5e-4, with --model 1e-6, with --lora 1e-5")
+    add("--run-dir", help="an empty or new directory (default runs/countdown-<seed>-<time>)")
+    arguments = parser.parse_args(argv)
+    if arguments.max_completion_length is None:
+        arguments.max_completion_length = 512 if arguments.model else 16
+    if arguments.learning_rate is None:
+        arguments.learning_rate = 1e-5 if arguments.lora else 1e-6 if arguments.model else 5e-4
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the experiment and return what its last line says."""
+    arguments, watch = parse(argv), Stopwatch()
+    use_compile_cache()
+    seed, scratch = arguments.seed, arguments.model is None
+    run_dir = fresh_directory(arguments.run_dir, f"countdown-{seed}")
+    kind = SMALL if scratch else {"numbers": arguments.numbers, "largest": 100, "targets": range(10, 1000)}
+    problems = make_problems(seed, arguments.held_out + arguments.problems, **kind)
+    held_out, problems = problems[: arguments.held_out], problems[arguments.held_out :]
+    config = make_config(arguments, scratch)
+
+    with watch("loading"):
+        if scratch:
+            new = make_policy(seed)
+            texts = lessons(new, problems, arguments.warm_up_steps * BATCH, seed)
+            save_pretrained(run_dir / "base", supervise(new, *texts, batch=BATCH))
+        source = run_dir / "base" if scratch else arguments.model
+        base = from_pretrained(source, dtype=config.compute_dtype, param_dtype="float32")
+        if arguments.lora is not None:
+            base = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)
+    chat = base.tokenizer.chat_template is not None
+    as_row = short_prompt if scratch else lambda problem: asked_in_words(problem, chat=chat)
+    rows, test_rows = [as_row(p) for p in problems], [as_row(p) for p in held_out]
+
+    def test(params: Any) -> tuple[Rates, list[Row]]:
+        settings = {"max_completion_length": arguments.max_completion_length, "batch_size": 64, "seed": seed}
+        with watch("evaluation"):
+            return held_out_rates(base, test_rows, accuracy, follows_rules, params=params, samples=4, **settings)
+
+    before, completions = test(base.params)
+    print(f"before, on {len(test_rows)} problems it has not seen: {show_rates(before)}")
+    show_completions("before, greedy", completions[:4])
+
+    arm = "random_rewards" if arguments.random_rewards else "grpo"
+    print(f"\nGRPO, rewarded {'by coin flips' if arguments.random_rewards else 'for the target and the rules'}:")
+    reward_fns = [coin_flips(seed)] * arguments.random_rewards + [accuracy, follows_rules]
+    with watch("grpo"):
+        state = train(base, rows, reward_fns, config, run_dir=run_dir)
+    trained = base.replace(params=state.params)
+    save_pretrained(run_dir / "final", trained if arguments.lora is None else merge_lora(trained))
+
+    after, completions = test(state.params)
+    show_completions("after, greedy", completions[:4])
+    print(f"\nheld-out problems: {show_rates(before)}  →  {show_rates(after)}")
+    return report_results(run_dir, {arm: {"before": before, "after": after}}, watch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Every field of TRL 1.16's `GRPOConfig`, and what became of those that are not fields here: data, and nothing else.
+
+One table serves the error messages of `config`, `migrate.from_trl` and the page `docs/coming_from_trl.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["ELSEWHERE", "OTHER_NAMES", "SAME", "TRL_VERSION", "Elsewhere"]
+
+TRL_VERSION = "1.16"
+
+Kind = Literal["other name", "not needed", "not here"]
+
+
+class Elsewhere(NamedTuple):
+    """What became of a field of TRL's that is none here.
+
+    Attributes:
+      default: TRL's; a value equal to it asks for nothing.
+      kind: whether something else says it, nothing has to, or nothing can.
+      advice: what to do, or why there is nothing to do.
+    """
+
+    default: Any
+    kind: Kind
+    advice: str
+
+
+def _other(default: Any, advice: str) -> Elsewhere:
+    return Elsewhere(default, "other name", advice)
+
+
+def _needless(default: Any, why: str) -> Elsewhere:
+    return Elsewhere(default, "not needed", f"leave it out: {why}")
+
+
+def _absent(default: Any, advice: str) -> Elsewhere:
+    return Elsewhere(default, "not here", advice)
+
+
+_PYTORCH = "it is a setting of PyTorch"
+_LOADER = "prompts are found by counting, without a data loader"
+_VLLM = "the sampler is built in, and there is no vLLM"
+_MESH = "use mesh: there is one process a host, and XLA talks between the devices"
+_CUT = "leave it out: mesh says how params are cut"
+_HUB = "save_pretrained writes a directory; huggingface_hub's upload_folder publishes it"
+_LOG = "metrics.jsonl, completions.jsonl and the screen hold it all; for a tracker pass callbacks to train"
+_EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
+
+SAME: dict[str, str] = {
+    "num_generations": "",
+    "max_completion_length": "",
+    "temperature": "",
+    "top_p": "",
+    "top_k": "",
+    "min_p": "",
+    "chat_template_kwargs": "",
+    "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
+    "per_device_train_batch_size": "completions, as in TRL; a micro-batch may be a part of a group",
+    "gradient_accumulation_steps": "",
+    "steps_per_generation": "",
+    "generation_batch_size": "",
+    "num_iterations": "",
+    "max_steps": "",
+    "num_train_epochs": "batches run on over the end of an epoch, so that no row is left out",
+    "shuffle_dataset": "",
+    "seed": "other streams: the same seed draws other samples than in TRL",
+    "reward_weights": "",
+    "scale_rewards": "True and False are taken too",
+    "multi_objective_aggregation": "",
+    "mask_truncated_completions": "",
+    "loss_type": "",
+    "importance_sampling_level": '"trajectory" is ours',
+    "epsilon": "",
+    "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
+    "delta": "",
+    "sapo_temperature_neg": "",
+    "sapo_temperature_pos": "",
+    "vespo_k_pos": "",
+    "vespo_lambda_pos": "",
+    "vespo_k_neg": "",
+    "vespo_lambda_neg": "",
+    "top_entropy_quantile": "",
+    "off_policy_mask_threshold": "",
+    "entropy_coef": "",
+    "use_adaptive_entropy": "",
+    "entropy_coef_min": "",
+    "entropy_coef_max": "",
+    "entropy_coef_delta": "",
+    "entropy_target": "",
+    "beta": "at 0 no reference is kept, as in TRL",
+    "use_bias_correction_kl": "as in TRL; `kl_estimator` and `kl_placement` are ours",
+    "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
+    "ref_model_sync_steps": "",
+    "ref_model_mixup_alpha": "",
+    "learning_rate": "",
+    "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
+    "warmup_steps": "",
+    "weight_decay": "",
+    "adam_beta1": "",
+    "adam_beta2": "",
+    "adam_epsilon": "",
+    "max_grad_norm": "",
+    "gradient_checkpointing": "",
+    "eval_steps": "a whole number or None; there is always an evaluation before the first step and after the last",
+    "per_device_eval_batch_size": "",
+    "num_generations_eval": "1 where evaluation is greedy (`temperature_eval`, ours)",
+    "logging_steps": "a whole number; no ratio below 1",
+    "log_completions": "",
+    "num_completions_to_print": "",
+    "save_steps": "a whole number or None; one checkpoint at the end is always written",
+    "save_total_limit": "",
+}
+"""TRL's fields that are fields here, with the same meaning and default, and what to know of them."""
+
+ELSEWHERE: dict[str, Elsewhere] = {
+    # Model and numbers.
+    "model_init_kwargs": _other(None, "leave it out: from_pretrained takes such settings"),
+    "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
+    "router_aux_loss_coef": _absent(None, "mixture-of-experts models are trained without a load-balancing loss"),
+    "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
+    "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
+    "bf16": _other(None, 'use compute_dtype="bfloat16"; TRL does so where neither bf16 nor fp16 is set'),
+    "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),
+    "tf32": _needless(None, "jax.default_matmul_precision is JAX's switch"),
+    "bf16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
+    "fp16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
+    # Sampling.
+    "generation_kwargs": _absent(None, "the sampler takes temperature, top_k, top_p and min_p only"),
+    "repetition_penalty": _absent(
+        1.0, "leave it out: the sampler has no such penalty; there is get_repetition_penalty_reward"
+    ),
+    "cache_implementation": _needless(None, "the cache is built in"),
+    "use_transformers_continuous_batching": _needless(False, "rows that have ended leave the decode by themselves"),
+    "transformers_continuous_batching_config": _needless(None, "rows that have ended leave the decode by themselves"),
+    "use_transformers_paged": _needless(False, "rows that have ended leave the decode by themselves"),
+    "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
+    "max_tool_calling_iterations": _absent(None, "there are no tools and no environments: one turn a completion"),
+    "use_vllm": _needless(False, "the sampler is built in"),
+    "vllm_mode": _needless("colocate", _VLLM),
+    "vllm_model_impl": _needless("vllm", _VLLM),
+    "vllm_enable_sleep_mode": _needless(False, _VLLM),
+    "vllm_structured_outputs_regex": _absent(None, "the sampler knows no grammars; reward the format instead"),
+    "vllm_server_base_url": _needless(None, _VLLM),
+    "vllm_server_host": _needless("0.0.0.0", _VLLM),
+    "vllm_server_port": _needless(8000, _VLLM),
+    "vllm_server_timeout": _needless(240.0, _VLLM),
+    "vllm_group_port": _needless(51216, _VLLM),
+    "vllm_gpu_memory_utilization": _needless(0.3, _VLLM),
+    "vllm_max_model_length": _needless(None, _VLLM),
+    "vllm_tensor_parallel_size": _needless(1, _VLLM),
+    "vllm_importance_sampling_correction": _needless(
+        True, "the sampler's log-probs are the old ones, so that there is no mismatch to correct"
+    ),
+    "vllm_importance_sampling_mode": _needless("sequence_mask", _VLLM),
+    "vllm_importance_sampling_clip_max": _needless(3.0, _VLLM),
+    "vllm_importance_sampling_clip_min": _needless(None, _VLLM),
+    "vllm_importance_sampling_cap": _needless(None, _VLLM),
+    # Optimizer.
+    "lr_scheduler_kwargs": _absent(
+        None, "pass optimizer to train, an optax transformation with a schedule of your own"
+    ),
+    "optim": _needless("adamw_torch_fused", "it is AdamW; for another, pass optimizer to train"),
+    "optim_args": _absent(None, "pass optimizer to train, an optax transformation"),
+    "optim_target_modules": _absent(None, "pass optimizer to train, with optax.masked"),
+    "average_tokens_across_devices": _needless(True, "the loss does not depend on how a batch is cut"),
+    "label_smoothing_factor": _absent(0.0, "no loss here has labels"),
+    "neftune_noise_alpha": _absent(None, "no noise is added to embeddings"),
+    "auto_find_batch_size": _absent(False, "halving a batch would cut groups: lower per_device_train_batch_size"),
+    # Speed and memory.
+    "activation_checkpointing": _other(None, "use gradient_checkpointing"),
+    "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
+    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
+    "torch_compile": _needless(False, "everything is compiled"),
+    "torch_compile_backend": _needless(None, "everything is compiled"),
+    "torch_compile_mode": _needless(None, "everything is compiled"),
+    "use_liger_kernel": _needless(False, "logits exist for a piece of a batch at a time"),
+    "liger_kernel_config": _needless(None, "logits exist for a piece of a batch at a time"),
+    "use_cache": _needless(False, "the sampler keeps its own cache, training none"),
+    "torch_empty_cache_steps": _needless(None, _PYTORCH),
+    # Logging.
+    "output_dir": _other(None, "pass run_dir to train"),
+    "logging_strategy": _needless("steps", "logging_steps says it"),
+    "logging_first_step": _absent(False, "use logging_steps=1 to see the first step"),
+    "log_on_each_node": _needless(True, "one process writes"),
+    "logging_nan_inf_filter": _needless(True, "what is not finite is left out of means and counted where it arises"),
+    "include_num_input_tokens_seen": _needless("no", "num_tokens and num_prompts are logged always"),
+    "log_level": _needless("passive", "use the levels of logging and the filters of warnings"),
+    "log_level_replica": _needless("warning", "one process writes"),
+    "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
+    "report_to": _other("none", "pass callbacks to train"),
+    "run_name": _other(None, "the run directory is the name; a tracker's is given where it is opened"),
+    "project": _needless("huggingface", _LOG),
+    "trackio_space_id": _needless(None, _LOG),
+    "trackio_bucket_id": _needless(None, _LOG),
+    "trackio_static_space_id": _needless(None, _LOG),
+    "log_multimodal": _absent(True, "prompts are text"),
+    "log_unique_prompts": _needless(False, _LOG),
+    "log_completions_hub_repo": _absent(None, _HUB),
+    # Evaluation.
+    "eval_strategy": _needless("no", "eval_steps says it"),
+    "do_eval": _needless(False, "there is an evaluation where there is an eval_dataset"),
+    "eval_delay": _absent(0, "there is one before the first step, every eval_steps and after the last"),
+    "eval_on_start": _needless(False, "there is an evaluation before the first step always"),
+    "prediction_loss_only": _needless(False, _EVAL_ONCE),
+    "eval_do_concat_batches": _needless(True, _EVAL_ONCE),
+    "eval_use_gather_object": _needless(False, _EVAL_ONCE),
+    "eval_accumulation_steps": _needless(None, _EVAL_ONCE),
+    "include_for_metrics": _needless([], _EVAL_ONCE),
+    "batch_eval_metrics": _needless(False, _EVAL_ONCE),
+    "do_predict": _needless(False, "use evaluate"),
+    # Checkpoints.
+    "save_strategy": _needless("steps", "save_steps says it (None: at the end only)"),
+    "save_only_model": _absent(
+        False, "a checkpoint holds all that a run needs to go on; save_pretrained writes the model"
+    ),
+    "save_on_each_node": _needless(False, "orbax writes from all processes to one place"),
+    "enable_jit_checkpoint": _needless(False, "a run goes on after its last checkpoint"),
+    "restore_callback_states_from_checkpoint": _absent(False, "callbacks are functions without a state of the run's"),
+    "resume_from_checkpoint": _other(None, "call train again with the same run_dir: it goes on where it stopped"),
+    "ignore_data_skip": _needless(False, "a resumed run goes on with the next prompt, at no cost"),
+    "load_best_model_at_end": _absent(False, "keep checkpoints by save_steps and choose by metrics.jsonl"),
+    "metric_for_best_model": _absent(None, "keep checkpoints by save_steps and choose by metrics.jsonl"),
+    "greater_is_better": _absent(None, "keep checkpoints by save_steps and choose by metrics.jsonl"),
+    "push_to_hub": _absent(False, _HUB),
+    "hub_token": _absent(None, _HUB),
+    "hub_private_repo": _absent(None, _HUB),
+    "hub_model_id": _absent(None, _HUB),
+    "hub_strategy": _needless("every_save", _HUB),
+    "hub_always_push": _absent(False, _HUB),
+    "hub_revision": _absent(None, _HUB),
+    # Data.
+    "data_seed": _other(None, "use seed: it decides the order of the prompts too"),
+    "full_determinism": _needless(False, "the same seed on the same machine gives the same run"),
+    "dataloader_drop_last": _needless(False, _LOADER),
+    "dataloader_num_workers": _needless(0, _LOADER),
+    "dataloader_pin_memory": _needless(True, _LOADER),
+    "dataloader_persistent_workers": _needless(False, _LOADER),
+    "dataloader_prefetch_factor": _needless(None, _LOADER),
+    "dataloader_multiprocessing_context": _needless(None, _LOADER),
+    "dataloader_in_order": _needless(True, _LOADER),
+    "remove_unused_columns": _needless(False, "reward functions get the columns that they name"),
+    "label_names": _needless(None, "no loss here has labels"),
+    "train_sampling_strategy": _other("random", "use shuffle_dataset"),
+    "length_column_name": _needless("length", _LOADER),
+    # Devices.
+    "use_cpu": _needless(False, "JAX_PLATFORMS=cpu says it"),
+    "accelerator_config": _needless(None, _MESH),
+    "parallelism_config": _other(None, _MESH),
+    "ddp_find_unused_parameters": _needless(None, _MESH),
+    "ddp_bucket_cap_mb": _needless(None, _MESH),
+    "ddp_broadcast_buffers": _needless(None, _MESH),
+    "ddp_static_graph": _needless(None, _MESH),
+    "ddp_backend": _needless(None, _MESH),
+    "ddp_timeout": _needless(1800, _MESH),
+    "fsdp": _other(None, _CUT),
+    "fsdp_config": _other(None, _CUT),
+    "deepspeed": _other(None, _CUT),
+    "local_rank": _needless(-1, _MESH),
+    # Debugging.
+    "debug": _needless("", _PYTORCH),
+    "skip_memory_metrics": _needless(True, _PYTORCH),
+    "do_train": _needless(False, "call train"),
+}
+"""TRL's fields that are none here, in the order of the page."""
+
+OTHER_NAMES = {
+    "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
+    "max_new_tokens": "use max_completion_length",
+    "kl_coef": "use beta",
+    "lr": "use learning_rate",
+    "max_length": "use max_completion_length, or max_prompt_length",
+    "clip_eps": "use epsilon",
+    "group_size": "use num_generations",
+    "batch_size": "use per_device_train_batch_size (completions)",
+}
+"""Names that people bring from elsewhere, and what to do."""

@@ -1,0 +1,176 @@
+"""Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved; it learns."""
+
+import json
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from experiments import countdown
+from experiments.countdown import build, expression_value, last_answer, make_problems
+from grpo_jax import from_pretrained
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3+5+9", "17"),
+        ("(9 - 5) * 3", "12"),
+        ("9*(5-3)", "18"),
+        ("3/5/9", "1/15"),
+        ("9/(5/3)", "27/5"),
+        ("5/(9/3)", "5/3"),
+        ("3-5-9", "-11"),
+        ("9 × 5 ÷ 3", "15"),
+        (r"9 \times 5 \div 3", "15"),
+        ("9 − 5 + 3 = 7", "7"),
+        ("((((9))))-5-3", "1"),
+    ],
+)
+def test_expressions_are_counted_exactly(text, value):
+    assert expression_value(text, [3, 5, 9]) == Fraction(value)
+
+
+def test_thirds_are_not_rounded():
+    assert expression_value("8/(3-8/3)", [3, 3, 8, 8]) == 24
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "3+5",
+        "3+5+9+9",
+        "3+5+5",
+        "3+5+8",
+        "35+9",
+        "3**5+9",
+        "3//5+9",
+        "3%5+9",
+        "-3+5+9",
+        "+3+5+9",
+        "~3+5+9",
+        "9/(5-5)*3",
+        "5/(9-3*3)",
+        "3+5+9=18",
+        "3+5+9==17",
+        "=17",
+        "3+5+",
+        "(3+5+9",
+        "3+5,9",
+        "3(5)(9)",
+        "3 5 9",
+        "3+5+09",
+        "3.0+5+9",
+        "3e0+5+9",
+        "3_+5+9",
+        "３+5+9",
+        "[3+5+9]",
+        "(3+5+9).real",
+        "(3).__class__+5+9",
+        "__import__('os').system('true')",
+        "3 if 5 else 9",
+        "3+5+9 # easy",
+        "3+5\n+9",
+        "True+5+9",
+        "(lambda: 3)()+5+9",
+    ],
+)
+def test_what_breaks_the_rules_has_no_value(text):
+    assert expression_value(text, [3, 5, 9]) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
+    ids=lambda text: text[:8],
+)
+def test_a_hostile_text_is_read_at_once(text):
+    assert expression_value(text, [3, 5, 9]) is None
+    assert last_answer("<answer>" * 10**5 + text) is None
+
+
+def test_some_numbers_may_be_left_where_that_is_the_rule():
+    assert expression_value("9-5", [3, 5, 9]) is None
+    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
+    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
+    assert expression_value("5+5", [5, 5], use_all=False) == 10
+
+
+@pytest.mark.parametrize("numbers", [3, 4, 5, 6])
+def test_problems_differ_and_their_solutions_solve_them(numbers):
+    problems = make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
+    assert len({(problem["target"], *sorted(problem["numbers"])) for problem in problems}) == 60
+    for problem in problems:
+        assert len(set(problem["numbers"])) == numbers
+        assert problem["target"] in range(10, 500)
+        # Python's own arithmetic is another road: every step of a solution is a whole number.
+        assert (
+            eval(problem["solution"]) == problem["target"] == expression_value(problem["solution"], problem["numbers"])
+        )
+    assert problems == make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
+    assert problems != make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
+
+
+def test_more_problems_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="count is 1000, and there are hardly that many"):
+        make_problems(0, 1000, numbers=2, largest=3, targets=range(1, 10))
+
+
+def test_rewards_look_at_the_last_answer():
+    row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
+    for completion, right, legal in [
+        ("<answer>3+5+9</answer>", 1.0, 1.0),
+        ("hm <answer>3*5+9</answer> no <answer> (3 + 5) + 9 = 17 </answer> so", 1.0, 1.0),
+        ("<answer>3*5+9</answer>", 0.0, 1.0),
+        ("<answer>9+9-1</answer>", 0.0, 0.0),
+        ("<answer>17</answer>", 0.0, 0.0),
+        ("3+5+9", 0.0, 0.0),
+        ("<answer>3+5+9", 0.0, 0.0),
+        ("<answer>3+5+9</answer> <answer></answer>", 0.0, 0.0),
+    ]:
+        assert countdown.accuracy(completions=[completion], **row) == [right]
+        assert countdown.follows_rules(completions=[completion], **row) == [legal]
+
+
+def test_the_teacher_is_as_flawed_as_it_says():
+    problems, draw, count = make_problems(0, 500, **countdown.SMALL), random.Random(0), 8000
+    chosen = [draw.choice(problems) for _ in range(count)]
+    replies = [countdown.teach(problem, draw) for problem in chosen]
+    columns = {name: [problem[name] for problem in chosen] for name in ("numbers", "target")}
+    prompts = {"prompts": [""] * count}
+    legal = np.mean(countdown.follows_rules(completions=replies, **prompts, **columns))
+    right = np.mean(countdown.accuracy(completions=replies, **prompts, **columns))
+    assert legal == pytest.approx(1 - countdown.BROKEN, abs=0.018)  # four standard errors
+    # An expression by chance makes the target now and then, so there is more than the share of solutions.
+    by_chance = np.mean([build(p["numbers"], draw, "+-")[0] == p["target"] for p in chosen])
+    expected = (countdown.SOLVED + (1 - countdown.SOLVED) * by_chance) * (1 - countdown.BROKEN)
+    assert right == pytest.approx(expected, abs=0.025)
+
+
+def test_the_script_ends_in_one_json_object_and_leaves_a_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(countdown, "BATCH", 16)
+    arguments = "--steps 2 --prompts 2 --warm-up-steps 8 --problems 50 --held-out 8 --seed 1"
+    results = countdown.main([*arguments.split(), "--run-dir", str(tmp_path / "run")])
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == results
+    rates = results["arms"]["grpo"]
+    assert rates["before"].keys() == rates["after"].keys() == {"greedy", "sampled", "format"}
+    policy = from_pretrained(tmp_path / "run" / "final")
+    # The numbers of a problem are one token each, and come back.
+    ids = policy.tokenizer("make 20 from 19 4 15:")["input_ids"]
+    assert policy.tokenizer.decode(ids) == "make 20 from 19 4 15:"
+    assert {policy.tokenizer.decode([i]) for i in ids} >= {"20", "19", "4", "15"}
+
+
+def test_a_checkpoint_is_asked_in_words():
+    problem = {"numbers": [3, 5, 9], "target": 17, "solution": "(3+5)+9"}
+    chat = countdown.asked_in_words(problem, chat=True)["prompt"]
+    text = countdown.asked_in_words(problem, chat=False)["prompt"]
+    assert chat[0]["role"] == "user"
+    assert text.startswith(chat[0]["content"])
+    assert "3, 5, 9" in text
+    assert "17" in text
+    assert "(3+5)" not in text

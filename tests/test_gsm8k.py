@@ -1,0 +1,75 @@
+"""The experiment on GSM8K: its rows, and the whole script on a few problems with a new checkpoint."""
+
+import functools
+import json
+
+import pytest
+
+from experiments import gsm8k
+from grpo_jax import from_pretrained
+from grpo_jax.models.lora import LoraModel
+
+PROBLEMS = [
+    {
+        "question": f"Tom has {n} apples and buys {n + 1}. How many has he?",
+        "answer": f"{n} + {n + 1} = {2 * n + 1}\n#### {2 * n + 1}",
+    }
+    for n in range(1, 25)
+]
+
+
+def test_a_problem_is_a_conversation_or_text():
+    chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
+    assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
+    assert chat["prompt"][1]["content"] == PROBLEMS[0]["question"] in text["prompt"]
+    assert gsm8k.INSTRUCTION in text["prompt"] == text["prompt"].strip()
+    for row in (chat, text):
+        assert gsm8k.accuracy(completions=["He has 3.", "#### 3", "#### 4"], answer=[row["answer"]] * 3) == [
+            1.0,
+            1.0,
+            0.0,
+        ]
+
+
+def test_the_format_is_a_last_line_with_the_answer():
+    right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
+    wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
+    assert gsm8k.well_formed(completions=right + wrong) == [1.0] * 2 + [0.0] * 6
+    assert gsm8k.well_formed(completions=[problem["answer"] for problem in PROBLEMS]) == [1.0] * len(PROBLEMS)
+
+
+def test_settings_follow_the_flags():
+    arguments = gsm8k.parse(["--data", "d"])
+    assert (arguments.learning_rate, arguments.max_completion_length) == (1e-6, 300)
+    assert gsm8k.make_config(arguments).reward_weights == (1.0, 0.2)
+    arguments = gsm8k.parse(["--data", "d", "--lora", "16", "--random-rewards"])
+    assert arguments.learning_rate == 1e-5
+    assert gsm8k.make_config(arguments).reward_weights == (1.0, 0.0, 0.0)
+
+
+def test_a_directory_without_the_files_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"there is no train.jsonl in it; give GSM8K's directory, or hub"):
+        gsm8k.load_problems(str(tmp_path))
+
+
+def test_the_script_runs_from_files_to_a_checkpoint(tmp_path, capsys, monkeypatch):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
+    monkeypatch.setattr(gsm8k, "make_scratch", functools.partial(gsm8k.make_scratch, lessons=16))
+    arguments = "--scratch --steps 2 --prompts 2 --samples 2 --test-rows 3 --max-completion-length 8 --eval-batch 4"
+    arguments += f" --eval-steps 1 --lora 4 --random-rewards --data {tmp_path} --run-dir {tmp_path / 'run'}"
+    results = gsm8k.main(arguments.split())
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
+    rates = results["arms"]["random_rewards"]
+    assert rates["before"].keys() == rates["after"].keys() == {"greedy", "sampled", "format", "pass@2"}
+    assert gsm8k.greedy_rates(tmp_path / "run")[0] == (0, rates["before"]["greedy"])
+    assert [step for step, _ in gsm8k.greedy_rates(tmp_path / "run")] == [0, 1, 2]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = set().union(*metrics)
+    assert {"rewards/random_reward/mean", "rewards/accuracy/mean", "rewards/format/mean"} <= logged
+    base, final = (from_pretrained(tmp_path / "run" / name) for name in ("base", "final"))
+    assert base.tokenizer.chat_template == final.tokenizer.chat_template == gsm8k.CHAT_TEMPLATE
+    assert not isinstance(final.model, LoraModel)
+    assert base.tokenizer("12 apples")["input_ids"] == final.tokenizer("12 apples")["input_ids"]
+    assert base.tokenizer.decode(base.tokenizer("12 apples")["input_ids"]) == "12 apples"

@@ -1,0 +1,139 @@
+"""The way over from TRL: every field of TRL 1.16 has its place, and nothing is dropped without a word."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import from_trl as from_trl_script
+from grpo_jax import GRPOConfig
+from grpo_jax.migrate import field_table, from_trl
+from grpo_jax.trl_fields import ELSEWHERE, OTHER_NAMES, SAME
+
+PAGE = Path(__file__).parent.parent / "docs" / "coming_from_trl.md"
+OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+
+
+def test_the_table_is_that_of_the_trl_that_is_installed():
+    trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
+    theirs = {
+        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(trl.GRPOConfig)
+    }
+    assert set(SAME) | set(ELSEWHERE) == set(theirs)
+    assert {name: field.default for name, field in ELSEWHERE.items()} == {name: theirs[name] for name in ELSEWHERE}
+
+
+def test_fields_that_are_the_same_are_ours_and_the_others_are_not():
+    assert set(SAME) <= set(OURS)
+    assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
+    assert len(SAME) + len(ELSEWHERE) == 191  # fields of TRL 1.16 with transformers 5.23
+    assert all(field.kind in ("other name", "not needed", "not here") for field in ELSEWHERE.values())
+    unneeded = [field.advice for field in ELSEWHERE.values() if field.kind == "not needed"]
+    assert all(advice.startswith("leave it out: ") for advice in unneeded)
+
+
+def test_the_page_holds_the_table():
+    assert field_table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_names_things_that_are_there():
+    text = PAGE.read_text(encoding="utf-8").replace(field_table(), "")
+    root = PAGE.parent.parent
+    names = set(re.findall(r"`((?:grpo_jax|experiments|tests|docs)/[\w/]+\.\w+)`", text))
+    assert names
+    for name in names:
+        assert (root / name).exists(), name
+    fields = set(re.findall(r"`(\w+)(?: ?= ?[^`]+)?`", text)) & (set(ELSEWHERE) | set(OURS))
+    assert fields
+
+
+def test_a_usual_config_carries_over():
+    moved = from_trl(
+        {
+            "output_dir": "out",
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "bf16": True,
+            "eval_strategy": "steps",
+            "eval_steps": 20,
+            "save_strategy": "no",
+            "logging_steps": 5,
+            "report_to": "none",
+            "use_vllm": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "optim": "adamw_torch",
+            "remove_unused_columns": False,
+        }
+    )
+    assert moved.run_dir == "out"
+    assert moved.missing == {}
+    assert set(moved.left_out) == {"use_vllm", "gradient_checkpointing_kwargs"}
+    config = moved.config()
+    assert config == GRPOConfig(
+        num_generations=4, compute_dtype="bfloat16", eval_steps=20, save_steps=None, logging_steps=5
+    )
+    told = str(moved)
+    assert "taken as they are: num_generations, per_device_train_batch_size, eval_steps, logging_steps" in told
+    assert "  save_strategy: save_steps=None: one checkpoint, at the end" in told
+    assert "NOT HERE" not in told
+
+
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        ({"push_to_hub": True}, "upload_folder"),
+        ({"optim": "adafactor"}, "pass optimizer to train"),
+        ({"eval_strategy": "epoch"}, "give eval_steps a number"),
+        ({"save_strategy": "best"}, "give save_steps a number"),
+        ({"logging_strategy": "no"}, "logged always"),
+        ({"repetition_penalty": 1.1}, "no such penalty"),
+        ({"report_to": ["wandb"]}, "pass callbacks to train"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "from_pretrained takes such settings"),
+        ({"deepspeed": "zero3.json"}, "mesh says how params are cut"),
+    ],
+    ids=str,
+)
+def test_what_is_not_here_is_said(values, advice):
+    moved = from_trl(values)
+    assert moved.values == {}
+    assert list(moved.missing) == list(values)
+    assert advice in str(moved).partition("NOT HERE:")[2]
+
+
+def test_every_default_of_trl_asks_for_nothing():
+    moved = from_trl({name: field.default for name, field in ELSEWHERE.items()})
+    assert (moved.values, moved.translated, moved.left_out, moved.missing) == ({}, {}, {}, {})
+    assert str(moved) == "nothing to carry over: every value is TRL's default"
+
+
+def test_a_dump_of_a_whole_config_carries_over():
+    """TRL's `to_dict` has what it derived: both ways to say the generation batch, steps without a strategy, bf16."""
+    dump = {**{name: OURS[name] for name in SAME}, **{name: field.default for name, field in ELSEWHERE.items()}}
+    dump |= {"output_dir": "out", "bf16": True, "hub_token": "<HUB_TOKEN>", "report_to": [], "fsdp_config": {}}
+    dump |= {"generation_batch_size": 8, "steps_per_generation": 1, "pad_to_multiple_of": None, "eval_steps": 500}
+    moved = from_trl(dump)
+    assert moved.missing == {}
+    assert moved.config() == GRPOConfig(steps_per_generation=1, pad_to_multiple_of=None, compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("num_generation", "num_generations"), ("warmup_ratio", "use warmup_steps"), ("zzz", "no field")]
+)
+def test_a_name_of_neither_is_refused(name, hint):
+    with pytest.raises(ValueError, match=hint):
+        from_trl({name: 1})
+
+
+def test_the_script_prints_what_becomes_of_a_file(tmp_path, capsys):
+    (tmp_path / "trl.json").write_text('{"output_dir": "out", "beta": 0.04, "bf16": true, "push_to_hub": true}')
+    moved = from_trl_script.main([str(tmp_path / "trl.json")])
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == {"beta": 0.04, "compute_dtype": "bfloat16"}
+    assert list(moved.missing) == ["push_to_hub"]
+    for text, message in (("[1]", "holds a list"), ("{", "Expecting"), ('{"bta": 1}', "did you mean beta")):
+        (tmp_path / "trl.json").write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            from_trl_script.main([str(tmp_path / "trl.json")])
