@@ -20,6 +20,7 @@ class Progress:
       updates_done: updates made on the batch in hand; 0 between iterations.
       evaluated: step of the last evaluation, −1 before the first.
       tokens: completion tokens sampled since the start.
+      metric: newest value of `metric_for_best_model`; None before the first.
       window: name → [sum, count] of the metrics since the last line of the log.
     """
 
@@ -28,6 +29,7 @@ class Progress:
     updates_done: int = 0
     evaluated: int = -1
     tokens: int = 0
+    metric: float | None = None
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:
@@ -41,6 +43,11 @@ class Progress:
         self.step += 1
         self.updates_done += 1
         self._add(metrics)
+
+    def measured(self, name: str | None, metrics: Mapping[str, float]) -> None:
+        """Note the metric of that name, if it is among these."""
+        if name is not None and math.isfinite(metrics.get(name, math.nan)):
+            self.metric = float(metrics[name])
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

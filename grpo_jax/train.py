@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import optax
 
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.checkpoint import RESUME, Checkpoints
 from grpo_jax.collect import Task, collect
 from grpo_jax.config import GRPOConfig, Sizes, check_run
 from grpo_jax.evaluate import evaluate
@@ -23,7 +23,10 @@ from grpo_jax.packed import update
 from grpo_jax.progress import Progress
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.report import Callback
+from grpo_jax.resume import describe
 from grpo_jax.rewards import check_reward_fns
+from grpo_jax.run_dir import locked
+from grpo_jax.signals import StopSignals
 from grpo_jax.state import TrainState, begin_iteration, create_state
 from grpo_jax.types import Batch, Model
 from grpo_jax.update import train_step
@@ -59,6 +62,7 @@ def train(
     *,
     eval_dataset: Any = None,
     run_dir: str | Path | None = None,
+    resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
 ) -> TrainState:
@@ -71,8 +75,10 @@ def train(
       reward_fns: one or more reward functions with TRL's contract.
       config: the settings.
       eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last.
-      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. A
-        run that is found there is continued.
+      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. It
+        belongs to one process at a time.
+      resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
+        "must" is an error if there is none, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
 
@@ -80,17 +86,37 @@ def train(
       The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it.
 
     Raises:
-      ValueError: anything wrong with the arguments, before anything expensive runs.
+      ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
+        that differ from those of the run that is found, unless the difference cannot change its numbers.
+      RuntimeError: another process is using `run_dir`.
+      OSError: a checkpoint or a line could not be written. What was whole before is still there.
+      SystemExit: with the status 0, on SIGTERM or SIGINT, after the step in hand and a checkpoint; a KeyboardInterrupt
+        on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
     """
+    if resume not in RESUME:
+        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
+    if run_dir is None and resume == "must":
+        raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, config, callbacks=callbacks) as monitor:
-        state, progress, batch = checkpoints.restore(new_state(run))
-        data = run.task.data
+    state = new_state(run)
+    with (
+        locked(run_dir),
+        Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
+        Monitor(run_dir, config, callbacks=callbacks) as monitor,
+        StopSignals(enabled=run_dir is not None) as signals,
+    ):
+        state, found, batch = checkpoints.restore(state, resume)
+        progress, data = found or Progress(), run.task.data
         monitor.start(
-            state, progress, total_steps=run.total_steps, num_rows=len(data.rows), num_dropped=len(data.dropped)
+            state,
+            progress,
+            total_steps=run.total_steps,
+            num_rows=len(data.rows),
+            num_dropped=len(data.dropped),
+            resumed=found is not None,
         )
         evaluate_if_due(run, state, progress, monitor)
-        while progress.step < run.total_steps:
+        while progress.step < run.total_steps and not signals.received:
             if batch is None:
                 # One snapshot samples for the whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
@@ -119,10 +145,19 @@ def train(
             if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
                 batch, progress.updates_done = None, 0
             if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
-                monitor.log(progress.step, progress.log_line())
-            evaluate_if_due(run, state, progress, monitor)
-            if progress.step == run.total_steps or progress.step % (config.save_steps or run.total_steps) == 0:
-                checkpoints.save(state, progress, batch)
+                line = progress.log_line()
+                progress.measured(config.metric_for_best_model, line)
+                monitor.log(progress.step, line)
+            if not signals.received:
+                evaluate_if_due(run, state, progress, monitor)
+                if checkpoints.due(progress.step, run.total_steps):
+                    checkpoints.save(state, progress, batch)
+        if signals.received:
+            checkpoints.save(state, progress, batch)
+        checkpoints.wait()
+        monitor.end(progress.step, run.total_steps, best=checkpoints.best())
+        if signals.received:
+            signals.leave()
     return state
 
 
@@ -204,6 +239,20 @@ def prepare(
     )
 
 
+def about(run: Run, state: TrainState) -> dict[str, Any]:
+    """What the run is begun with, for its checkpoints."""
+    task = run.task
+    return describe(
+        task.config,
+        data=task.data,
+        reward_fns=task.reward_fns,
+        model=task.model,
+        state=state,
+        total_steps=run.total_steps,
+        own_optimizer=run.schedule is None,
+    )
+
+
 def with_settings(model: Model, config: GRPOConfig) -> Model:
     """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
     if not isinstance(model, Transformer | LoraModel):
@@ -262,4 +311,8 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             on_reward_error=config.on_reward_error,
         )
     progress.evaluated = step
+    best, measured = config.metric_for_best_model, {f"eval/{name}": value for name, value in metrics.items()}
+    if best is not None and best.startswith("eval/") and best not in measured:
+        raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
+    progress.measured(best, measured)
     monitor.evaluation(step, metrics)

@@ -496,6 +496,8 @@ TRL = dict(
     num_completions_to_print=None,
     save_steps=500,
     save_total_limit=None,
+    metric_for_best_model=None,
+    greater_is_better=None,
 )
 OURS = dict(
     max_prompt_length=None,
@@ -509,6 +511,7 @@ OURS = dict(
     compute_dtype="float32",
     mesh=None,
     temperature_eval=None,
+    save_minutes=None,
 )
 
 
