@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,19 +162,16 @@ class Checkpoints:
             )
         unreadable: dict[int, str] = {}
         for step in reversed(steps):
-            try:
-                about = self._about_of(step)
-            except Exception as error:
-                unreadable[step] = _reason(error)
+            about, unreadable[step] = _tried(self._about_of, step)
+            if about is None:
                 continue
             if self._about is not None:
                 what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
                 raise_all(what, differences(about["run"], self._about, step))
-            try:
-                found = self._load(step, state, about)
-            except Exception as error:  # whatever the storage says of a torn file
-                unreadable[step] = _reason(error)
+            found, unreadable[step] = _tried(self._load, step, state, about)
+            if found is None:
                 continue
+            del unreadable[step]
             if self._about is not None:
                 warn_of_versions(about["run"], self._about)
             self._set_aside(unreadable, step)
@@ -270,9 +268,22 @@ def _kept(config: GRPOConfig) -> Any:
     return policies.AnyPreservationPolicy([newest, best])
 
 
+def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """A result and "", or None and why there is none: whatever the storage says of files that are torn or foreign."""
+    with warnings.catch_warnings():
+        # Orbax leaves the other parts of a load that fails to the garbage collector.
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+        try:
+            return function(*args), ""
+        except Exception as error:
+            reason = _reason(error)
+        gc.collect()
+    return None, reason
+
+
 def _reason(error: BaseException) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
