@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     def left_alone(name: str) -> tuple[dict[str, Any], float]:
         began = time.monotonic()
-        if status := wait_for(child := start(directory / name, cache), lambda: False):
+        if status := wait_for(start(directory / name, cache), lambda: False):
             raise SystemExit(f"{name}: ended with {status}; see {directory / name / 'log.txt'}")
         return result_of(directory / name), time.monotonic() - began
 

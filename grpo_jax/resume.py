@@ -140,7 +140,7 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
         ):
             yield (
                 f"{line}, and the learning rate of every step depends on the number of steps"
-                f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); a constant one does not"
+                f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); one that is constant from the start does not"
             )
         elif present["total_steps"] < step:
             yield f"{line}, and is at step {step} already"
@@ -156,10 +156,14 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for the first part of the state whose arrays differ, with some of them."""
-    parts = {".params": "policy: its params", ".opt_state": "optimizer: its state", "": "state: its arrays"}
+    parts = {
+        ".params": "policy: its params are not those",
+        ".opt_state": "optimizer: its state is not that",
+        "": "state: its arrays are not those",
+    }
     for prefix, name in parts.items():
         paths = sorted(path for path in {*old, *new} if path.startswith(prefix) and old.get(path) != new.get(path))
         if paths:
             arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
-            yield f"{name} are not those of the run: {some(arrays, 3)}"
+            yield f"{name} of the run: {some(arrays, 3)}"
             return
