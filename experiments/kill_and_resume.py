@@ -108,9 +108,9 @@ def checkpoints(run_dir: Path) -> tuple[list[int], list[str]]:
 
 def result_of(run_dir: Path) -> dict[str, Any]:
     """All of a run that has to be the same."""
-    timing = ("seconds/", "tokens_per_second")
+    timing = ("seconds", "tokens_per_second")
     metrics = [
-        {name: value for name, value in line.items() if not name.startswith(timing)}
+        {name: value for name, value in line.items() if not any(part in name for part in timing)}
         for line in read_lines(run_dir / "metrics.jsonl")
     ]
     completions = list(read_lines(run_dir / "completions.jsonl"))

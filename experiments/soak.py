@@ -63,9 +63,7 @@ class Gauges:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         memory = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
         self.readings.append((step, memory, self._compilations, len(os.listdir("/proc/self/fd"))))
-        print(
-            "iteration {:5d}  {:8.1f} MB  {:4d} compilations  {:3d} open files".format(*self.readings[-1]), flush=True
-        )
+        print("iteration {:5d}  {:8.1f} MB  {:4d} compiled  {:3d} open files".format(*self.readings[-1]), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def describe(
         tokens.update(array("q", [len(ids), *ids]).tobytes())
     frozen = hashlib.sha256()
     for leaf in jax.tree.leaves(as_argument(model)):
-        frozen.update(np.asarray(leaf.ravel()[:64]).tobytes())
+        frozen.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),

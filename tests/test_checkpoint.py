@@ -127,7 +127,7 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
 
 
 def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
-    """Donation must not reach a checkpoint that is still being written; on a CPU its arrays are not copied to a host"""
+    """On a CPU the arrays to be written are views of the device's: the runtime may not give their memory away."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state):
@@ -135,18 +135,15 @@ def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
 
     params = {f"w{i}": jax.random.normal(jax.random.key(i), (1_000_000,)) for i in range(4)}
     state = create_state(params, OPTIMIZER, jax.random.key(0)).replace(key=None)
-    state = update(state)
-    wanted, first = jax.tree.map(np.array, state), state
-    where = state.params["w0"].unsafe_buffer_pointer()
+    first, state = state, update(state)
+    assert first.params["w0"].is_deleted(), "or this tests nothing"
+    wanted = jax.tree.map(np.array, state)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         checkpoints.save(state, Progress(step=1), None)
         for _ in range(3):
             state = update(state)
-        assert first.params["w0"].is_deleted(), "or this tests nothing"
-        jax.block_until_ready(state)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         chex.assert_trees_all_equal(checkpoints.restore(state)[0], wanted)
-    assert where  # the address that the runtime may have given away
 
 
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
