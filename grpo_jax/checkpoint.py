@@ -58,6 +58,7 @@ class Checkpoints:
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saved_at = time.monotonic()
         self._checkpointer = None
+        self._response: Any = None
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
 
@@ -105,7 +106,7 @@ class Checkpoints:
             arrays["batch"] = batch
         about = {"run": self._about, "progress": progress.to_json(), "batch": _shapes(batch)}
         with self._explained(progress.step):
-            self._checkpointer.save_checkpointables_async(
+            self._response = self._checkpointer.save_checkpointables_async(
                 progress.step,
                 arrays,
                 metrics=self._metric(progress),
@@ -116,9 +117,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole."""
-        if self._checkpointer is not None:
+        response, self._response = self._response, None
+        if response is not None:
             with self._explained(self.latest()):
-                self._checkpointer.wait()
+                response.result()  # not the checkpointer's wait: it would leave an event loop behind
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order."""

@@ -175,10 +175,11 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
 def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
     def fail():
         with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-            monkeypatch.setattr(type(checkpoints._checkpointer), "wait", broken)
+            checkpoints.save(state_at(2), Progress(step=2), None)
+            monkeypatch.setattr(checkpoints._response, "result", broken)
             raise KeyError("first")
 
-    def broken(_):
+    def broken():
         raise OSError(28, "No space left on device")
 
     with pytest.raises(KeyError, match="first") as caught:
