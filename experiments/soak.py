@@ -3,9 +3,9 @@
     python -m experiments.soak [--iterations N] [--warm-up N] [--run-dir DIR]
 
 Resident memory, compilations and open file descriptors are read as the run goes: every 50 iterations, after a
-collection of garbage. Checkpoints, metrics, completions and evaluations are written as in any run. What is known to grow
-is 0.1 MB with each checkpoint, whatever its size: the metrics that orbax asks tensorstore for are not freed there (seen
-with tensorstore 0.1.86).
+collection of garbage. Checkpoints, metrics, completions and evaluations are written as in any run. What is known to
+grow is 0.1 MB with each checkpoint, whatever its size: the metrics that orbax asks tensorstore for are not freed there
+(seen with tensorstore 0.1.86).
 
 Time: about four minutes on an idle core. Expect: memory within 1 % of what it was after the first 200 iterations, no
 compilation and no more open files after them, and exit status 0.
