@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         runs += 1
         run_dir = directory / f"killed-{runs}"
         while True:
-            child = start(run_dir, cache)
+            child, began = start(run_dir, cache), time.monotonic()
             if done == len(kinds):
                 hit = False
                 if status := wait_for(child, lambda: False):
@@ -214,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                     half += "half written" in words
                     print(f"{done:3d} run {runs} {kind:8s} {words}", flush=True)
             if not hit:
+                seconds = min(seconds, time.monotonic() - began)  # the machine was busier when the first was measured
                 break
         found = result_of(run_dir)
         differing = [name for name in whole if found[name] != whole[name]]

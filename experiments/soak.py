@@ -55,7 +55,7 @@ class Gauges:
         self._compilations = 0
         jax.monitoring.register_event_duration_secs_listener(self._count)
 
-    def _count(self, event: str, seconds: float, **_: Any) -> None:
+    def _count(self, event: str, duration_secs: float, **_: Any) -> None:
         self._compilations += event == "/jax/core/compile/backend_compile_duration"
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
