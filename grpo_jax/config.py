@@ -275,11 +275,18 @@ class GRPOConfig:
     """How many of them are shown; None: all."""
     save_steps: Count | None = 500
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
+    save_minutes: Positive | None = None
+    """Minutes after which a checkpoint is written even so; None: never. Ours."""
     save_total_limit: Count | None = None
     """Checkpoints kept, the newest ones; None: all."""
     max_skipped_updates: Count | None = 10
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""
+    metric_for_best_model: str | None = None
+    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"); the checkpoint with the best is kept beside the newest
+    `save_total_limit`. The last value logged counts, in an evaluation that of the very step; None: none is best."""
+    greater_is_better: bool | None = None
+    """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
@@ -370,6 +377,13 @@ class GRPOConfig:
         return self.temperature if self.temperature_eval is None else self.temperature_eval
 
     @property
+    def best_is_greatest(self) -> bool:
+        """Whether the greatest `metric_for_best_model` is the best."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not (self.metric_for_best_model or "").endswith("loss")
+
+    @property
     def eval_generations(self) -> int:
         """Completions of each prompt in evaluation."""
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
@@ -448,6 +462,10 @@ def run_problems(
     elif config.eval_steps is not None:
         problems.append(
             f"{_setting(config, 'eval_steps')}: there is nothing to evaluate on; pass eval_dataset to train"
+        )
+    elif (config.metric_for_best_model or "").startswith("eval/"):
+        problems.append(
+            f"{_setting(config, 'metric_for_best_model')}: there is nothing to evaluate on; pass eval_dataset to train"
         )
     if context_length is not None:
         prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
@@ -607,6 +625,20 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
         "warmup_steps lr_scheduler_type",
         lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
         'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
+    ),
+    (
+        "greater_is_better metric_for_best_model",
+        lambda c: c.greater_is_better is not None and c.metric_for_best_model is None,
+        "there is nothing that could be better; set metric_for_best_model, or leave it at None",
+    ),
+    (
+        "metric_for_best_model save_steps eval_steps",
+        lambda c: (
+            c.save_steps is not None
+            and (c.metric_for_best_model or "").startswith("eval/")
+            and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
+        ),
+        "is not measured at every checkpoint; make save_steps a multiple of eval_steps",
     ),
     (
         "num_generations_eval temperature_eval",

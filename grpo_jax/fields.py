@@ -77,6 +77,8 @@ def read(kind: Any, value: Any) -> tuple[Any, str]:
         return _read_name(get_args(kind), value)
     if kind is bool:
         return value, "" if isinstance(value, bool) else "must be True or False"
+    if kind is str:
+        return value, "" if isinstance(value, str) else "must be text"
     bounds = None
     if get_origin(kind) is Annotated:
         kind, bounds = get_args(kind)

@@ -47,10 +47,17 @@ class Monitor:
         self._writer.report()
 
     def start(
-        self, state: TrainState, progress: Progress, *, total_steps: int, num_rows: int, num_dropped: int = 0
+        self,
+        state: TrainState,
+        progress: Progress,
+        *,
+        total_steps: int,
+        num_rows: int,
+        num_dropped: int = 0,
+        resumed: bool = False,
     ) -> None:
         """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
-        self._writer.truncate(progress.step if progress.step else -1)
+        self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config)
         self._display.say(
             describe_run(
@@ -63,7 +70,7 @@ class Monitor:
         )
         if num_dropped:
             self._display.say(f"{num_dropped} rows are left out: their prompts are longer than max_prompt_length")
-        if progress.step:
+        if resumed:
             self._display.say(f"going on after step {progress.step}")
         self._display.start(total_steps, step=progress.step)
         self._tokens = float(progress.tokens)
@@ -87,6 +94,15 @@ class Monitor:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of an evaluation and show it."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
+        """Say what there is at the end, and how to go on if that is not the end of the run."""
+        if best is not None:
+            self._display.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
+        if step < total_steps:
+            self._display.say(
+                f"stopped after step {step} of {total_steps} and saved: to go on, call train again with this run_dir"
+            )
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)

@@ -21,13 +21,14 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.optimizer import make_optimizer, make_schedule
 from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
+from grpo_jax.resume import describe
 from grpo_jax.reward_calls import EXTRAS
 from grpo_jax.rewards import check_reward_fns
 from grpo_jax.sharding import AXES, make_mesh, mesh_of, place
 from grpo_jax.state import TrainState, create_state
 from grpo_jax.types import Model
 
-__all__ = ["Run", "new_state", "prepare", "with_settings"]
+__all__ = ["Run", "about", "new_state", "prepare", "with_settings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,3 +235,17 @@ def new_state(run: Run) -> TrainState:
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
     )
     return place(state, run.mesh)
+
+
+def about(run: Run, state: TrainState) -> dict[str, Any]:
+    """What the run is begun with, for its checkpoints."""
+    task = run.task
+    return describe(
+        task.config,
+        data=task.data,
+        reward_fns=task.reward_fns,
+        model=task.model,
+        state=state,
+        total_steps=run.total_steps,
+        own_optimizer=run.schedule is None,
+    )

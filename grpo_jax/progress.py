@@ -21,6 +21,7 @@ class Progress:
       evaluated: step of the last evaluation, −1 before the first.
       tokens: completion tokens sampled since the start.
       skipped: updates in a row, up to now, that were skipped because loss or gradient was not finite.
+      metric: newest value of `metric_for_best_model`; None before the first.
       window: name → [sum, count] of the metrics since the last line of the log.
     """
 
@@ -30,6 +31,7 @@ class Progress:
     evaluated: int = -1
     tokens: int = 0
     skipped: int = 0
+    metric: float | None = None
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:
@@ -44,6 +46,11 @@ class Progress:
         self.updates_done += 1
         self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
         self._add(metrics)
+
+    def measured(self, name: str | None, metrics: Mapping[str, float]) -> None:
+        """Note the metric of that name, if it is among these."""
+        if name is not None and math.isfinite(metrics.get(name, math.nan)):
+            self.metric = float(metrics[name])
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

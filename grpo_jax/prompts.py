@@ -181,7 +181,8 @@ def _read_rows(dataset: Any, argument: str) -> list[Any]:
 
 def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     """Read one JSON value from each non-empty line."""
-    rows, name = [], os.fspath(path)
+    rows: list[Any] = []
+    name = os.fspath(path)
     if not os.path.isfile(path):
         what = "a directory" if os.path.isdir(path) else "no file"
         raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")

@@ -37,6 +37,7 @@ __all__ = [
     "describe_run",
     "held_out",
     "notify",
+    "package_versions",
     "plain",
     "read_lines",
     "short",
@@ -162,7 +163,7 @@ class RunWriter:
             **more,
             "argv": sys.argv,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": {"python": platform.python_version(), **package_versions()},
             "platform": platform.platform(),
         }
         if self.run_dir is not None:
@@ -177,11 +178,12 @@ class RunWriter:
         """Add lines to `completions.jsonl`: one a row, with the step in front."""
         self._append("completions.jsonl", [{"step": step, **row} for row in rows])
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Cut the files back to `step`: drop all lines of later steps, and a last line that a kill tore.
 
         Args:
           step: optimizer steps of the checkpoint that the run goes on from; -1 for a run that begins anew.
+          evaluated: whether the evaluation of that step is done, if one is due; its line is dropped if not.
         """
         for name in ("metrics.jsonl", "completions.jsonl"):
             if self.run_dir is None or not self.path(name).exists():
@@ -189,7 +191,8 @@ class RunWriter:
             with open(self.path(name), "r+b") as file:
                 end = 0
                 for start_of_next, line in _whole_lines(file):
-                    if line["step"] > step:
+                    undone = not evaluated and any(key.startswith("eval/") for key in line)
+                    if line["step"] > step or (line["step"] == step and undone):
                         break
                     end = start_of_next
                 file.truncate(end)
@@ -210,8 +213,11 @@ class RunWriter:
         """Add lines in one write."""
         if self.run_dir is not None:
             lines = [json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-            with open(self.path(name), "ab") as file:
-                file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            try:
+                with open(self.path(name), "ab") as file:
+                    file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            except OSError as error:  # a write that fails does not say where
+                raise OSError(error.errno, error.strerror, str(self.path(name))) from error
 
     def _replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
         """Write a file whole or not at all."""
@@ -365,7 +371,7 @@ def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield end, line
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers, without importing them."""
     versions = {}
     for name in _PACKAGES:

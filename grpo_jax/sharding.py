@@ -161,6 +161,7 @@ def mesh_of(tree: Any) -> Mesh | None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
             continue
-        if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh.size > 1:
-            return leaf.sharding.mesh
+        mesh = getattr(leaf.sharding, "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.size > 1:
+            return mesh
     return None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.checkpoint import RESUME, Checkpoints
 from grpo_jax.collect import collect
 from grpo_jax.config import GRPOConfig, Sizes
 from grpo_jax.dry_run import rehearse
@@ -17,10 +17,12 @@ from grpo_jax.evaluate import evaluate
 from grpo_jax.models.huggingface import Policy
 from grpo_jax.monitor import Monitor
 from grpo_jax.packed import update
-from grpo_jax.prepare import Run, new_state, prepare
+from grpo_jax.prepare import Run, about, new_state, prepare
 from grpo_jax.progress import Progress
 from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
+from grpo_jax.run_dir import locked
+from grpo_jax.signals import StopSignals
 from grpo_jax.state import TrainState, begin_iteration
 from grpo_jax.types import Batch
 from grpo_jax.update import train_step
@@ -38,6 +40,7 @@ def train(
     *,
     eval_dataset: Any = None,
     run_dir: str | Path | None = None,
+    resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
     dry_run: bool = False,
@@ -51,8 +54,10 @@ def train(
       reward_fns: one or more reward functions with TRL's contract.
       config: the settings.
       eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last.
-      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. A
-        run that is found there is continued.
+      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. It
+        belongs to one process at a time.
+      resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
+        "must" is an error if there is none, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
       dry_run: try everything once on one group of completions, print what was found, and write nothing.
@@ -62,23 +67,42 @@ def train(
       a `dry_run.DryRun`.
 
     Raises:
-      ValueError: anything wrong with the arguments, before anything expensive runs.
+      ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
+        that differ from those of the run that is found, unless the difference cannot change its numbers.
+      RuntimeError: another process is using `run_dir`.
       NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
+      OSError: a checkpoint or a line could not be written. What was whole before is still there.
+      SystemExit: with the status 0, on SIGTERM or SIGINT, after the step in hand and a checkpoint; a KeyboardInterrupt
+        on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
     """
     if dry_run:
         return rehearse(  # type: ignore[return-value]  # of a run, callers want a state and no union
             policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer
         )
+    if resume not in RESUME:
+        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
+    if run_dir is None and resume == "must":
+        raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    bad_batches = BadBatches(run_dir, run)
-    with Checkpoints(run_dir, config) as checkpoints, Monitor(run_dir, config, callbacks=callbacks) as monitor:
-        state, progress, batch = checkpoints.restore(new_state(run))
-        data = run.task.data
+    state, bad_batches = new_state(run), BadBatches(run_dir, run)
+    with (
+        locked(run_dir),
+        Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
+        Monitor(run_dir, config, callbacks=callbacks) as monitor,
+        StopSignals(enabled=run_dir is not None) as signals,
+    ):
+        state, found, batch = checkpoints.restore(state, resume)
+        progress, data = found or Progress(), run.task.data
         monitor.start(
-            state, progress, total_steps=run.total_steps, num_rows=len(data.rows), num_dropped=len(data.dropped)
+            state,
+            progress,
+            total_steps=run.total_steps,
+            num_rows=len(data.rows),
+            num_dropped=len(data.dropped),
+            resumed=found is not None,
         )
         evaluate_if_due(run, state, progress, monitor)
-        while progress.step < run.total_steps:
+        while progress.step < run.total_steps and not signals.received:
             if batch is None:
                 # One snapshot samples for the whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
@@ -111,14 +135,23 @@ def train(
             if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
                 batch, progress.updates_done = None, 0
             if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
-                monitor.log(progress.step, progress.log_line())
-            evaluate_if_due(run, state, progress, monitor)
+                line = progress.log_line()
+                progress.measured(config.metric_for_best_model, line)
+                monitor.log(progress.step, line)
             if config.max_skipped_updates is not None and progress.skipped >= config.max_skipped_updates:
                 progress.skipped = 0  # who goes on from here may skip as many again
                 checkpoints.save(state, progress, batch)
                 raise bad_batches.error(state, part, step=progress.step, index=index)
-            if progress.step == run.total_steps or progress.step % (config.save_steps or run.total_steps) == 0:
-                checkpoints.save(state, progress, batch)
+            if not signals.received:
+                evaluate_if_due(run, state, progress, monitor)
+                if checkpoints.due(progress.step, run.total_steps):
+                    checkpoints.save(state, progress, batch)
+        if signals.received:
+            checkpoints.save(state, progress, batch)
+        checkpoints.wait()
+        monitor.end(progress.step, run.total_steps, best=checkpoints.best())
+        if signals.received:
+            signals.leave()
     return state
 
 
@@ -156,4 +189,8 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             trainer_state=run.task.trainer_state(step, progress.cursor),
         )
     progress.evaluated = step
+    best, measured = config.metric_for_best_model, {f"eval/{name}": value for name, value in metrics.items()}
+    if best is not None and best.startswith("eval/") and best not in measured:
+        raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
+    progress.measured(best, measured)
     monitor.evaluation(step, metrics)

@@ -123,6 +123,18 @@ BAD = [
     (dict(save_steps=0), f"save_steps = 0: {UP}"),
     (dict(save_total_limit=0), f"save_total_limit = 0: {UP}"),
     (dict(max_skipped_updates=0), f"max_skipped_updates = 0: {UP}"),
+    (dict(save_minutes=0), f"save_minutes = 0: {ABOVE}"),
+    (dict(metric_for_best_model=1), "metric_for_best_model = 1: must be text"),
+    (
+        dict(metric_for_best_model="eval/right", eval_steps=3, save_steps=4),
+        "metric_for_best_model = 'eval/right': is not measured at every checkpoint; make save_steps a multiple of"
+        " eval_steps",
+    ),
+    (
+        dict(greater_is_better=True),
+        "greater_is_better = True: there is nothing that could be better; set metric_for_best_model, or leave it at"
+        " None",
+    ),
     # Wrong types, and numbers that are none.
     (dict(num_generations=True), f"num_generations = True: {WHOLE} bool"),
     (dict(num_generations="8"), f"num_generations = '8': {WHOLE} str"),
@@ -510,6 +522,8 @@ TRL = dict(
     num_completions_to_print=None,
     save_steps=500,
     save_total_limit=None,
+    metric_for_best_model=None,
+    greater_is_better=None,
 )
 OURS = dict(
     max_prompt_length=None,
@@ -525,6 +539,7 @@ OURS = dict(
     mesh=None,
     temperature_eval=None,
     max_skipped_updates=10,
+    save_minutes=None,
 )
 
 
@@ -670,6 +685,14 @@ def test_evaluation_is_greedy_with_one_completion_or_as_in_training():
     assert (sampled.eval_temperature, sampled.eval_generations) == (0.7, 3)
 
 
+def test_what_is_better():
+    better = lambda **settings: GRPOConfig(**settings).best_is_greatest
+    assert better(metric_for_best_model="reward")
+    assert not better(metric_for_best_model="loss")
+    assert better(metric_for_best_model="loss", greater_is_better=True)
+    assert not better(metric_for_best_model="completions/mean_length", greater_is_better=False)
+
+
 def test_padding():
     assert [GRPOConfig(pad_to_multiple_of=value).padding for value in ("auto", None, 7)] == [32, 1, 7]
 
@@ -702,6 +725,11 @@ BAD_RUNS = [
         dict(eval_steps=5),
         {},
         "eval_steps = 5: there is nothing to evaluate on; pass eval_dataset to train",
+    ),
+    (
+        dict(metric_for_best_model="eval/right", save_steps=None),
+        {},
+        "metric_for_best_model = 'eval/right': there is nothing to evaluate on; pass eval_dataset to train",
     ),
     (
         dict(max_completion_length=1000),

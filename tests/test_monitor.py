@@ -42,7 +42,7 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
         for step in (1, 2, 3):
             monitor.log(step, {"num_tokens": 100 * step})
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
-        monitor.start(STATE, Progress(step=2, tokens=200), total_steps=4, num_rows=4)
+        monitor.start(STATE, Progress(step=2, tokens=200), total_steps=4, num_rows=4, resumed=True)
         monitor.log(3, {"num_tokens": 300})
     third = lines(tmp_path)[-1]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
@@ -81,7 +81,7 @@ def test_no_hint_where_none_is_due(config, kls):
 
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
     with Monitor(None, CONFIG) as monitor:
-        monitor.start(STATE, Progress(step=3), total_steps=9, num_rows=4, num_dropped=7)
+        monitor.start(STATE, Progress(step=3), total_steps=9, num_rows=4, num_dropped=7, resumed=True)
     shown = capsys.readouterr().err
     assert "7 rows are left out" in shown
     assert "going on after step 3" in shown

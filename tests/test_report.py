@@ -64,6 +64,22 @@ def test_a_line_is_on_disk_when_the_call_returns_and_is_strict_json(tmp_path):
     assert text == '{"step": 3, "reward": 0.5, "kl": null, "ratio_max": null}\n'
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a device that is always full: Linux")
+def test_a_full_disk_names_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        RunWriter(tmp_path).metrics(1, {"reward": 0.5})
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_an_evaluation_that_the_checkpoint_does_not_have_is_cut(tmp_path, evaluated):
+    writer = RunWriter(tmp_path)
+    for step, name in ((0, "eval/right"), (2, "reward"), (2, "eval/right"), (3, "reward")):
+        writer.metrics(step, {name: 0.5})
+    writer.truncate(2, evaluated=evaluated)
+    assert len(lines_of(writer, "metrics.jsonl")) == 2 + evaluated
+
+
 def test_completions_keep_any_text(tmp_path):
     writer = RunWriter(tmp_path)
     rows = [

@@ -142,42 +142,25 @@ def test_files_of_a_run(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+def test_a_directory_is_for_one_run_at_a_time(tmp_path):
+    refused = []
+
+    def another(step, metrics):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run(run_dir=tmp_path)
+        refused.append(step)
+
+    run(run_dir=tmp_path, max_steps=1, callbacks=[another])
+    assert refused == [1]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
-        {"num_iterations": 3, "steps_per_generation": 2},
-    ],
-    ids=["sync", "in the middle of an iteration"],
+    ("resume", "message"),
+    [("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of 'auto', 'must', 'never'")],
 )
-def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path, settings):
-    class Stop(Exception):
-        pass
-
-    def stop(step, metrics):
-        if step == 5:
-            raise Stop
-
-    settings = {**settings, "max_steps": 8, "save_steps": 2}
-    whole = run(run_dir=tmp_path / "whole", **settings)
-    with pytest.raises(Stop):
-        run(run_dir=tmp_path / "cut", callbacks=[stop], **settings)
-    resumed = run(run_dir=tmp_path / "cut", **settings)
-    chex.assert_trees_all_equal(without_key(whole), without_key(resumed))
-    timing = ("seconds", "tokens_per_second")
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        one, two = (
-            [
-                {key: value for key, value in line.items() if not any(part in key for part in timing)}
-                for line in read_lines(tmp_path / which / name)
-            ]
-            for which in ("whole", "cut")
-        )
-        assert one == two, name
-
-
-def without_key(state):
-    return dataclasses.replace(state, key=jax.random.key_data(state.key))
+def test_bad_resume(resume, message):
+    with pytest.raises(ValueError, match=message):
+        train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
 
 
 def test_an_optimizer_of_ones_own():

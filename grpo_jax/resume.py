@@ -1,0 +1,170 @@
+"""Whether a run may go on from a checkpoint: what the run was begun with, and how it differs from what is given now."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.fields import show
+from grpo_jax.models.files import some
+from grpo_jax.prompts import EncodedPrompts
+from grpo_jax.report import package_versions
+from grpo_jax.rewards import reward_names
+from grpo_jax.types import Model, as_argument
+
+__all__ = ["describe", "differences", "warn_of_versions"]
+
+# Fields that the params never depend on: they say what is shown, measured on the side, or kept.
+_ASIDE = {
+    "eval_steps",
+    "per_device_eval_batch_size",
+    "num_generations_eval",
+    "temperature_eval",
+    "logging_steps",
+    "log_completions",
+    "num_completions_to_print",
+    "save_steps",
+    "save_minutes",
+    "save_total_limit",
+    "metric_for_best_model",
+    "greater_is_better",
+    "max_skipped_updates",
+}
+# Fields that may change in one direction: (old, new) → whether the steps so far would have been the same.
+_ONE_WAY: dict[str, Callable[[Any, Any], bool]] = {
+    "on_reward_error": lambda old, new: new == "none",  # under "raise" there was no error, or the run would have ended
+}
+# Fields that only decide the number of steps; that number is compared, and not they.
+_LENGTH = ("max_steps", "num_train_epochs")
+
+
+def describe(
+    config: GRPOConfig,
+    *,
+    data: EncodedPrompts,
+    reward_fns: Sequence[Callable[..., Any]],
+    model: Model,
+    state: Any,
+    total_steps: int,
+    own_optimizer: bool = False,
+) -> dict[str, Any]:
+    """Return what decides a run, as a JSON object that every checkpoint carries and `differences` compares.
+
+    Args:
+      config: the settings.
+      data: the encoded dataset; the number of rows and a hash of the token ids are kept.
+      reward_fns: their names are kept: what they compute is not seen.
+      model: of a model with frozen arrays (LoRA's base) the first numbers of each are kept.
+      state: the `TrainState` at step 0; shapes and dtypes are kept.
+      total_steps: optimizer steps of the run.
+      own_optimizer: whether the optimizer is the caller's, whose schedule is not known here.
+    """
+    tokens = hashlib.sha256()
+    for ids in data.token_ids:
+        tokens.update(array("q", [len(ids), *ids]).tobytes())
+    frozen = hashlib.sha256()
+    for leaf in jax.tree.leaves(as_argument(model)):
+        frozen.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
+    warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
+    return {
+        "config": json.loads(json.dumps(config.to_dict())),
+        "dataset": {"rows": len(data.token_ids), "prompts": tokens.hexdigest()},
+        "reward_fns": reward_names(reward_fns),
+        "frozen": frozen.hexdigest(),
+        "optimizer": "the caller's" if own_optimizer else "the config's",
+        "state": _leaves(state),
+        "total_steps": total_steps,
+        "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
+        "versions": package_versions(),
+    }
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> list[str]:
+    """Return a line for each reason why the present run cannot go on from a checkpoint; none if it can.
+
+    Args:
+      saved: what `describe` said when the checkpoint was written.
+      present: what it says now.
+      step: of the checkpoint.
+    """
+    lines = [*_of_config(saved, present, step)]
+    rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
+    if rows != now:
+        lines.append(f"dataset: {now} rows, the run has {rows}")
+    elif saved["dataset"] != present["dataset"]:
+        lines.append(f"dataset: its {now} prompts are not those of the run, or not in their order")
+    if saved["reward_fns"] != present["reward_fns"]:
+        lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
+    if saved["frozen"] != present["frozen"]:
+        lines.append("policy: the frozen base model is not that of the run")
+    if saved["optimizer"] != present["optimizer"]:
+        lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
+    # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
+    return lines or list(_of_state(saved["state"], present["state"]))
+
+
+def warn_of_versions(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn if other versions of the packages wrote the checkpoint: the last bits may differ from here on."""
+    old, new = saved["versions"], present["versions"]
+    changed = [
+        f"{name} {old.get(name)} → {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)
+    ]
+    if changed:
+        warnings.warn(
+            f"the run goes on with other versions than it was begun with ({', '.join(changed)}): from here on its"
+            " numbers may differ in the last bits from those of an undisturbed run",
+            stacklevel=2,
+        )
+
+
+def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Yield a line for each setting that differs and matters."""
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    old, new = ({**defaults, **which["config"]} for which in (saved, present))
+    for name in sorted({*old, *new} - _ASIDE):
+        if old.get(name) == new.get(name) or (name in _ONE_WAY and _ONE_WAY[name](old[name], new[name])):
+            continue
+        line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
+        if name not in _LENGTH:
+            yield line
+        elif saved["total_steps"] != present["total_steps"] and not (
+            saved["length_is_free"] and present["length_is_free"]
+        ):
+            yield (
+                f"{line}, and the learning rate of every step depends on the number of steps"
+                f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); one that is constant from the start does not"
+            )
+        elif present["total_steps"] < step:
+            yield f"{line}, and is at step {step} already"
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Path → shape and dtype of each array."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for the first part of the state whose arrays differ, with some of them."""
+    parts = {
+        ".params": "policy: its params are not those",
+        ".opt_state": "optimizer: its state is not that",
+        "": "state: its arrays are not those",
+    }
+    for prefix, name in parts.items():
+        paths = sorted(path for path in {*old, *new} if path.startswith(prefix) and old.get(path) != new.get(path))
+        if paths:
+            arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
+            yield f"{name} of the run: {some(arrays, 3)}"
+            return

@@ -1,0 +1,64 @@
+"""SIGTERM and SIGINT end a run between two steps, where it can be saved, and not in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+__all__ = ["StopSignals"]
+
+
+class StopSignals:
+    """Takes note of the first SIGTERM or SIGINT; a second one does what it did before.
+
+    A context manager. Handlers are set in the main thread only (Python allows no other), leave alone a signal that is
+    ignored or handled outside of Python, and are put back at the end.
+
+    Args:
+      enabled: False changes nothing: what cannot be saved need not wait for the end of a step.
+
+    Attributes:
+      received: the signal, None while there was none.
+
+    Example:
+      >>> with StopSignals() as signals:
+      ...     signal.raise_signal(signal.SIGTERM)
+      ...     signals.received.name
+      'SIGTERM'
+    """
+
+    def __init__(self, enabled: bool = True):
+        self.received: signal.Signals | None = None
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT) if self._enabled else ():
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self.__exit__()
+        # Not print: the signal may have come in the middle of one, and a stream cannot be entered twice.
+        os.write(2, f"\n{self.received.name}: saving after this step; once more ends the run at once\n".encode())
+
+    def leave(self) -> NoReturn:
+        """End the program as the signal asked for, now that all is saved.
+
+        Raises:
+          KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
+          SystemExit: with the exit status 0 otherwise.
+        """
+        if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
+            raise KeyboardInterrupt
+        raise SystemExit(0)
