@@ -122,7 +122,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "router_aux_loss_coef": _absent(None, "mixture-of-experts models are trained without a load-balancing loss"),
     "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
     "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
-    "bf16": _other(None, 'use compute_dtype="bfloat16"; TRL does so where neither bf16 nor fp16 is set'),
+    "bf16": _other(None, 'use compute_dtype="bfloat16"'),
     "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),
     "tf32": _needless(None, "jax.default_matmul_precision is JAX's switch"),
     "bf16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
