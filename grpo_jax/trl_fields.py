@@ -112,6 +112,8 @@ SAME: dict[str, str] = {
     "num_completions_to_print": "",
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
     "save_total_limit": "",
+    "metric_for_best_model": "the best checkpoint is kept beside the newest; training ends with the last policy",
+    "greater_is_better": "",
 }
 """TRL's fields that are fields here, with the same meaning and default, and what to know of them."""
 
@@ -222,8 +224,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "resume_from_checkpoint": _other(None, "call train again with the same run_dir: it goes on where it stopped"),
     "ignore_data_skip": _needless(False, "a resumed run goes on with the next prompt, at no cost"),
     "load_best_model_at_end": _absent(False, "keep checkpoints by save_steps and choose by metrics.jsonl"),
-    "metric_for_best_model": _absent(None, "keep checkpoints by save_steps and choose by metrics.jsonl"),
-    "greater_is_better": _absent(None, "keep checkpoints by save_steps and choose by metrics.jsonl"),
     "push_to_hub": _absent(False, _HUB),
     "hub_token": _absent(None, _HUB),
     "hub_private_repo": _absent(None, _HUB),

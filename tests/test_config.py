@@ -319,10 +319,7 @@ BAD = [
     (dict(deepspeed="zero3"), "deepspeed: no such field; leave it out: mesh says how params are cut"),
     (dict(kl_coef=0.1), "kl_coef: no such field; use beta"),
     (dict(output_dir="runs"), "output_dir: no such field; pass run_dir to train"),
-    (
-        dict(bf16=True),
-        'bf16: no such field; use compute_dtype="bfloat16"; TRL does so where neither bf16 nor fp16 is set',
-    ),
+    (dict(bf16=True), 'bf16: no such field; use compute_dtype="bfloat16"'),
     (dict(use_vllm=True), "use_vllm: no such field; leave it out: the sampler is built in"),
     (dict(tokenizer=None), "tokenizer: no such field; leave it out"),
     (dict(zzz=1), "zzz: no such field; leave it out"),
