@@ -37,7 +37,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.bounds import Work, peaks_of
+from grpo_jax.bounds import Work, peaks_of
 from experiments.common import use_compile_cache
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, train
 
