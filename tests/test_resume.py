@@ -44,7 +44,7 @@ SETTINGS = {
     "save_steps": 2,
     "save_total_limit": 2,
 }
-LORA = {"steps_per_generation": 1, "max_steps": 7, "dynamic_sampling": False}
+LORA = {"steps_per_generation": 1, "max_steps": 7, "dynamic_sampling": False, "eval_steps": None}
 
 
 def vowels(completions):
