@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax import Policy, evaluate
+from grpo_jax import GRPOConfig, Policy, evaluate
 from grpo_jax.rewards import completion_text, reward_names
+from grpo_jax.sharding import parse_mesh
 
 __all__ = [
     "Rates",
@@ -26,6 +28,7 @@ __all__ = [
     "encode_lessons",
     "fresh_directory",
     "held_out_rates",
+    "on_mesh",
     "report_results",
     "show_completions",
     "show_rates",
@@ -57,6 +60,26 @@ class Stopwatch:
         """Seconds to a tenth."""
         phases = {**self._phases, "total": time.perf_counter() - self._start}
         return {phase: round(seconds, 1) for phase, seconds in phases.items()}
+
+
+def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
+    """The same batches cut over the devices of a mesh, which is written as "data=2,fsdp=4"; "" changes nothing.
+
+    Example:
+      >>> config = GRPOConfig(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=16)
+      >>> spread = on_mesh(config, "fsdp=4")
+      >>> spread.gradient_accumulation_steps, spread.sizes().prompts == config.sizes().prompts
+      (4, True)
+    """
+    axes = parse_mesh(mesh)
+    spread = dataclasses.replace(config, mesh=axes)
+    shards, group = spread.data_shards(), config.num_generations
+    steps, size = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    if steps % shards == 0:
+        return dataclasses.replace(spread, gradient_accumulation_steps=steps // shards)
+    if size % (shards * group) == 0:
+        return dataclasses.replace(spread, per_device_train_batch_size=size // shards)
+    raise SystemExit(f"--mesh {mesh}: {size * steps // group} prompts a step do not divide by {shards} devices")
 
 
 def use_compile_cache() -> None:

@@ -39,6 +39,7 @@ from experiments.common import (
     encode_lessons,
     fresh_directory,
     held_out_rates,
+    on_mesh,
     report_results,
     show_completions,
     show_rates,
@@ -47,6 +48,7 @@ from experiments.common import (
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
 from grpo_jax.rewards import from_row
+from grpo_jax.sharding import make_mesh
 
 LONGEST_EXPRESSION = 100
 """Characters; six numbers of three digits with all their brackets need about 50."""
@@ -303,6 +305,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--held-out", type=int, default=200, help="problems to test with (default 200)")
     add("--max-completion-length", type=int, help="tokens (default 16, with --model 512)")
     add("--learning-rate", type=float, help="default 5e-4, with --model 1e-6, with --lora 1e-5")
+    add("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     add("--run-dir", help="an empty or new directory (default runs/countdown-<seed>-<time>)")
     arguments = parser.parse_args(argv)
     if arguments.max_completion_length is None:
@@ -321,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     kind = SMALL if scratch else {"numbers": arguments.numbers, "largest": 100, "targets": range(10, 1000)}
     problems = make_problems(seed, arguments.held_out + arguments.problems, **kind)
     held_out, problems = problems[: arguments.held_out], problems[arguments.held_out :]
-    config = make_config(arguments, scratch)
+    config = on_mesh(make_config(arguments, scratch), arguments.mesh)
 
     with watch("loading"):
         if scratch:
@@ -332,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         base = from_pretrained(source, dtype=config.compute_dtype, param_dtype="float32")
         if arguments.lora is not None:
             base = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)
+        base = base.placed(make_mesh(config.mesh) if config.mesh else None)
     chat = base.tokenizer.chat_template is not None
     as_row = short_prompt if scratch else lambda problem: asked_in_words(problem, chat=chat)
     rows, test_rows = [as_row(p) for p in problems], [as_row(p) for p in held_out]

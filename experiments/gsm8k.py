@@ -36,6 +36,7 @@ from experiments.common import (
     coin_flips,
     encode_lessons,
     fresh_directory,
+    on_mesh,
     report_results,
     show_completions,
     show_rates,
@@ -56,6 +57,7 @@ from grpo_jax import (
 from grpo_jax.answers import number_reward
 from grpo_jax.evaluate import pass_at_k
 from grpo_jax.rewards import format_reward
+from grpo_jax.sharding import make_mesh
 
 GROUP = 8
 """Completions of each prompt in training."""
@@ -219,6 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-batch", type=int, default=128, help="completions at a time in evaluation (default 128)")
     add("--train-rows", type=int, help="train on the first rows only")
     add("--test-rows", type=int, help="test on the first rows only (default: all 1319)")
+    add("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     add("--run-dir", help="an empty or new directory (default runs/gsm8k-<seed>-<time>)")
     arguments = parser.parse_args(argv)
     if arguments.max_completion_length is None:
@@ -234,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     use_compile_cache()
     problems = load_problems(arguments.data)
     run_dir = fresh_directory(arguments.run_dir, f"gsm8k-{arguments.seed}")
-    config = make_config(arguments)
+    config = on_mesh(make_config(arguments), arguments.mesh)
     with watch("loading"):
         if arguments.scratch:
             make_scratch(run_dir / "base", problems["train"], arguments.seed)
@@ -243,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if arguments.lora is not None:
             key = jax.random.key(arguments.seed)
             policy = add_lora(policy, key, rank=arguments.lora, alpha=2.0 * arguments.lora)
+        policy = policy.placed(make_mesh(config.mesh) if config.mesh else None)
     chat = policy.tokenizer.chat_template is not None
     rows = [make_row(problem, chat=chat) for problem in problems["train"][: arguments.train_rows]]
     test_rows = [make_row(problem, chat=chat) for problem in problems["test"][: arguments.test_rows]]

@@ -29,6 +29,7 @@ from experiments.common import (
     encode_lessons,
     fresh_directory,
     held_out_rates,
+    on_mesh,
     report_results,
     show_completions,
     show_rates,
@@ -180,6 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
+    parser.add_argument("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     return parser.parse_args(argv)
 
 
@@ -209,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     print("\nGRPO, rewarded for the answer and the format:")
     with watch("grpo"):
-        config = make_config(seed, steps, len(held_out), eval_steps=50)
+        config = on_mesh(make_config(seed, steps, len(held_out), eval_steps=50), arguments.mesh)
         state = train(base, rows, [accuracy, well_formed], config, eval_dataset=held_out, run_dir=run_dir)
     save_pretrained(run_dir / "final", base.replace(params=state.params))
     after, completions = test(state.params)
@@ -223,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         arms["more_supervised"] = {"before": before, "after": test(taught.params)[0]}
         print("\nControl: GRPO, rewarded by coin flips.")
         with watch("random_reward"):
-            config = make_config(seed, steps, len(held_out), eval_steps=None)
+            config = on_mesh(make_config(seed, steps, len(held_out), eval_steps=None), arguments.mesh)
             state = train(base, rows, coin_flips(seed), config, run_dir=run_dir / "random_reward")
         arms["random_reward"] = {"before": before, "after": test(state.params)[0]}
 

@@ -25,6 +25,7 @@ from experiments.common import (
     Stopwatch,
     fresh_directory,
     held_out_rates,
+    on_mesh,
     report_results,
     show_completions,
     show_rates,
@@ -117,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the samples (default 0)")
     parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
+    parser.add_argument("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     return parser.parse_args(argv)
 
 
@@ -141,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     print("\nGRPO, rewarded for the word:")
     with watch("grpo"):
-        config = make_config(arguments.seed, arguments.steps, arguments.prompts)
+        config = on_mesh(make_config(arguments.seed, arguments.steps, arguments.prompts), arguments.mesh)
         state = train(base, rows, uses_word, config, run_dir=run_dir)
     save_pretrained(run_dir / "final", base.replace(params=state.params))
 

@@ -11,6 +11,7 @@ from grpo_jax.log_probs import completion_log_probs, token_log_probs
 from grpo_jax.losses import grpo_loss
 from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, save_pretrained
 from grpo_jax.models.peft import add_lora, load_lora, merge_lora, save_lora
+from grpo_jax.planning import Plan, plan
 from grpo_jax.prompts import make_prompts
 from grpo_jax.reference import mixup, sync_reference
 from grpo_jax.replay import replay
@@ -24,6 +25,7 @@ __all__ = [
     "Batch",
     "Completions",
     "GRPOConfig",
+    "Plan",
     "Policy",
     "Prompts",
     "TrainState",
@@ -40,6 +42,7 @@ __all__ = [
     "make_prompts",
     "merge_lora",
     "mixup",
+    "plan",
     "replay",
     "sample_tokens",
     "save_lora",

@@ -34,7 +34,7 @@ from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step
 
-__all__ = ["gradients", "lower_update", "score", "update"]
+__all__ = ["gradients", "lower_score", "lower_update", "score", "update"]
 
 CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most, twice as many where one stream computes it: enough to fill the matrix products of
@@ -152,13 +152,18 @@ def lower_update(
     config: GRPOConfig,
     on_policy: bool,
     micro: tuple[int, int],
+    mesh: Any = None,
+    tokens: int | None = None,
 ) -> Any:
-    """The largest program of `update`, lowered for batches whose rows are all T long; only shapes are looked at."""
+    """The largest program of `update`, lowered for batches whose rows are all T long; only shapes are looked at.
+
+    `tokens` of a piece are those of the present device unless they are given.
+    """
     how: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
-    if not _packs(model, state.params):
-        return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, **how)
+    if mesh is not None or not _packs(model, state.params):
+        return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, mesh=mesh, **how)
     full: Any = np.ones(batch.mask.shape, bool)
-    pieces = _pieces(state.params, full.astype(np.int32), full, micro)
+    pieces = _pieces(state.params, full.astype(np.int32), full, micro, tokens)
     parts = _parts(batch.prompts, pieces)
     dropout = state.key if getattr(model, "dropout", 0) else None
     read_part = functools.partial(_read_part, parts=parts, backward=True)
@@ -170,16 +175,35 @@ def lower_update(
     return _add_piece.lower(zeros, state, read, batch, pieces[0], totals, dropout, 0, **how)
 
 
+def lower_score(
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    model: Model,
+    config: GRPOConfig,
+    micro: Any,
+) -> Any:
+    """The program that scores a batch on a mesh, lowered; only shapes are looked at."""
+    at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
+    return _jit_score_batch.lower(params, prompts, tokens, mask, **at)
+
+
 def _packs(model: Model, params: Params) -> bool:
     """Whether a batch is packed: for models of this package, on one device."""
     return hasattr(model, "prefill") and len(devices_of(params)) < 2
 
 
-def _pieces(params: Params, tokens: jax.Array, mask: jax.Array, micro: tuple[int, int]) -> list[Piece]:
+def _pieces(
+    params: Params, tokens: jax.Array, mask: jax.Array, micro: tuple[int, int], most: int | None = None
+) -> list[Piece]:
     """The pieces of a batch, with at most as many tokens as a micro-batch has."""
     longest = tokens.shape[2]
-    most = micro[0] * micro[1] * longest
-    if all(device.platform == "cpu" for device in devices_of(params)):
+    given, most = most, micro[0] * micro[1] * longest
+    if given is not None:
+        most = given
+    elif all(device.platform == "cpu" for device in devices_of(params)):
         most = min(most, CPU_TOKENS if count_streams(params, 2) > 1 else 2 * CPU_TOKENS)
     return pack(np.asarray(tokens), np.asarray(mask), size=piece_size(most, longest))
 

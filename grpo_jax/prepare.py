@@ -109,13 +109,12 @@ def prepare(
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     assert data is not None, "what has no data has faults"
     total_steps = config.total_steps(len(data.rows))
-    if isinstance(model, LoraModel):
-        model = dataclasses.replace(model, base=place(model.base, mesh))
+    policy = policy.replace(model=model).placed(mesh)
     return Run(
-        policy=policy.replace(model=model, params=place(policy.params, mesh)),
+        policy=policy,
         mesh=mesh,
         task=Task(
-            model=model,
+            model=policy.model,
             tokenizer=policy.tokenizer,
             eos_token_ids=policy.eos_token_ids,
             pad_token_id=policy.pad_token_id,

@@ -31,7 +31,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.sharding import constrain, mesh_of, shard_count, split
+from grpo_jax.sharding import constrain, mesh_of, shard_count, split, split_sharding
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
@@ -385,15 +385,30 @@ def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
 
 
 def lower_decode(
-    model: Model, params: Params, prompts: Prompts, num_generations: int, max_completion_length: int, **sampling: Any
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    num_generations: int,
+    max_completion_length: int,
+    *,
+    mesh: Any = None,
+    **sampling: Any,
 ) -> Any:
     """The largest program of `generate`, lowered; None for a model without a cache. Only shapes are looked at."""
     if not hasattr(model, "prefill"):
         return None
     how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling(**sampling)}
     keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
-    prefill = functools.partial(_prefill, slots=max(1, max_completion_length - 1), **how)
-    rows, _ = jax.eval_shape(prefill, as_argument(model), params, prompts, keys, 0)
+    how_many: dict[str, Any] = {"slots": max(1, max_completion_length - 1), "mesh": mesh}
+    rows, _ = jax.eval_shape(
+        functools.partial(_prefill, **how_many, **how), as_argument(model), params, prompts, keys, 0
+    )
+    if mesh is not None:  # what `_prefill` returns stands where it says, and the decode takes it from there
+        at = split_sharding(keys, mesh)
+        keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=at)
+        compiled = _prefill.lower(as_argument(model), params, prompts, keys, 0, **how_many, **how).compile()
+        place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        rows = jax.tree.map(place, rows, compiled.output_shardings[0])
     return _decode.lower(
         as_argument(model), params, rows.cache, rows.replace(cache=None), 0, SEGMENT, steps=SEGMENT, **how
     )

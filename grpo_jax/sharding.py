@@ -23,9 +23,11 @@ __all__ = [
     "make_mesh",
     "mesh_of",
     "parameter_sharding",
+    "parse_mesh",
     "place",
     "shard_count",
     "split",
+    "split_sharding",
     "tree_sharding",
 ]
 
@@ -58,8 +60,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       ValueError: an unknown axis, or more devices than there are.
 
     Example:
-      >>> make_mesh({"fsdp": 1}).shape
-      OrderedDict({'data': 1, 'fsdp': 1, 'tensor': 1})
+      >>> dict(make_mesh({"fsdp": 1}).shape)
+      {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
@@ -99,6 +101,22 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def parse_mesh(text: str) -> dict[str, int] | None:
+    """Sizes of a mesh as a command line has them; None for an empty text.
+
+    Raises:
+      ValueError: a text that is no list of axes and sizes.
+
+    Example:
+      >>> parse_mesh("data=2,fsdp=4"), parse_mesh("")
+      ({'data': 2, 'fsdp': 4}, None)
+    """
+    try:
+        return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
+    except ValueError as error:
+        raise ValueError(f"mesh is {text!r}: write axes and sizes as data=2,fsdp=4") from error
+
+
 def tree_sharding(tree: Any, mesh: Mesh) -> Any:
     """The sharding of each leaf of a tree of parameters, or of a state that holds such trees."""
 
@@ -130,14 +148,17 @@ def shard_count(mesh: Mesh | None) -> int:
 
 def split(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays [B, ...] cut along B; whole on every device where B does not divide, as they are without a mesh."""
-    if mesh is None:
-        return tree
+    return tree if mesh is None else jax.device_put(tree, split_sharding(tree, mesh))
+
+
+def split_sharding(tree: Any, mesh: Mesh) -> Any:
+    """The sharding that `split` gives each array of a tree."""
 
     def at(x: Any) -> NamedSharding:
         cut = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
         return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if cut else PartitionSpec())
 
-    return jax.device_put(tree, jax.tree.map(at, tree))
+    return jax.tree.map(at, tree)
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:

@@ -43,7 +43,7 @@ from grpo_jax.models.files import (
 )
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.sharding import parameter_sharding
+from grpo_jax.sharding import parameter_sharding, place
 from grpo_jax.types import Params
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
@@ -99,6 +99,14 @@ class Policy:
                 return token
         return (*self.eos_token_ids, 0)[0]
 
+    def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
+        """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
+        frozen = not jax.tree_util.all_leaves([self.model])
+        return self.replace(
+            model=place(self.model, mesh) if frozen else self.model,
+            params=place(self.params, mesh),
+        )
+
     def replace(self, **changes: Any) -> Policy:
         """This policy with other fields, as `policy.replace(params=state.params)`."""
         return dataclasses.replace(self, **changes)
@@ -133,7 +141,7 @@ def from_pretrained(
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
             raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
-    directory = _find(name_or_directory)
+    directory = find_checkpoint(name_or_directory)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
@@ -319,8 +327,9 @@ def _quiet_import() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _find(name_or_directory: str | os.PathLike[str]) -> Path:
-    """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's."""
+def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's; by choice only its
+    config."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
@@ -331,7 +340,7 @@ def _find(name_or_directory: str | os.PathLike[str]) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES]
+    patterns = ["config.json", *(["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES] if weights else [])]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:

@@ -1,0 +1,70 @@
+"""The command of `planning.plan`: what a run will need, before there are weights or devices.
+
+    python -m grpo_jax.plan --model Qwen/Qwen2.5-7B-Instruct --mesh fsdp=8 --batch 8 --memory 80
+
+A file of its own, because a module that the package imports cannot be run with -m.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.planning import answer, plan
+from grpo_jax.sharding import parse_mesh
+
+__all__ = ["main"]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_jax.plan", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="a name on the hub, a directory, or a config.json")
+    parser.add_argument("--mesh", default="", help="as data=2,fsdp=4 (default one device)")
+    parser.add_argument("--batch", type=int, default=8, help="per_device_train_batch_size, completions (default 8)")
+    parser.add_argument("--accumulate", type=int, default=1, help="gradient_accumulation_steps (default 1)")
+    parser.add_argument("--generations", type=int, default=8, help="num_generations (default 8)")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens that prompts are padded to (default 256)")
+    parser.add_argument("--completion", type=int, default=512, help="max_completion_length (default 512)")
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference is kept (default 0)")
+    parser.add_argument("--dtype", default="bfloat16", help="compute_dtype (default bfloat16)")
+    parser.add_argument("--param-dtype", default="float32", help="of params and optimizer (default float32)")
+    parser.add_argument("--memory", type=float, help="GB of a device: the largest batch that fits is looked for")
+    parser.add_argument("--request", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of a run."""
+    arguments = parse(argv)
+    if arguments.request:
+        print(answer(json.load(sys.stdin)))
+        return
+    if arguments.model is None:
+        raise SystemExit("--model is needed: a name on the hub, a directory, or a config.json")
+    config = GRPOConfig(
+        per_device_train_batch_size=arguments.batch,
+        gradient_accumulation_steps=arguments.accumulate,
+        num_generations=arguments.generations,
+        max_completion_length=arguments.completion,
+        beta=arguments.beta,
+        compute_dtype=arguments.dtype,
+        mesh=parse_mesh(arguments.mesh),
+    )
+    memory = None if arguments.memory is None else arguments.memory * 1e9
+    print(
+        plan(
+            arguments.model,
+            config,
+            prompt_length=arguments.prompt,
+            memory=memory,
+            param_dtype=arguments.param_dtype,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
