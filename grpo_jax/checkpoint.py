@@ -31,6 +31,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import raise_all
 from grpo_jax.progress import Progress
 from grpo_jax.resume import differences, warn_of_versions
+from grpo_jax.sharding import mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Prompts
 
@@ -103,7 +104,7 @@ class Checkpoints:
         self.wait()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         if batch is not None:
-            arrays["batch"] = batch
+            arrays["batch"] = split(batch, mesh_of(state.params))
         about = {"run": self._about, "progress": progress.to_json(), "batch": _shapes(batch)}
         with self._explained(progress.step):
             self._response = self._checkpointer.save_checkpointables_async(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,7 @@ from grpo_jax.prompts import EncodedPrompts, make_prompts, prompt_indices, rewar
 from grpo_jax.reward_calls import Extras, TrainerState
 from grpo_jax.rewards import compute_rewards, reward_names
 from grpo_jax.rollout import generate
+from grpo_jax.sharding import fetch, gather_objects
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
 
@@ -147,21 +149,48 @@ def _sample(
             batch_size=config.rollout_batch_size,
             **sampling_settings(config),
         )
-        completions = jax.device_get(completions)
+        completions = fetch(completions)
     with phase("rewards"):
-        inputs = reward_inputs(task.tokenizer, rows, completions.tokens, completions.mask)
-        extras = Extras(task.trainer_state(step, cursor))
-        rewards, metrics = compute_rewards(
-            task.reward_fns,
-            num_generations=config.num_generations,
-            on_error=config.on_reward_error,
-            extras=extras.given(),
-            **inputs,
-        )
-        metrics = extras.metrics() | metrics
+        texts, extra, rewards, metrics = _score(task, rows, completions, Extras(task.trainer_state(step, cursor)))
     prompts = make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
+    return _Groups(rows, prompts, completions, texts, extra, rewards), metrics
+
+
+def _score(
+    task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras
+) -> tuple[list[Any], list[dict[str, Any]], np.ndarray, dict[str, float]]:
+    """Texts, extras and rewards [B, G, K] of completions, and the rewards' metrics.
+
+    Each process of a run calls the reward functions for its own prompts, and all get the results.
+    """
+    config, g, n = task.config, task.config.num_generations, jax.process_count()
+    own = range(len(rows))
+    if n > 1 and len(rows) % n == 0:
+        size = len(rows) // n
+        own = range(jax.process_index() * size, (jax.process_index() + 1) * size)
+    mine = slice(own.start, own.stop)
+    inputs = reward_inputs(task.tokenizer, rows[mine], completions.tokens[mine], completions.mask[mine])
+    rewards, metrics = compute_rewards(
+        task.reward_fns, num_generations=g, on_error=config.on_reward_error, extras=extras.given(), **inputs
+    )
     texts = inputs["completions"]
-    return _Groups(rows, prompts, completions, texts, extras.rows(len(texts)), rewards), metrics
+    results = (texts, extras.rows(len(texts)), rewards, extras.metrics() | metrics)
+    if len(own) == len(rows):
+        return results
+    parts = gather_objects([*results[:2], rewards.tolist(), results[3]])
+    texts, extra = (list(itertools.chain.from_iterable(part[i] for part in parts)) for i in (0, 1))
+    scores = np.array([row for part in parts for row in part[2]], np.float32)
+    return texts, extra, scores, _merge([part[3] for part in parts])
+
+
+def _merge(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of all processes: counts are added, the slowest one's seconds count, the rest are means."""
+    merged = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
+        values = [part[name] for part in metrics if name in part]
+        how = sum if name.endswith("/errors") else max if name.endswith("/seconds") else np.mean
+        merged[name] = float(how(values))
+    return merged
 
 
 def _with_signal(

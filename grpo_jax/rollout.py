@@ -31,7 +31,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.sharding import constrain, mesh_of, shard_count, split, split_sharding
+from grpo_jax.sharding import constrain, fetch, mesh_of, shard_count, split, split_sharding
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
@@ -380,7 +380,7 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
 
 def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
     """What the lanes drew, [B', G', steps]."""
-    drawn = zip(*(jax.device_get(x) for _, x in results), strict=True)
+    drawn = zip(*(fetch(x) for _, x in results), strict=True)
     return tuple(np.concatenate(parts) for parts in drawn)
 
 

@@ -7,18 +7,24 @@ follows the arrays that it is given. A group stays on one device, since only the
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "AXES",
     "TABLE",
     "constrain",
+    "fetch",
+    "gather_objects",
     "keep_placed",
     "make_mesh",
     "mesh_of",
@@ -129,7 +135,46 @@ def tree_sharding(tree: Any, mesh: Mesh) -> Any:
 
 def place(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of parameters, or a state, with each leaf where `TABLE` has it; as it is without a mesh."""
-    return tree if mesh is None else jax.device_put(tree, tree_sharding(tree, mesh))
+    return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array with that sharding; with several processes each gives its part of what all of them hold."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    if not getattr(x, "is_fully_addressable", True):
+        return x if x.sharding == sharding else jax.jit(lambda x: x, out_shardings=sharding)(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *(None,) * (data.ndim - len(sharding.spec))))
+        return jax.random.wrap_key_data(jax.make_array_from_callback(data.shape, whole, lambda index: data[index]))
+    data = np.asarray(x)
+    return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays as NumPy's, whole, wherever their parts are; all processes have to ask together."""
+
+    def one(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return np.asarray(x)
+        if x.is_fully_replicated:
+            return np.asarray(x.addressable_data(0))
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(one, tree)
+
+
+def gather_objects(own: Any) -> list[Any]:
+    """What each process gives, as a list in their order; anything that JSON holds."""
+    if jax.process_count() == 1:
+        return [own]
+    data = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size])))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes.ravel()), -1)
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.ravel(), strict=True)]
 
 
 def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
@@ -148,7 +193,7 @@ def shard_count(mesh: Mesh | None) -> int:
 
 def split(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays [B, ...] cut along B; whole on every device where B does not divide, as they are without a mesh."""
-    return tree if mesh is None else jax.device_put(tree, split_sharding(tree, mesh))
+    return tree if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
 def split_sharding(tree: Any, mesh: Mesh) -> Any:

@@ -22,6 +22,7 @@ from grpo_jax.progress import Progress
 from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
 from grpo_jax.run_dir import locked
+from grpo_jax.sharding import fetch, gather_objects
 from grpo_jax.signals import StopSignals
 from grpo_jax.state import TrainState, begin_iteration
 from grpo_jax.types import Batch
@@ -84,11 +85,14 @@ def train(
     if run_dir is None and resume == "must":
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    state, bad_batches = new_state(run), BadBatches(run_dir, run)
+    # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
+    leads = jax.process_index() == 0
+    own_dir = run_dir if leads else None
+    state, bad_batches = new_state(run), BadBatches(None if jax.process_count() > 1 else run_dir, run)
     with (
-        locked(run_dir),
+        locked(own_dir),
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
-        Monitor(run_dir, config, callbacks=callbacks) as monitor,
+        Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
         StopSignals(enabled=run_dir is not None) as signals,
     ):
         state, found, batch = checkpoints.restore(state, resume)
@@ -102,7 +106,8 @@ def train(
             resumed=found is not None,
         )
         evaluate_if_due(run, state, progress, monitor)
-        while progress.step < run.total_steps and not signals.received:
+        stop = False
+        while progress.step < run.total_steps and not stop:
             if batch is None:
                 # One snapshot samples for the whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
@@ -124,7 +129,7 @@ def train(
                     on_policy=run.sizes.updates == 1,
                     micro=run.micro,
                 )
-                metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
+                metrics = {name: float(value) for name, value in fetch(measured).items()}
             if run.schedule is not None:
                 metrics["learning_rate"] = float(run.schedule(progress.step))
             if config.max_kl_old is not None:
@@ -142,15 +147,16 @@ def train(
                 progress.skipped = 0  # who goes on from here may skip as many again
                 checkpoints.save(state, progress, batch)
                 raise bad_batches.error(state, part, step=progress.step, index=index)
-            if not signals.received:
+            stop = any(gather_objects(signals.received is not None))  # the signal may have come to another process
+            if not stop:
                 evaluate_if_due(run, state, progress, monitor)
                 if checkpoints.due(progress.step, run.total_steps):
                     checkpoints.save(state, progress, batch)
-        if signals.received:
+        if stop:
             checkpoints.save(state, progress, batch)
         checkpoints.wait()
         monitor.end(progress.step, run.total_steps, best=checkpoints.best())
-        if signals.received:
+        if stop:
             signals.leave()
     return state
 
