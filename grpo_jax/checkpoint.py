@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import raise_all
 from grpo_jax.progress import Progress
-from grpo_jax.resume import differences, warn_of_versions
+from grpo_jax.resume import differences, warn_of_rounding
 from grpo_jax.sharding import mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Prompts
@@ -176,7 +176,7 @@ class Checkpoints:
                 continue
             del unreadable[step]
             if self._about is not None:
-                warn_of_versions(about["run"], self._about)
+                warn_of_rounding(about["run"], self._about)
             self._set_aside(unreadable, step)
             return found
         if unreadable:

@@ -21,7 +21,7 @@ from grpo_jax.report import package_versions
 from grpo_jax.rewards import reward_names
 from grpo_jax.types import Model, as_argument
 
-__all__ = ["describe", "differences", "warn_of_versions"]
+__all__ = ["describe", "differences", "warn_of_rounding"]
 
 # Fields that the params never depend on: they say what is shown, measured on the side, or kept.
 _ASIDE = {
@@ -43,6 +43,15 @@ _ASIDE = {
 _ONE_WAY: dict[str, Callable[[Any, Any], bool]] = {
     "on_reward_error": lambda old, new: new == "none",  # under "raise" there was no error, or the run would have ended
 }
+# Fields that cut the same batches otherwise, over devices and micro-batches: the numbers are the same up to rounding.
+_CUTS = (
+    "mesh",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "rollout_batch_size",
+)
 # Fields that only decide the number of steps; that number is compared, and not they.
 _LENGTH = ("max_steps", "num_train_epochs")
 
@@ -74,9 +83,11 @@ def describe(
     frozen = hashlib.sha256()
     for leaf in jax.tree.leaves(as_argument(model)):
         frozen.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
+    sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
+        "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": {"rows": len(data.token_ids), "prompts": tokens.hexdigest()},
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
@@ -112,16 +123,16 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
     return lines or list(_of_state(saved["state"], present["state"]))
 
 
-def warn_of_versions(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Warn if other versions of the packages wrote the checkpoint: the last bits may differ from here on."""
+def warn_of_rounding(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn of what may change the last bits from here on: other versions of the packages, batches cut otherwise."""
     old, new = saved["versions"], present["versions"]
-    changed = [
-        f"{name} {old.get(name)} → {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)
-    ]
-    if changed:
+    changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in _CUTS}
+    lines = [f"{name} {before} → {now}" for name, (before, now) in changed.items() if before != now]
+    if lines:
         warnings.warn(
-            f"the run goes on with other versions than it was begun with ({', '.join(changed)}): from here on its"
-            " numbers may differ in the last bits from those of an undisturbed run",
+            f"the run goes on otherwise than it was begun ({', '.join(lines)}): from here on its numbers may differ in"
+            " the last bits from those of an undisturbed run",
             stacklevel=2,
         )
 
@@ -132,6 +143,8 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     for name in sorted({*old, *new} - _ASIDE):
         if old.get(name) == new.get(name) or (name in _ONE_WAY and _ONE_WAY[name](old[name], new[name])):
+            continue
+        if name in _CUTS and saved.get("sizes") == present["sizes"]:
             continue
         line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
         if name not in _LENGTH:

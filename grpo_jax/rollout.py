@@ -50,6 +50,7 @@ SEGMENT = 16
 """Decode steps between two looks at which rows have ended."""
 
 
+@functools.partial(jax.jit, static_argnames=("num_generations",))
 def row_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: int) -> jax.Array:
     """One typed key a row, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -106,8 +106,7 @@ def train(
             resumed=found is not None,
         )
         evaluate_if_due(run, state, progress, monitor)
-        stop = False
-        while progress.step < run.total_steps and not stop:
+        while progress.step < run.total_steps and not stopping(signals):
             if batch is None:
                 # One snapshot samples for the whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
@@ -147,11 +146,11 @@ def train(
                 progress.skipped = 0  # who goes on from here may skip as many again
                 checkpoints.save(state, progress, batch)
                 raise bad_batches.error(state, part, step=progress.step, index=index)
-            stop = any(gather_objects(signals.received is not None))  # the signal may have come to another process
-            if not stop:
+            if not stopping(signals):
                 evaluate_if_due(run, state, progress, monitor)
                 if checkpoints.due(progress.step, run.total_steps):
                     checkpoints.save(state, progress, batch)
+        stop = stopping(signals)
         if stop:
             checkpoints.save(state, progress, batch)
         checkpoints.wait()
@@ -159,6 +158,11 @@ def train(
         if stop:
             signals.leave()
     return state
+
+
+def stopping(signals: StopSignals) -> bool:
+    """Whether the run was asked to stop; the signal may have come to another of its processes."""
+    return any(gather_objects(signals.received is not None))
 
 
 def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:

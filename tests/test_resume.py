@@ -17,7 +17,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, add_lora, train
 from grpo_jax.prompts import EncodedPrompts
 from grpo_jax.report import read_lines
-from grpo_jax.resume import describe, differences, warn_of_versions
+from grpo_jax.resume import describe, differences, warn_of_rounding
 from grpo_jax.state import create_state
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
@@ -201,6 +201,15 @@ HARMLESS = {
     "save_total_limit",
     "metric_for_best_model",
     "greater_is_better",
+    "max_skipped_updates",
+}
+CUTS = {
+    "mesh",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "rollout_batch_size",
 }
 
 
@@ -231,7 +240,8 @@ def test_each_field_is_harmless_or_refused_by_its_name(name):
     old = saved["config"][name]
     present["config"][name] = "other" if not isinstance(old, int | float) or isinstance(old, bool) else old + 1
     lines = differences(saved, present, step=4)
-    if name in HARMLESS | {"max_steps", "num_train_epochs"}:  # of the last two, the number of steps decides
+    # Of the cuts the sizes that follow decide, of the last two the number of steps; neither is changed here.
+    if name in HARMLESS | CUTS | {"max_steps", "num_train_epochs"}:
         assert lines == []
     else:
         assert len(lines) == 1
@@ -274,6 +284,13 @@ def test_each_field_is_harmless_or_refused_by_its_name(name):
             ],
         ),
         ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
+        # The same batches on other devices, and other batches.
+        (
+            {"per_device_train_batch_size": 32},
+            {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4}, "rollout_batch_size": 8},
+            [],
+        ),
+        ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16: the run has 8"]),
         # After an error under "raise" there would be no checkpoint.
         ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
         ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise': the run has 'none'"]),
@@ -290,12 +307,16 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     assert differences(saved, about(max_kl_old=0.5), step=4) == ["max_kl_old = 0.5: the run has None"]
 
 
-def test_other_versions_are_told():
+def test_other_versions_and_devices_are_told():
     saved = about()
     saved["versions"]["jax"] = "0.1"
-    with pytest.warns(UserWarning, match=r"other versions than it was begun with \(jax 0\.1 → "):
-        warn_of_versions(saved, about())
-    warn_of_versions(about(), about())
+    with pytest.warns(UserWarning, match=r"otherwise than it was begun \(jax 0\.1 → "):
+        warn_of_rounding(saved, about())
+    with pytest.warns(
+        UserWarning, match=r"begun \(mesh None → \{'data': 2\}\): from here on its numbers may differ in"
+    ):
+        warn_of_rounding(about(), about(mesh={"data": 2}))
+    warn_of_rounding(about(), about())
 
 
 def test_killed_at_random_moments(tmp_path):

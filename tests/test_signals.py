@@ -13,9 +13,11 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture(autouse=True)
 def _same_handlers_afterwards():
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before = [signal.getsignal(number) for number in BOTH]
     yield
     assert [signal.getsignal(number) for number in BOTH] == before
+    signal.signal(signal.SIGINT, found)
 
 
 @pytest.mark.parametrize("number", BOTH)

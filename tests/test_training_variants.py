@@ -94,7 +94,8 @@ def test_a_function_as_a_model():
 
     state, _ = learn(base.replace(model=Merged()), steps=2)
     direct, _ = learn(base, steps=2)
-    chex.assert_trees_all_close(state.params, direct.params, atol=1e-5)
+    # Adam makes a step of nearly full size of any gradient: what is rounding in it shows.
+    chex.assert_trees_all_close(state.params, direct.params, atol=1e-4)
 
 
 def test_conversations_reach_the_reward_as_messages():
