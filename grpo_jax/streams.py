@@ -7,9 +7,10 @@ GPUs and TPUs, where one program fills the device, nothing is split.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
@@ -66,8 +67,15 @@ def run_in_streams(
         first = function(parts[0])
         _COMPILED.add(program)
         return [first, *run_in_streams(function, parts[1:])]
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(function, parts))
+    futures = [_pool(len(parts)).submit(function, part) for part in parts]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+@functools.cache
+def _pool(size: int) -> ThreadPoolExecutor:
+    """Threads that stay: a decode has a segment every few milliseconds."""
+    return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")
 
 
 _COMPILED: set[Hashable] = set()
