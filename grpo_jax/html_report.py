@@ -2,8 +2,8 @@
 
 Everything stands in the file: the page asks for nothing from anywhere, and its content policy forbids it to. What comes
 from data is embedded as JSON in which no character can end a script, and the page puts it in as text, never as markup.
-The size is bounded: curves are thinned to `POINTS` values, and completions are kept of `STEPS` steps, whole groups until
-`COMPLETION_BYTES` are spent.
+The size is bounded: curves are thinned to `POINTS` values, and completions are kept of `STEPS` steps, as many of each
+as `COMPLETION_BYTES` allow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     """Return the page of a run, made from the files of its directory.
 
     Args:
-      run_dir: with `metrics.jsonl`, and `completions.jsonl`, `config.json` and `warnings.jsonl` as far as they are there.
+      run_dir: with `metrics.jsonl`, `completions.jsonl`, `config.json` and `warnings.jsonl`, as far as they are there.
 
     Returns:
       HTML, for UTF-8.
@@ -58,7 +58,9 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     data = {
         "about": " · ".join(
-            text for text in (f"started {about['started']}" if "started" in about else "", about.get("platform")) if text
+            text
+            for text in (f"started {about['started']}" if "started" in about else "", about.get("platform"))
+            if text
         ),
         "tiles": _tiles(lines),
         "warnings": list(read_lines(run_dir / "warnings.jsonl")),
@@ -107,7 +109,7 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             steps, values = every[there], values[:, there]
         drawn = []
         for label, y in zip(curves, map(_thin, values), strict=True):
-            curve = {"label": label, "y": [_number(value) for value in y]}
+            curve: dict[str, Any] = {"label": label, "y": [_number(value) for value in y]}
             if np.isfinite(y).sum() >= 20:
                 curve["smooth"] = [_number(value) for value in smooth(y, width=len(y) / 40)]
             drawn.append(curve)
@@ -162,28 +164,27 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
     """The completions of some steps by groups, and a sentence that says which part of all of them that is."""
     places = _places(path)
     chosen = sorted({round(i) for i in np.linspace(0, len(places) - 1, STEPS)}) if places else []
-    steps, kept, total = [], 0, sum(count for _, _, count in places)
-    for index in chosen:
-        step, start, count = places[index]
-        budget, groups, rows = COMPLETION_BYTES // STEPS, [], 0
+    steps: list[dict[str, Any]] = []
+    kept, total = 0, sum(count for _, _, count in places)
+    for step, start, count in (places[i] for i in chosen):
+        groups: list[dict[str, Any]] = []
+        size = 0
         with open(path, "rb") as file:
             file.seek(start)
             for _ in range(count):
-                row = json.loads(file.readline())
-                del row["step"]
-                prompt, row["completion"] = _cut(row.pop("prompt")), _cut(row["completion"])
-                full = bool(groups) and len(groups[-1]["rows"]) == num_generations
-                new = not groups or groups[-1]["prompt"] != prompt or full
-                budget -= len(json.dumps(row)) + (len(json.dumps(prompt)) if new else 0)
-                if budget < 0 and groups:
+                row = _cut(json.loads(file.readline()))
+                size += len(_embedded(row))
+                if size > COMPLETION_BYTES // STEPS and groups:
                     break
-                if new:
+                prompt = row.pop("prompt")
+                del row["step"]
+                # Groups that follow each other may have the same prompt.
+                if not groups or groups[-1]["prompt"] != prompt or len(groups[-1]["rows"]) == num_generations:
                     groups.append({"prompt": prompt, "rows": []})
                 groups[-1]["rows"].append(row)
-                rows += 1
-        kept += rows
+                kept += 1
         steps.append({"step": step, "groups": groups})
-    return steps, f"completions.jsonl has all {total:,} of {len(places):,} steps" if kept < total else "these are all"
+    return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(places):,} steps"
 
 
 def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
@@ -205,10 +206,10 @@ def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
     return places
 
 
-def _cut(text: Any) -> Any:
-    """Return a text, or messages with texts, without the middle of what is too long."""
-    if isinstance(text, str) and len(text) > TEXT:
-        return f"{text[: TEXT // 2]} […{len(text) - TEXT} characters…] {text[-TEXT // 2 :]}"
-    if isinstance(text, list):
-        return [{**message, "content": _cut(message.get("content"))} for message in text]
-    return text
+def _cut(value: Any) -> Any:
+    """Return a row, a list or a text without the middle of each text that is too long."""
+    if isinstance(value, str) and len(value) > TEXT:
+        return f"{value[: TEXT // 2]} […{len(value) - TEXT} characters…] {value[-TEXT // 2 :]}"
+    if isinstance(value, list):
+        return [_cut(item) for item in value]
+    return {name: _cut(item) for name, item in value.items()} if isinstance(value, dict) else value

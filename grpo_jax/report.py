@@ -204,7 +204,7 @@ class RunWriter:
                 file.truncate(end)
 
     def report(self) -> None:
-        """Draw `report.png` and `report.html` from the other files; what fails is a warning and does not end the run."""
+        """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing."""
         if self.run_dir is None:
             return
         for name, write in (("report.png", self._draw), ("report.html", self._page)):

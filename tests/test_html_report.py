@@ -3,7 +3,6 @@
 import contextlib
 import html.parser
 import json
-import pathlib
 import shutil
 import subprocess
 import time
@@ -69,7 +68,9 @@ def run_dir(tmp_path_factory):
     for step in (1, 2, 3):
         kl = {"kl": None if step == 2 else step / 100}
         times = {"seconds/rollout": 2.0 * step, "seconds/update": 1.0, "seconds/total": 2.0 * step + 1.5}
-        writer.metrics(step, {"reward": step / 4, "rewards/right/mean": step / 8, **kl, "num_tokens": 9 * step, **times})
+        writer.metrics(
+            step, {"reward": step / 4, "rewards/right/mean": step / 8, **kl, "num_tokens": 9 * step, **times}
+        )
         rows = [completion(i, verdict=f"v{i}") for i in range(4)]
         rows[2]["completion"], rows[3]["completion"] = NASTY, [{"role": "assistant", "content": NASTY}]
         writer.completions(step, rows)
@@ -126,18 +127,20 @@ def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
     steps = range(1, 5001)
     lines = [{"step": step, "reward": step / 5000, "kl": 0.1, "entropy": 1.0, "seconds/update": 1.0} for step in steps]
     writer._append("metrics.jsonl", lines)
-    for step in range(1, 101):
-        text = "数" * (10 if step > 1 else TEXT + 100_000)
-        writer.completions(step, [completion(i, completion=text) for i in range(400)])
-    page, data = html_report(tmp_path), embedded(tmp_path)
+    for step in range(1, 31):
+        text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each, once they are in the page
+        writer.completions(step, [completion(i, completion=text) for i in range(200 if step > 1 else 6)])
+    page = html_report(tmp_path)
+    data = embedded(tmp_path)
     assert len(page) < COMPLETION_BYTES + 300_000
     (reward,) = [curve for panel in data["panels"] if panel["title"] == "Reward" for curve in panel["curves"]]
     assert 100 < len(reward["y"]) == len(reward["smooth"]) <= POINTS
     assert sum(reward["y"]) / len(reward["y"]) == pytest.approx(0.5, abs=1e-3)  # means of neighbours, none left out
     kept = [step["step"] for step in data["steps"]]
-    assert (kept[0], kept[-1], len(kept)) == (1, 100, STEPS)
+    assert (kept[0], kept[-1], len(kept)) == (1, 30, STEPS)
     assert len(data["steps"][0]["groups"][0]["rows"][0]["completion"]) < TEXT + 100
-    assert data["kept"] == "completions.jsonl has all 40,000 of 100 steps"
+    assert 0 < sum(len(group["rows"]) for group in data["steps"][1]["groups"]) < 200
+    assert data["kept"] == "completions.jsonl has all 5,806 of 30 steps"
 
 
 def test_a_run_with_nothing_in_it_has_a_page(tmp_path):
@@ -171,7 +174,8 @@ def browser(tmp_path):
     try:
         deadline = time.monotonic() + 60
         while "successfully on port" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         port = log.read_text().split("successfully on port ")[1].split(".")[0]
         arguments = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
@@ -192,7 +196,11 @@ def browser(tmp_path):
         process.wait()
 
 
-@pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="no Chromium with its driver")
+BROWSERS = ("chromium", "google-chrome", "chrome")
+no_browser = not (shutil.which("chromedriver") and any(map(shutil.which, BROWSERS)))
+
+
+@pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
 def test_the_page_in_a_real_browser(run_dir, tmp_path):
     page = tmp_path / "report.html"
     page.write_bytes(html_report(run_dir).encode("utf-8", "backslashreplace"))
@@ -203,7 +211,9 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
 
         def column(name):
             at = run(f"[...document.querySelectorAll('#rows th')].findIndex(th => th.dataset.column === {name!r})")
-            return run(f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent.toWellFormed())")
+            return run(
+                f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent.toWellFormed())"
+            )
 
         def click(name):
             run(f"document.querySelector(`#rows th[data-column={json.dumps(name)}]`).click()")
@@ -216,7 +226,8 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1 + 2
         path = run("document.querySelector('.panel path.curve').getAttribute('d')")
         heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
-        assert len(heights) == 3 and heights[0] > heights[1] > heights[2]
+        assert len(heights) == 3
+        assert heights[0] > heights[1] > heights[2]
         assert run("document.querySelector('.panel svg').getBoundingClientRect().height") > 100
         assert "NaN" not in run("document.getElementById('panels').innerHTML")
         # The table: as it was, then sorted by a click, down and up, then as it was.
@@ -236,7 +247,9 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         session("POST", "url", url=page.as_uri() + "#step=2&by=rewards/right&min=1")
         assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
         run("document.getElementById('clear').click()")
-        run("(n => { n.value = 'COMPLETION 1'; n.dispatchEvent(new Event('input')); })(document.getElementById('text'))")
+        run(
+            "(n => { n.value = 'COMPLETION 1'; n.dispatchEvent(new Event('input')); })(document.getElementById('text'))"
+        )
         assert column("completion") == ["completion 1"] * 3
         run("document.getElementById('clear').click()")
         # Hostile text is shown as text, in the table and among the warnings.
@@ -247,5 +260,6 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         errors = [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"]
         assert errors == []
         events = [json.loads(e["message"])["message"] for e in session("POST", "se/log", type="performance")]
-        asked = {e["params"]["request"]["url"].split("#")[0] for e in events if e["method"] == "Network.requestWillBeSent"}
-        assert asked == {page.as_uri()}
+        sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(page.as_uri())}
+        assert ours == {page.as_uri()}  # the others are of the browser's own first page
