@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from grpo_jax.html_report import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_rep
 from grpo_jax.report import RunWriter, read_lines
 
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 %TITLE% %DATA% 数字"
+HEALTHY = Path(__file__).with_name("healthy_runs.jsonl")
 
 
 class Parsed(html.parser.HTMLParser):
@@ -257,9 +259,26 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         assert "</script>" in run("document.querySelector('.warning').textContent.toWellFormed()")
         assert run("document.querySelectorAll('script').length") == 2
         assert run("document.querySelectorAll('#settings b').length") > 2
+        # A real run's numbers: the demonstration of the README.
+        writer = RunWriter(tmp_path / "sort_digits")
+        for line in HEALTHY.read_text().splitlines():
+            line = json.loads(line)
+            if line.pop("run") == "sort_digits":
+                writer.metrics(line.pop("step"), line)
+        demo = tmp_path / "demo.html"
+        demo.write_text(html_report(writer.run_dir), encoding="utf-8")
+        session("POST", "url", url=demo.as_uri())
+        titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
+        assert {"Reward", "KL divergence", "Entropy of the policy", "Equal groups and cut-offs", "Time"} == set(titles)
+        curves = "[...document.querySelectorAll('.panel path.curve')]"
+        points = run(f"{curves}.map(path => path.getAttribute('d').split('L').length)")
+        assert len(points) == 3 + 1 + 1 + 2 + 5
+        assert min(points) >= 24
+        assert "NaN" not in run("document.body.innerHTML")
+        # Nothing went wrong on either page, and nothing was asked for but the pages (the rest is the browser's own).
         errors = [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"]
         assert errors == []
         events = [json.loads(e["message"])["message"] for e in session("POST", "se/log", type="performance")]
         sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(page.as_uri())}
-        assert ours == {page.as_uri()}  # the others are of the browser's own first page
+        ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(tmp_path.as_uri())}
+        assert ours == {page.as_uri(), demo.as_uri()}
