@@ -73,7 +73,7 @@ class Monitor:
         self._step = progress.step
         for category, message in self._early:
             self._keep(category, message)
-        if resumed:
+        if resumed and self._writer.run_dir is not None:
             for line in read_lines(self._writer.path("metrics.jsonl")):
                 self._hear(line)
         self._display.say(
