@@ -57,11 +57,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     data = {
-        "about": " · ".join(
-            text
-            for text in (f"started {about['started']}" if "started" in about else "", about.get("platform"))
-            if text
-        ),
+        "about": f"started {about['started']} · {about['platform']}" if about else "",
         "tiles": _tiles(lines),
         "warnings": list(read_lines(run_dir / "warnings.jsonl")),
         "panels": _panels(lines),

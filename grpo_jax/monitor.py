@@ -70,12 +70,14 @@ class Monitor:
         """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config)
-        self._step = progress.step
-        for category, message in self._early:
-            self._keep(category, message)
         if resumed and self._writer.run_dir is not None:
             for line in read_lines(self._writer.path("metrics.jsonl")):
                 self._hear(line)
+            for line in read_lines(self._writer.path("warnings.jsonl")):
+                self._warned.add((line["category"], line["message"]))
+        self._step = progress.step
+        for category, message in self._early:
+            self._keep(category, message)
         self._display.say(
             describe_run(
                 self._config,

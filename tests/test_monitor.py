@@ -98,6 +98,10 @@ def test_warnings_of_a_run_are_shown_as_ever_and_kept(tmp_path):
     assert kept[1] == {"step": 6, "category": "UserWarning", "message": "a reward is slow"}
     assert len(kept) == MOST_WARNINGS
     assert "a reward is slow" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    with pytest.warns(UserWarning, match="slow"), Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+        monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
+        warnings.warn("a reward is slow", UserWarning, stacklevel=1)
+    assert lines(tmp_path, "warnings.jsonl") == kept
 
 
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
