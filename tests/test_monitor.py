@@ -90,18 +90,18 @@ def test_warnings_of_a_run_are_shown_as_ever_and_kept(tmp_path):
                 warnings.warn(f"warning {i}", UserWarning, stacklevel=1)
         assert warnings.showwarning is outside
         shown = [str(warning.message) for warning in caught]
+        kept = lines(tmp_path, "warnings.jsonl")
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
+            warnings.warn("a reward is slow", UserWarning, stacklevel=1)
+        assert lines(tmp_path, "warnings.jsonl") == kept
     assert warnings.showwarning is before
     assert shown[:4] == ["a checkpoint was put aside"] + ["a reward is slow"] * 3
     assert len(shown) == 4 + 2 * MOST_WARNINGS
-    kept = lines(tmp_path, "warnings.jsonl")
     assert kept[0] == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
     assert kept[1] == {"step": 6, "category": "UserWarning", "message": "a reward is slow"}
     assert len(kept) == MOST_WARNINGS
     assert "a reward is slow" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    with pytest.warns(UserWarning, match="slow"), Monitor(tmp_path, CONFIG, quiet=True) as monitor:
-        monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
-        warnings.warn("a reward is slow", UserWarning, stacklevel=1)
-    assert lines(tmp_path, "warnings.jsonl") == kept
 
 
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
