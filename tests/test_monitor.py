@@ -75,33 +75,29 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
-def test_warnings_of_a_run_are_shown_as_ever_and_kept(tmp_path):
-    before = warnings.showwarning
+def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
+    slow, texts = "a reward is slow", [f"a number {i}" for i in range(2 * MOST_WARNINGS)]
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.filterwarnings("always", message="a ")
         outside = warnings.showwarning
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
             warnings.warn("a checkpoint was put aside", RuntimeWarning, stacklevel=1)
             monitor.start(STATE, Progress(step=5), total_steps=9, num_rows=4)
             monitor.completions(6, [])
             for _ in range(3):
-                warnings.warn("a reward is slow", UserWarning, stacklevel=1)
-            for i in range(2 * MOST_WARNINGS):
-                warnings.warn(f"warning {i}", UserWarning, stacklevel=1)
+                warnings.warn(slow, UserWarning, stacklevel=1)
         assert warnings.showwarning is outside
-        shown = [str(warning.message) for warning in caught]
-        kept = lines(tmp_path, "warnings.jsonl")
+        assert slow in (tmp_path / "report.html").read_text(encoding="utf-8")
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
             monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
-            warnings.warn("a reward is slow", UserWarning, stacklevel=1)
-        assert lines(tmp_path, "warnings.jsonl") == kept
-    assert warnings.showwarning is before
-    assert shown[:4] == ["a checkpoint was put aside"] + ["a reward is slow"] * 3
-    assert len(shown) == 4 + 2 * MOST_WARNINGS
-    assert kept[0] == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
-    assert kept[1] == {"step": 6, "category": "UserWarning", "message": "a reward is slow"}
-    assert len(kept) == MOST_WARNINGS
-    assert "a reward is slow" in (tmp_path / "report.html").read_text(encoding="utf-8")
+            for text in [slow, *texts]:
+                warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["a checkpoint was put aside", *[slow] * 4, *texts]
+    first, second, third, *more = lines(tmp_path, "warnings.jsonl")
+    assert first == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
+    assert second == {"step": 6, "category": "UserWarning", "message": slow}
+    assert third == {"step": 6, "category": "UserWarning", "message": "a number 0"}
+    assert len(more) == MOST_WARNINGS - 3
 
 
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
