@@ -9,8 +9,8 @@ began with (`kl_initial`; where the reference stays they are the same).
 
 Time: 24 CPU seconds.
 Expect: the KL to the frozen reference rises to about 1.2 nats a token in the last quarter of the run; to the synced one
-it never passes 0.1. The KL to the initial policy is 1.2 in both: sync bounds only the first. On the way the library
-warns that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
+it never passes 0.1. The KL to the initial policy is 1.2 in both: sync bounds only the first. On the way a hint
+says that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
 """
 
 from __future__ import annotations

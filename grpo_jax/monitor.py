@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,19 +12,24 @@ import jax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.display import Display
+from grpo_jax.hints import Hints
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.progress import Progress
-from grpo_jax.report import Callback, Phases, RunWriter, check_callbacks, describe_run, notify
+from grpo_jax.report import Callback, Phases, RunWriter, check_callbacks, describe_run, notify, read_lines
 from grpo_jax.state import TrainState
 
 __all__ = ["Monitor"]
 
-KL_WINDOW = 50
-"""Logged steps over which a KL has to go on rising before a hint is given."""
+MOST_WARNINGS = 200
+"""Warnings that are kept of a run, each text once."""
 
 
 class Monitor:
-    """Files, callbacks, stopwatch and display of one run; a context manager, which draws the picture at its end."""
+    """Files, callbacks, stopwatch, hints and display of one run.
+
+    A context manager: inside, Python's warnings are shown as ever and kept in `warnings.jsonl` too; at the end the
+    pictures are drawn.
+    """
 
     def __init__(
         self, run_dir: str | Path | None, config: GRPOConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False
@@ -34,17 +39,23 @@ class Monitor:
         self._writer = RunWriter(run_dir)
         self._callbacks = check_callbacks(callbacks)
         self._display = Display(quiet=quiet)
+        self._hints = Hints(config)
         self._tokens = 0.0
-        self._kl_to_reference: list[float] = []
-        self._kl_is_watched = not config.sync_ref_model
+        self._step: int | None = None  # None: the files are not cut back yet
+        self._early: list[tuple[str, str]] = []
+        self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Monitor:
         self._display.__enter__()
+        self._show_warning, warnings.showwarning = warnings.showwarning, self._warning
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._display.__exit__(*error)
-        self._writer.report()
+        try:
+            self._writer.report()
+        finally:
+            warnings.showwarning = self._show_warning
 
     def start(
         self,
@@ -59,6 +70,14 @@ class Monitor:
         """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config)
+        if resumed and self._writer.run_dir is not None:
+            for line in read_lines(self._writer.path("metrics.jsonl")):
+                self._hear(line)
+            for line in read_lines(self._writer.path("warnings.jsonl")):
+                self._warned.add((line["category"], line["message"]))
+        self._step = progress.step
+        for category, message in self._early:
+            self._keep(category, message)
         self._display.say(
             describe_run(
                 self._config,
@@ -78,6 +97,7 @@ class Monitor:
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the completions that the update which makes `step` will learn from."""
+        self._step = step
         self._writer.completions(step, rows)
         if self._config.log_completions and step % self._config.logging_steps == 0:
             self._display.completions(rows, self._config.num_completions_to_print)
@@ -87,9 +107,12 @@ class Monitor:
         seconds = self.phase.take()
         tokens, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
         rate = {"tokens_per_second": tokens / seconds["seconds/total"]} if seconds["seconds/total"] > 0 else {}
-        self._emit(step, {**metrics, **rate, **seconds})
-        if "kl" in metrics:
-            self._watch_kl(metrics["kl"])
+        line = {**metrics, **rate, **seconds}
+        self._step = step
+        self._emit(step, line)
+        for message in self._hear(line):
+            self._display.say(f"hint: {message}")
+            self._keep("hint", message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of an evaluation and show it."""
@@ -108,20 +131,20 @@ class Monitor:
         self._writer.metrics(step, line)
         notify((self._display, *self._callbacks), step, line)
 
-    def _watch_kl(self, kl: float) -> None:
-        """Warn once when the KL to a frozen reference has risen for a long stretch (what TR-DPO was made for)."""
-        if not self._kl_is_watched:
-            return
-        history = self._kl_to_reference = [*self._kl_to_reference, kl][-KL_WINDOW:]
-        fifth = KL_WINDOW // 5
-        if len(history) < KL_WINDOW:
-            return
-        means = [sum(history[i : i + fifth]) / fifth for i in range(0, KL_WINDOW, fifth)]
-        if all(later > earlier for earlier, later in itertools.pairwise(means)) and means[-1] > 2 * means[0]:
-            warnings.warn(
-                f"the KL to the frozen reference has risen over the last {KL_WINDOW} logged steps, from "
-                f"{means[0]:.3g} to {means[-1]:.3g} nats a token: sync_ref_model=True lets the reference follow, a "
-                "larger beta or a smaller learning_rate holds the policy back",
-                stacklevel=4,
-            )
-            self._kl_is_watched = False
+    def _hear(self, line: Mapping[str, Any]) -> list[str]:
+        """What a line of training gives reason to say; evaluations give none."""
+        return self._hints(line) if "num_tokens" in line else []
+
+    def _warning(self, message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        """Show a warning as it would have been, and keep it."""
+        self._show_warning(message, category, *where, **more)
+        self._keep(category.__name__, str(message))
+
+    def _keep(self, category: str, message: str) -> None:
+        """Write a warning to its file, once; what comes before the file is cut back waits."""
+        if self._step is None:
+            self._early.append((category, message))
+        elif (category, message) not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add((category, message))
+            with contextlib.suppress(OSError):  # a warning never ends a run; metrics say that a disk is full
+                self._writer.warning(self._step, category, message)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_report", "save_figure", "smooth"]
+__all__ = ["Panel", "draw_report", "find_panels", "save_figure", "smooth", "usual_times"]
 
 _INK, _GREY, _GRID = "#1f2933", "#697586", "#e4e7eb"
 # Okabe and Ito's colours, which colour-blind readers tell apart, the darker ones first.
@@ -23,7 +23,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#
 _MOST = 2000  # points of a curve; a panel is some 450 pixels wide
 
 
-class _Panel(NamedTuple):
+class Panel(NamedTuple):
     """A panel: its title, the unit of its axis, and the curves: pattern of a metric's name and label ("": group 1)."""
 
     title: str
@@ -34,11 +34,11 @@ class _Panel(NamedTuple):
 
 
 _PANELS = (
-    _Panel("Reward", "mean over completions", ((r"reward", "weighted sum"), (r"rewards/(.+)/mean", ""))),
-    _Panel("Held-out prompts", "mean score", ((r"held out: (.+)", ""),)),
-    _Panel("KL divergence", "nats a token", ((r"kl", "to the reference"), (r"kl_initial", "to the initial policy"))),
-    _Panel("Entropy of the policy", "nats a token", ((r"entropy", "all tokens"),), low=0.0),
-    _Panel(
+    Panel("Reward", "mean over completions", ((r"reward", "weighted sum"), (r"rewards/(.+)/mean", ""))),
+    Panel("Held-out prompts", "mean score", ((r"held out: (.+)", ""),)),
+    Panel("KL divergence", "nats a token", ((r"kl", "to the reference"), (r"kl_initial", "to the initial policy"))),
+    Panel("Entropy of the policy", "nats a token", ((r"entropy", "all tokens"),), low=0.0),
+    Panel(
         "Completion length",
         "tokens",
         (
@@ -48,13 +48,13 @@ _PANELS = (
         ),
         low=0.0,
     ),
-    _Panel(
+    Panel(
         "Clipped ratios",
         "share of tokens",
         ((r"clip_fraction_low", "too low"), (r"clip_fraction_high", "too high")),
         low=0.0,
     ),
-    _Panel(
+    Panel(
         "Equal groups and cut-offs",
         "share",
         (
@@ -63,8 +63,8 @@ _PANELS = (
         ),
         low=0.0,
     ),
-    _Panel("Gradient norm", "before clipping", ((r"grad_norm", "all parameters"),), low=0.0),
-    _Panel("Time", "seconds an optimizer step", ((r"seconds/(?!total)(.+)", ""),), stacked=True, low=0.0),
+    Panel("Gradient norm", "before clipping", ((r"grad_norm", "all parameters"),), low=0.0),
+    Panel("Time", "seconds an optimizer step", ((r"seconds/(?!total)(.+)", ""),), stacked=True, low=0.0),
 )
 
 
@@ -90,9 +90,7 @@ def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Figur
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     steps = np.array([line["step"] for line in lines], float)
-    lines = [{f"held out: {held_out(name)}" if held_out(name) else name: line[name] for name in line} for line in lines]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    panels = [(panel, curves) for panel in _PANELS if (curves := _curves(panel, names, lines))]
+    panels = find_panels(lines)
     columns = min(max(len(panels), 1), 3)
     rows = max(-(-len(panels) // columns), 1)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
@@ -117,6 +115,37 @@ def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Figur
         # The order of a legend is that of the areas, the upper one first.
         axes.legend(reverse=panel.stacked, loc="best", fontsize=8, framealpha=0.85, edgecolor="none", labelcolor=_INK)
     return figure
+
+
+def find_panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Panel, dict[str, np.ndarray]]]:
+    """Return the panels of which anything was logged, each with label → values [n], NaN where there is none.
+
+    Args:
+      lines: n objects of `metrics.jsonl`.
+
+    Example:
+      >>> [(panel.title, list(curves)) for panel, curves in find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])]
+      [('Reward', ['weighted sum']), ('KL divergence', ['to the reference'])]
+    """
+    lines = [{f"held out: {held_out(name)}" if held_out(name) else name: line[name] for name in line} for line in lines]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    return [(panel, curves) for panel in _PANELS if (curves := _curves(panel, names, lines))]
+
+
+def usual_times(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps [m], seconds an optimizer step [curves, m]) of the timed lines, without those that compiled.
+
+    Example:
+      >>> usual_times(np.array([10.0, 20.0]), {"update": np.array([5.0, 4.0])})
+      (array([10., 20.]), array([[0.5, 0.4]]))
+    """
+    times = np.array(list(curves.values()))
+    timed = np.isfinite(times).any(axis=0)
+    # A line holds the seconds since the line before it.
+    times = np.nan_to_num(times[:, timed]) / np.maximum(np.diff(steps[timed], prepend=0.0), 1.0)
+    total = times.sum(axis=0)
+    usual = total <= 3 * np.median(total)
+    return steps[timed][usual], times[:, usual]
 
 
 def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
@@ -148,7 +177,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
     return np.where(there, total / np.maximum(weight, 1e-300), np.nan)
 
 
-def _curves(panel: _Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Return label → values [n] of a panel's metrics, those of which any value is finite."""
     curves: dict[str, np.ndarray] = {}
     for pattern, label in panel.curves:
@@ -171,7 +200,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _style(axes: Axes, panel: _Panel) -> None:
+def _style(axes: Axes, panel: Panel) -> None:
     """Give axes their title, unit, grid and quiet frame."""
     axes.set_title(panel.title, loc="left", fontsize=11, color=_INK, weight="bold")
     axes.set_ylabel(panel.unit, fontsize=9, color=_GREY)
@@ -201,14 +230,9 @@ def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> N
 
 def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> None:
     """Draw times on top of each other, so that the upper edge is their sum, without the steps that compiled."""
-    times = np.array(list(curves.values()))
-    timed = np.isfinite(times).any(axis=0)
-    # A line holds the seconds since the line before it.
-    times = np.nan_to_num(times[:, timed]) / np.maximum(np.diff(steps[timed], prepend=0.0), 1.0)
-    total = times.sum(axis=0)
-    usual = total <= 3 * np.median(total)
-    x = _thin(steps[timed][usual])
-    areas = [smooth(y, width=len(y) / 40) for y in (_thin(row[usual]) for row in times)]
+    steps, times = usual_times(steps, curves)
+    x = _thin(steps)
+    areas = [smooth(y, width=len(y) / 40) for y in map(_thin, times)]
     labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(areas))]
     axes.stackplot(x, areas, labels=labels, colors=colours, alpha=0.75, linewidth=0)

@@ -5,7 +5,9 @@
 | `config.json` | the config, package versions, the command line |
 | `metrics.jsonl` | one JSON object a logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object a completion: step, prompt, completion, rewards, advantage, ended |
+| `warnings.jsonl` | one JSON object a warning: step, category, message |
 | `report.png` | the picture of the run, see `plots` |
+| `report.html` | the same as a page, with completions, settings and warnings, see `html_report` |
 
 Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
 `completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.
@@ -178,6 +180,10 @@ class RunWriter:
         """Add lines to `completions.jsonl`: one a row, with the step in front."""
         self._append("completions.jsonl", [{"step": step, **row} for row in rows])
 
+    def warning(self, step: int, category: str, message: str) -> None:
+        """Add a line to `warnings.jsonl`."""
+        self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
+
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Cut the files back to `step`: drop all lines of later steps, and a last line that a kill tore.
 
@@ -185,7 +191,7 @@ class RunWriter:
           step: optimizer steps of the checkpoint that the run goes on from; -1 for a run that begins anew.
           evaluated: whether the evaluation of that step is done, if one is due; its line is dropped if not.
         """
-        for name in ("metrics.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl", "warnings.jsonl"):
             if self.run_dir is None or not self.path(name).exists():
                 continue
             with open(self.path(name), "r+b") as file:
@@ -198,16 +204,26 @@ class RunWriter:
                 file.truncate(end)
 
     def report(self) -> None:
-        """Draw `report.png` from `metrics.jsonl`; a picture that fails is a warning and does not end the run."""
+        """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing."""
         if self.run_dir is None:
             return
+        for name, write in (("report.png", self._draw), ("report.html", self._page)):
+            try:
+                self._replace(name, write)
+            except Exception as error:
+                message = f"{name} was not drawn: {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _draw(self, file: IO[bytes]) -> None:
         from grpo_jax.plots import draw_report, save_figure
 
-        try:
-            figure = draw_report(list(read_lines(self.path("metrics.jsonl"))), title=self.run_dir.resolve().name)
-            self._replace("report.png", lambda file: save_figure(figure, file))
-        except Exception as error:
-            warnings.warn(f"report.png was not drawn: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        lines = list(read_lines(self.path("metrics.jsonl")))
+        save_figure(draw_report(lines, title=self.path(".").resolve().name), file)
+
+    def _page(self, file: IO[bytes]) -> None:
+        from grpo_jax.html_report import html_report
+
+        file.write(html_report(self.path(".")).encode("utf-8", "backslashreplace"))
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add lines in one write."""

@@ -192,7 +192,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "log_level": _needless("passive", "use the levels of logging and the filters of warnings"),
     "log_level_replica": _needless("warning", "one process writes"),
     "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
-    "report_to": _other("none", "pass callbacks to train"),
+    "report_to": _other("none", "pass callbacks to train, such as those of grpo_jax.trackers"),
     "run_name": _other(None, "the run directory is the name; a tracker's is given where it is opened"),
     "project": _needless("huggingface", _LOG),
     "trackio_space_id": _needless(None, _LOG),

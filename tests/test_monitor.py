@@ -1,4 +1,4 @@
-"""The monitor: lines in the right files under the right step, rates that survive a resume, one hint and no more."""
+"""The monitor: lines in the right files under the right step, rates, warnings and hints that survive a resume."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.monitor import KL_WINDOW, Monitor
+from grpo_jax.monitor import MOST_WARNINGS, Monitor
 from grpo_jax.progress import Progress
 from grpo_jax.report import read_lines
 from grpo_jax.state import create_state
@@ -34,6 +34,7 @@ def test_lines_go_to_files_and_callbacks_alike(tmp_path):
     assert [step for step, _ in seen] == [0, 1]
     assert seen[1][1]["reward"] == 0.25
     assert (tmp_path / "report.png").exists()
+    assert (tmp_path / "report.html").exists()
 
 
 def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
@@ -49,34 +50,54 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
     assert third["tokens_per_second"] * third["seconds/total"] == pytest.approx(100)
 
 
-def feed(config, kls):
-    with warnings.catch_warnings(record=True) as caught, Monitor(None, config, quiet=True) as monitor:
-        warnings.simplefilter("always")
-        for step, kl in enumerate(kls):
-            monitor.log(step, {"num_tokens": step, "kl": kl})
-    return [str(warning.message) for warning in caught]
+def cut_off(monitor, steps):
+    """Log steps in which every completion was cut off, which is worth a hint at the tenth."""
+    for step in steps:
+        monitor.log(step, {"num_tokens": 9 * step, "completions/clipped_ratio": 1.0})
 
 
-def test_a_kl_that_rises_for_long_is_hinted_at_once():
-    rising = [0.01 * step for step in range(4 * KL_WINDOW)]
-    (message,) = feed(CONFIG, rising)
-    assert "sync_ref_model=True" in message
-    assert "has risen over the last 50 logged steps" in message
+def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
+        cut_off(monitor, range(1, 13))
+    (kept,) = lines(tmp_path, "warnings.jsonl")
+    assert (kept["step"], kept["category"]) == (10, "hint")
+    assert f"hint: {kept['message']}" in capsys.readouterr().err
+    with Monitor(tmp_path, CONFIG) as monitor:  # from after the hint: it is not said again
+        monitor.start(STATE, Progress(step=11, tokens=99), total_steps=30, num_rows=4, resumed=True)
+        cut_off(monitor, range(12, 25))
+    assert "hint" not in capsys.readouterr().err
+    assert lines(tmp_path, "warnings.jsonl") == [kept]
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:  # from before it: it was cut off with its line, and comes
+        monitor.start(STATE, Progress(step=7, tokens=63), total_steps=30, num_rows=4, resumed=True)
+        assert lines(tmp_path, "warnings.jsonl") == []
+        cut_off(monitor, range(8, 13))
+    assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
-@pytest.mark.parametrize(
-    ("config", "kls"),
-    [
-        (CONFIG, [0.01 * step for step in range(KL_WINDOW - 1)]),
-        (CONFIG, [0.3] * 200),
-        (CONFIG, [0.1 + 0.05 * (step % 20) for step in range(200)]),
-        (CONFIG, [1 + 0.001 * step for step in range(200)]),
-        (GRPOConfig(beta=0.1, sync_ref_model=True), [0.01 * step for step in range(200)]),
-    ],
-    ids=["too short", "flat", "up and down", "hardly", "synced already"],
-)
-def test_no_hint_where_none_is_due(config, kls):
-    assert feed(config, kls) == []
+def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
+    slow, texts = "a reward is slow", [f"a number {i}" for i in range(2 * MOST_WARNINGS)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="a ")
+        outside = warnings.showwarning
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            warnings.warn("a checkpoint was put aside", RuntimeWarning, stacklevel=1)
+            monitor.start(STATE, Progress(step=5), total_steps=9, num_rows=4)
+            monitor.completions(6, [])
+            for _ in range(3):
+                warnings.warn(slow, UserWarning, stacklevel=1)
+        assert warnings.showwarning is outside
+        assert slow in (tmp_path / "report.html").read_text(encoding="utf-8")
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
+            for text in [slow, *texts]:
+                warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["a checkpoint was put aside", *[slow] * 4, *texts]
+    first, second, third, *more = lines(tmp_path, "warnings.jsonl")
+    assert first == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
+    assert second == {"step": 6, "category": "UserWarning", "message": slow}
+    assert third == {"step": 6, "category": "UserWarning", "message": "a number 0"}
+    assert len(more) == MOST_WARNINGS - 3
 
 
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):

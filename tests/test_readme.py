@@ -32,6 +32,7 @@ def test_quick_start(tmp_path, monkeypatch):
     exec(compile(code, "README.md", "exec"), {})
     assert from_pretrained(tmp_path / "runs/sums/model").eos_token_ids == tiny_policy().eos_token_ids
     assert (tmp_path / "runs/sums/report.png").exists()
+    assert (tmp_path / "runs/sums/report.html").exists()
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:[a-z_]+/)?[a-z_]+\.py)`", README.read_text()))))
