@@ -1,4 +1,4 @@
-"""The documentation names what is there: tests, files, links, fields, and every public name with a docstring in form."""
+"""The documentation names what is there: tests, files, links and fields; public names have a docstring in form."""
 
 import ast
 import dataclasses
@@ -16,7 +16,8 @@ from grpo_jax import GRPOConfig
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-PAGES = [*READMES, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+GUIDES = [*READMES, *sorted(DOCS.glob("*.md"))]
+PAGES = [*GUIDES, ROOT / "CHANGELOG.md", *sorted(DOCS.glob("reference/*.md"))]
 REFERENCE = {page: re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in DOCS.glob("reference/*.md")}
 FUNCTIONS = [name for name in grpo_jax.__all__ if inspect.isfunction(getattr(grpo_jax, name))]
 CLASSES = [name for name in grpo_jax.__all__ if inspect.isclass(getattr(grpo_jax, name))]
@@ -31,6 +32,13 @@ def prose(page: Path) -> str:
 def names_in(file: str) -> set[str]:
     """The names of a test file's tests, from its source."""
     return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    """Every word in the sources: of the package and of the experiments."""
+    sources = [*(ROOT / "grpo_jax").rglob("*.py"), *(ROOT / "experiments").glob("*.py"), ROOT / "tests/conftest.py"]
+    return {word for source in sources for word in re.findall(r"\w+", source.read_text())}
 
 
 def anchors(page: Path) -> set[str]:
@@ -82,7 +90,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(other), f"{target}: no such heading"
 
 
-@pytest.mark.parametrize("page", [*READMES, *DOCS.glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_files_and_commands_that_are_named_are_there(page):
     text = page.read_text()
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
@@ -92,7 +100,13 @@ def test_files_and_commands_that_are_named_are_there(page):
     assert not [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
 
 
-@pytest.mark.parametrize("page", [*READMES, *DOCS.glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in GUIDES if "trl" not in page.name], ids=lambda page: page.name)
+def test_names_are_those_of_the_code(page):
+    named = set(re.findall(r"`((?:\w+_)+\w+)`", prose(page)))
+    assert not named - words_of_the_code()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_fields_that_are_set_are_fields(page):
     functions = [importlib.import_module("grpo_jax.reward_workers").isolated]
     functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
@@ -103,8 +117,17 @@ def test_fields_that_are_set_are_fields(page):
     assert not written - known
 
 
+def test_the_settings_to_start_with_are_a_config():
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "recipes.md").read_text(), flags=re.M | re.S)
+    names: dict[str, GRPOConfig] = {}
+    exec(compile(code, "recipes.md", "exec"), names)
+    assert names["config"].sizes()[:2] == (16, 128)
+
+
 def test_both_readmes_answer_the_same_questions():
     english, chinese = (readme.read_text() for readme in READMES)
+    code = functools.partial(re.findall, r"^```python\n(.*?)^```", flags=re.M | re.S)
+    assert code(english)[0] == code(chinese)[0]
     (table,) = re.findall(r"## The five questions it answers\n(.*?)\n## ", english, flags=re.S)
     names = set(re.findall(r"`([^`]+)`", table))
     assert len(names) > 15
@@ -115,7 +138,7 @@ def test_both_readmes_answer_the_same_questions():
         assert f"]({other.name})" in "\n".join(readme.read_text().splitlines()[:5])
 
 
-# The reference ---------------------------------------------------------------------------------------------------------
+# The reference --------------------------------------------------------------------------------------------------------
 
 
 def test_every_public_name_is_in_the_reference_once():
