@@ -50,12 +50,16 @@ def evaluate(
       num_generations: completions of each prompt.
       max_completion_length: T, tokens.
       temperature: 0 is greedy.
-      top_k, top_p, min_p: see `sampling.process_logits`.
+      top_k: see `sampling.process_logits`.
+      top_p: likewise.
+      min_p: likewise.
       batch_size: prompts at a time. It does not change the samples.
       pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
         evaluations share their compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
-      max_prompt_length, on_long_prompt, chat_template_kwargs: see `prompts.encode_prompts`.
+      max_prompt_length: see `prompts.encode_prompts`.
+      on_long_prompt: likewise.
+      chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
       trainer_state: for reward functions that name it.
 
@@ -66,6 +70,25 @@ def evaluate(
 
     Raises:
       ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
+
+    Example:
+      A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
+
+      >>> import jax.numpy as jnp
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
+      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
+      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4)).at[1, 2].set(9.0)}, tokenizer)
+      >>> def right(completions, answer):
+      ...     return [float(text == truth) for text, truth in zip(completions, answer)]
+      >>> metrics, rows = evaluate(policy, [{"prompt": "ca", "answer": "b"}, {"prompt": "c", "answer": "b"}], right)
+      >>> metrics["right"], [row["completion"] for row in rows]
+      (0.5, ['b', ''])
     """
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")

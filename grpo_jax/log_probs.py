@@ -260,7 +260,9 @@ def completion_log_probs(
       prompts: tokens [B, P] int32.
       completions: tokens and mask [B, G, T].
       temperature: > 0, unitless.
-      top_k, top_p, min_p: see `sampling.process_logits`.
+      top_k: see `sampling.process_logits`.
+      top_p: likewise.
+      min_p: likewise.
 
     Returns:
       [B, G, T] float32; 0 where mask is 0.

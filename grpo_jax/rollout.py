@@ -481,7 +481,9 @@ def generate(
       num_generations: G ≥ 1.
       max_completion_length: T ≥ 1, in tokens; a row that has not drawn an EOS by then is truncated.
       temperature: ≥ 0; 0 is greedy.
-      top_k, top_p, min_p: see `sampling.process_logits`.
+      top_k: see `sampling.process_logits`.
+      top_p: likewise.
+      min_p: likewise.
       eos_token_ids: any number of token ids that end a row; the one that was drawn belongs to the completion.
       pad_token_id: what stands after the end of a row.
       prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its

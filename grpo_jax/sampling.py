@@ -160,7 +160,9 @@ def sample_tokens(
       key: one typed PRNG key, consumed; or [...] keys, one a row.
       logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
       temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
-      top_k, top_p, min_p: see `process_logits`.
+      top_k: see `process_logits`.
+      top_p: likewise.
+      min_p: likewise.
 
     Returns:
       tokens [...] int32, log_probs [...] float32.

@@ -75,6 +75,27 @@ def train(
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
       SystemExit: with the status 0, on SIGTERM or SIGINT, after the step in hand and a checkpoint; a KeyboardInterrupt
         on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
+
+    Example:
+      A model of sixteen numbers (one for each pair of letters) learns to begin with a b, in thirty steps:
+
+      >>> import jax.numpy as jnp
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
+      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
+      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4))}, tokenizer)
+      >>> config = GRPOConfig(max_steps=30, max_completion_length=4, learning_rate=0.1)
+      >>> def first(completions):
+      ...     return [float(text.startswith("b")) for text in completions]
+      >>> rows = [{"prompt": "a"}, {"prompt": "cab"}]
+      >>> state = train(policy, rows, first, config)
+      >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
+      1.0
     """
     if dry_run:
         return rehearse(  # type: ignore[return-value]  # of a run, callers want a state and no union

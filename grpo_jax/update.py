@@ -123,6 +123,26 @@ def train_step(
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
       or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: 1e-5 or less at an iteration's first update
       in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
+
+    Example:
+      A model of nine numbers, one for each pair of tokens, and one step towards token 2:
+
+      >>> import optax
+      >>> from grpo_jax.state import create_state
+      >>> from grpo_jax.types import as_argument
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> optimizer, config = optax.sgd(1.0), GRPOConfig()
+      >>> state = create_state({"logits": jnp.zeros((3, 3))}, optimizer, jax.random.key(0))
+      >>> prompts = Prompts(tokens=jnp.array([[0, 1]]), lengths=jnp.array([2]))  # [B, P]
+      >>> tokens = jnp.array([[[2, 2], [0, 1]]])  # [B, G, T]
+      >>> mask, log_probs = jnp.ones(tokens.shape, bool), jnp.full(tokens.shape, -jnp.log(3.0))
+      >>> batch = Batch(prompts, tokens, mask, jnp.array([[1.0, -1.0]]), log_probs)
+      >>> step = jax.jit(train_step, static_argnames=("optimizer", "config"))
+      >>> state, metrics = step(state, batch, model=as_argument(Pairs()), optimizer=optimizer, config=config)
+      >>> state.params["logits"][1].tolist()  # after token 1, the prompt's last: more of 2, less of 0
+      [-0.25, 0.0, 0.25]
     """
     grads, sums = gradients(state, batch, model=model, config=config, on_policy=on_policy, micro=micro)
     return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)

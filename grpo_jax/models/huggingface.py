@@ -137,6 +137,17 @@ def from_pretrained(
       FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
       ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
         another shape; a tokenizer that encodes text to nothing. All of this is found before a weight is read.
+
+    Example:
+      >>> import tempfile
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_pretrained(f"{parent}/model", policy)
+      ...     again = from_pretrained(f"{parent}/model", dtype="bfloat16")
+      >>> again.params["norm"]["scale"].dtype.name, policy.params["norm"]["scale"].dtype.name
+      ('bfloat16', 'float32')
     """
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
@@ -226,6 +237,16 @@ def save_pretrained(
     Raises:
       FileExistsError: `directory` exists and holds files that are no checkpoint's.
       ValueError: another dtype, or parameters that are not those of the config.
+
+    Example:
+      >>> import tempfile
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_pretrained(f"{parent}/model", policy)
+      ...     sorted(path.name for path in Path(parent, "model").iterdir())
+      ['config.json', 'model.safetensors']
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file

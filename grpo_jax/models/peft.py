@@ -37,6 +37,17 @@ def add_lora(
 
     Raises:
       ValueError: a rank below 1, a dropout outside [0, 1), targets without a match, a policy that has adapters already.
+
+    References:
+      LoRA (arXiv:2106.09685), section 4.1.
+
+    Example:
+      >>> from grpo_jax.models.transformer import Transformer, TransformerConfig
+      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+      >>> params = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.ones((16, 16))}}}}  # and many more
+      >>> adapted = add_lora(Policy(model, params), jax.random.key(0), rank=2)
+      >>> {name: x.shape for name, x in adapted.params["layers_0"]["self_attn"]["q_proj"].items()}
+      {'a': (16, 2), 'b': (2, 16)}
     """
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
@@ -47,7 +58,24 @@ def add_lora(
 
 
 def merge_lora(policy: Policy) -> Policy:
-    """The policy without adapters that computes the same, for `save_pretrained` or further training of all weights."""
+    """The policy without adapters that computes the same, for `save_pretrained` or further training of all weights.
+
+    Args:
+      policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
+
+    Returns:
+      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W.
+
+    Raises:
+      ValueError: a policy without adapters.
+
+    Example:
+      >>> base = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.zeros((2, 2))}}}}
+      >>> trained = {"layers_0": {"self_attn": {"q_proj": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.ones((1, 2))}}}}
+      >>> merged = merge_lora(Policy(LoraModel(base, None, scale=0.5), trained))
+      >>> merged.params["layers_0"]["self_attn"]["q_proj"]["kernel"].tolist()
+      [[0.5, 0.5], [1.0, 1.0]]
+    """
     model = _lora_model(policy)
     return policy.replace(model=model.model, params=merge_adapters(model.base, policy.params, model.scale))
 
@@ -65,6 +93,17 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     Raises:
       FileExistsError: `directory` exists and holds files that are no checkpoint's.
       ValueError: a policy without adapters.
+
+    Example:
+      >>> import tempfile
+      >>> from grpo_jax import init_policy
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2))
+      ...     sorted(path.name for path in Path(parent, "adapter").iterdir())
+      ['adapter_config.json', 'adapter_model.safetensors']
     """
     from safetensors.numpy import save_file
 
@@ -129,6 +168,18 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
     Raises:
       FileNotFoundError: no adapter there.
       ValueError: a kind of adapter that is not supported, naming the key; adapters that do not fit the policy.
+
+    Example:
+      >>> import tempfile
+      >>> from grpo_jax import init_policy
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2, alpha=8.0))
+      ...     again = load_lora(f"{parent}/adapter", policy)
+      >>> again.model.scale
+      4.0
     """
     path = Path(directory).expanduser()
     config = read_json(path / "adapter_config.json")

@@ -1,0 +1,183 @@
+"""The documentation names what is there: tests, files, links and fields; public names have a docstring in form."""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import grpo_jax
+from grpo_jax import GRPOConfig
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+GUIDES = [*READMES, *sorted(DOCS.glob("*.md"))]
+PAGES = [*GUIDES, ROOT / "CHANGELOG.md", *sorted(DOCS.glob("reference/*.md"))]
+REFERENCE = {page: re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in DOCS.glob("reference/*.md")}
+FUNCTIONS = [name for name in grpo_jax.__all__ if inspect.isfunction(getattr(grpo_jax, name))]
+CLASSES = [name for name in grpo_jax.__all__ if inspect.isclass(getattr(grpo_jax, name))]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """The names of a test file's tests, from its source."""
+    return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    """Every word in the sources: of the package and of the experiments."""
+    sources = [*(ROOT / "grpo_jax").rglob("*.py"), *(ROOT / "experiments").glob("*.py"), ROOT / "tests/conftest.py"]
+    return {word for source in sources for word in re.findall(r"\w+", source.read_text())}
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def sections(name: str) -> dict[str, str]:
+    """A docstring by its sections; "" is what stands before the first."""
+    parts = re.split(r"^(\w+):\n(?=  )", inspect.getdoc(getattr(grpo_jax, name)) or "", flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+# Names of a section: "  name: what it is", at the first level of indentation.
+listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
+
+
+# How we know it is right ---------------------------------------------------------------------------------------------
+
+NAMED = re.findall(r"`(tests/\w+\.py)::(\w+)`", (DOCS / "how_we_know.md").read_text())
+
+
+def test_every_test_that_is_named_is_there():
+    assert len(NAMED) > 60
+    missing = [f"{file}::{name}" for file, name in NAMED if name not in names_in(file)]
+    assert not missing
+    assert all(name.startswith("test_") for _, name in NAMED)
+
+
+def test_every_claim_has_its_test():
+    rows = re.findall(r"^\| (?!claim|---)(.*?) \| (.*?) \|$", (DOCS / "how_we_know.md").read_text(), flags=re.M)
+    assert len(rows) > 40
+    without = [claim for claim, proof in rows if "::test_" not in proof and ".ci/run" not in proof]
+    assert not without
+
+
+# Links, files, commands, fields ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.is_file(), f"{target}: no such file"
+        assert not anchor or anchor in anchors(other), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_files_and_commands_that_are_named_are_there(page):
+    text = page.read_text()
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    places = (ROOT, ROOT / "grpo_jax", ROOT / "tests", ROOT / "experiments")
+    assert not [name for name in files if not any((place / name).is_file() for place in places)]
+    modules = set(re.findall(r"(?:python -m |`)(experiments\.\w+)", text))
+    assert not [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if "trl" not in page.name], ids=lambda page: page.name)
+def test_names_are_those_of_the_code(page):
+    named = set(re.findall(r"`((?:\w+_)+\w+)`", prose(page)))
+    assert not named - words_of_the_code()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_fields_that_are_set_are_fields(page):
+    functions = [importlib.import_module("grpo_jax.reward_workers").isolated]
+    functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    known = known.union(*(inspect.signature(function).parameters for function in functions))
+    known |= set(importlib.import_module("grpo_jax.trl_fields").ELSEWHERE)  # what TRL has, on its page
+    written = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in re.findall(r"\b([a-z_]+)=", code)}
+    assert not written - known
+
+
+def test_the_settings_to_start_with_are_a_config():
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "recipes.md").read_text(), flags=re.M | re.S)
+    names: dict[str, GRPOConfig] = {}
+    exec(compile(code, "recipes.md", "exec"), names)
+    assert names["config"].sizes()[:2] == (16, 128)
+
+
+def test_both_readmes_answer_the_same_questions():
+    english, chinese = (readme.read_text() for readme in READMES)
+    code = functools.partial(re.findall, r"^```python\n(.*?)^```", flags=re.M | re.S)
+    assert code(english)[0] == code(chinese)[0]
+    (table,) = re.findall(r"## The five questions it answers\n(.*?)\n## ", english, flags=re.S)
+    names = set(re.findall(r"`([^`]+)`", table))
+    assert len(names) > 15
+    assert not [name for name in names if f"`{name}`" not in chinese]
+    for picture in ("kl_estimators", "old_and_new_policy", "reference_sync", "sort_digits"):
+        assert f"](docs/{picture}.png)" in chinese
+    for readme, other in (READMES, READMES[::-1]):
+        assert f"]({other.name})" in "\n".join(readme.read_text().splitlines()[:5])
+
+
+# The reference --------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference_once():
+    named = [name for names in REFERENCE.values() for name in names]
+    assert len(named) == len(set(named))
+    for name in grpo_jax.__all__:
+        # Read from the sources, a name that is also a module's is the module.
+        hidden = importlib.util.find_spec(f"grpo_jax.{name}") is not None
+        assert f"grpo_jax.{name}.{name}" in named if hidden else f"grpo_jax.{name}" in named, name
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        if not hasattr(importlib.import_module(module), attribute):
+            importlib.import_module(name)
+
+
+def test_every_page_is_in_the_navigation():
+    nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
+    assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | {"index.md", "zh-CN.md"}
+
+
+@pytest.mark.parametrize("name", grpo_jax.__all__)
+def test_docstrings_begin_with_one_line(name):
+    first, *rest = sections(name)[""].splitlines()
+    assert first.endswith(".")
+    assert len(first) < 116
+    assert not rest or rest[0] == ""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_of_functions_are_in_form(name):
+    signature, parts = inspect.signature(getattr(grpo_jax, name)), sections(name)
+    assert listed(parts["Args"]) == list(signature.parameters)
+    assert ("Returns" in parts) == (signature.return_annotation not in (None, "None"))
+    assert ">>> " in parts["Example"]
+    order = ["Args", "Returns", "Raises", "Gradient", "References", "Example"]
+    assert [part for part in parts if part] == [part for part in order if part in parts]
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "GRPOConfig"])  # its fields: test_config
+def test_docstrings_of_classes_have_every_field(name):
+    fields = [field.name for field in dataclasses.fields(getattr(grpo_jax, name))]
+    assert listed(sections(name)["Attributes"]) == fields
