@@ -11,7 +11,7 @@ from grpo_jax.log_probs import completion_log_probs, token_log_probs
 from grpo_jax.losses import grpo_loss
 from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, save_pretrained
 from grpo_jax.models.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.planning import Plan, plan
+from grpo_jax.plan import Plan, plan
 from grpo_jax.prompts import make_prompts
 from grpo_jax.reference import mixup, sync_reference
 from grpo_jax.replay import replay

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig, plan
-from grpo_jax.plan import main
+from grpo_jax.plan.__main__ import main
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

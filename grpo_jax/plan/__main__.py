@@ -1,8 +1,8 @@
-"""The command of `planning.plan`: what a run will need, before there are weights or devices.
+"""The command of `plan`: what a run will need, before there are weights or devices.
 
     python -m grpo_jax.plan --model Qwen/Qwen2.5-7B-Instruct --mesh fsdp=8 --batch 8 --memory 80
 
-A file of its own, because a module that the package imports cannot be run with -m.
+A file of its own, because what the package imports cannot be run with -m.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.planning import answer, plan
+from grpo_jax.plan import answer, plan
 from grpo_jax.sharding import parse_mesh
 
 __all__ = ["main"]
