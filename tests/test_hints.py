@@ -124,8 +124,8 @@ def test_no_hint_where_none_is_due(lines, config):
 
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
-    for line in series("entropy", [2.0] * 3000 + [0.001] * 9):
+    for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):
         assert hints(line) == []
     assert len(hints._history) == FIRST + LAST
     (message,) = hints({"entropy": 0.0})
-    assert "from 2 to" in message
+    assert "from 2 to 0.04 nats" in message
