@@ -1,9 +1,21 @@
-"""Docstrings as they are written here, for mkdocstrings: an "Example:" is what Google's style calls "Examples:"."""
+"""Docstrings as they are written here, for mkdocstrings.
+
+An "Example:" is what Google's style calls "Examples:"; and a line of "Returns:" that names nothing goes on with the one
+before it.
+"""
+
+import re
 
 import griffe
+
+
+def _joined(section: re.Match[str]) -> str:
+    first, *rest = section[0].splitlines(keepends=True)[1:]
+    return "Returns:\n" + first + "".join(x if re.match(r"  (\w+:| )", x) else "  " + x for x in rest)
 
 
 class House(griffe.Extension):
     def on_instance(self, *, obj, **kwargs):
         if obj.docstring:
-            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            obj.docstring.value = re.sub(r"^Returns:\n(  .*(\n|$))+", _joined, text, flags=re.M)
