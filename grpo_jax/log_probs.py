@@ -66,7 +66,8 @@ def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Ar
     log_p = logits - log_z
     # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.
     plogp = jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p))
-    return _log_probs(logits, tokens), -plogp.sum(axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+    return (chosen - log_z)[..., 0], -plogp.sum(axis=-1)
 
 
 def chunked(

@@ -37,7 +37,7 @@ from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
 __all__ = ["generate", "row_keys"]
 
-STREAM_ROWS = 32
+STREAM_ROWS = 16
 """Rows of one stream at least: fewer leave the matrix products too thin."""
 
 FEWEST = 8
@@ -87,7 +87,7 @@ class _Rows(flax.struct.PyTreeNode):
 
     Attributes:
       prefix: of the prompts, B of them.
-      cache: own keys and values, [B, ..., G, ...].
+      cache: own keys and values, `_without_ones`.
       token: [B, G] the last token of each row.
       ended: [B, G] whether that was its last.
       keys: [B, G] typed keys.
@@ -100,6 +100,20 @@ class _Rows(flax.struct.PyTreeNode):
     ended: jax.Array
     keys: jax.Array
     start: jax.Array
+
+
+def _without_ones(cache: Cache) -> Cache:
+    """A cache without those of its axes B, H_kv and G that are one.
+
+    XLA's CPU backend takes such an axis out of a product, and then copies the cache at every step.
+    """
+    return jax.tree.map(lambda x: x.reshape(*(n for n in x.shape[:-2] if n > 1), *x.shape[-2:]), cache)
+
+
+def _with_ones(rows: _Rows) -> Cache:
+    """The cache of some rows with all its axes."""
+    (b, g), heads = rows.token.shape, rows.prefix.layers[0][1].shape[1]
+    return jax.tree.map(lambda x: x.reshape(b, heads, g, *x.shape[-2:]), rows.cache)
 
 
 Drawn = tuple[jax.Array, jax.Array, jax.Array]
@@ -119,12 +133,12 @@ def _prefill(
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = _draw(_step_uniforms(keys, 0, 1)[0], logits, sampling)
-    heads, d = prefix.layers[0][0].shape[1::2]
+    heads, d = prefix.layers[0][1].shape[1::2]
     dtype = prefix.layers[0][0].dtype
     keys_of, values_of = (
         constrain(jnp.zeros((b, heads, g, *shape), dtype), mesh, "tensor") for shape in ((d, slots), (slots, d))
     )
-    cache = tuple((keys_of, values_of) for _ in prefix.layers)
+    cache = _without_ones(tuple((keys_of, values_of) for _ in prefix.layers))
     start = constrain(jnp.full(b, slot, jnp.int32), mesh)
     rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys, start)
     return rows, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
@@ -177,7 +191,7 @@ def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, pa
 
     The first `shift` slots, in which no living row has anything, are given up.
     """
-    all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *lanes)
+    all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *(lane.replace(cache=_with_ones(lane)) for lane in lanes))
     pick = lambda x: x[groups[:, None], order]
     own = lambda x, axis: jnp.roll(pick(x.swapaxes(1, 2)).swapaxes(1, 2), -shift, axis)
     more, rest = (0, slots - all_rows.cache[0][1].shape[3]), ((0, 0),) * 3
@@ -189,15 +203,16 @@ def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, pa
     tokens, ended, keys = (pick(x) for x in (all_rows.token, all_rows.ended, all_rows.keys))
     chosen = _Rows(prefix, cache, tokens, ended, keys, all_rows.start[groups] - shift)
     size = len(groups) // parts
-    return tuple(jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
+    parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
+    return tuple(part.replace(cache=_without_ones(part.cache)) for part in parts_of)
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
 def _grow(rows: _Rows, *, slots: int) -> _Rows:
     """The same rows with room for `slots` tokens; nothing leaves its device."""
-    more = slots - rows.cache[0][1].shape[3]
-    pad = lambda x, axis: jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
-    return rows.replace(cache=tuple((pad(k, 4), pad(v, 3)) for k, v in rows.cache))
+    more = slots - rows.cache[0][1].shape[-2]
+    pad = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    return rows.replace(cache=tuple((pad(k, -1), pad(v, -2)) for k, v in rows.cache))
 
 
 def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
@@ -242,7 +257,7 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
     grouped, apart = costs.of(groups, width), costs.of(single, 1)
     if min(grouped, apart) > 0.65 * costs.of(b, g):
         return None
-    if grouped <= apart:
+    if grouped <= 0.75 * apart:
         chosen = np.argsort(counts == 0, kind="stable")[:groups]
         return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
     # Fillers are rows that have ended: they draw nothing.
@@ -252,11 +267,11 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
 
 def _costs(model: Any, params: Params, rows: _Rows) -> _Costs:
     """Costs of layouts of these rows; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
-    b, p = rows.token.shape[0], rows.prefix.layers[0][0].shape[2]
+    b, p = rows.token.shape[0], rows.prefix.layers[0][1].shape[2]
     prompt = sum(x.nbytes for x in jax.tree.leaves(rows.prefix.layers)) / b
     weights = sum(x.size for x in jax.tree.leaves((model, params)))
     on_cpu = all(device.platform == "cpu" for device in devices_of(params))
-    slots = rows.cache[0][1].shape[3]
+    slots = rows.cache[0][1].shape[-2]
     return _Costs(prompt=prompt, row=prompt * slots / p + 2 * weights * (0.13 if on_cpu else 0.01))
 
 

@@ -17,7 +17,7 @@ def arrays(seed=0):
     k, v = (jax.random.normal(key, (B, H, G, T, WIDTH)) for key in keys[1:3])
     pk, pv = (jax.random.normal(key, (B, H, P, WIDTH)) for key in keys[3:5])
     rng = np.random.default_rng(seed)
-    return q, k, v, (pk, pv, jnp.asarray(rng.integers(1, P + 1, B))), rng.integers(0, T + 1, (B, G))
+    return q, k, v, (pk.swapaxes(-1, -2), pv, jnp.asarray(rng.integers(1, P + 1, B))), rng.integers(0, T + 1, (B, G))
 
 
 def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap):
@@ -25,7 +25,7 @@ def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap):
     out = np.zeros(q.shape)
     for b, h, g, r in np.ndindex(B, H, G, R):
         p = int(prefix[2][b])
-        keys = np.concatenate([prefix[0][b, h, :p], k[b, h, g]])
+        keys = np.concatenate([prefix[0][b, h, :, :p].T, k[b, h, g]])
         values = np.concatenate([prefix[1][b, h, :p], v[b, h, g]])
         for t in range(int(lengths[b, g])):
             first = 0 if window is None else max(0, p + t - window + 1)
@@ -87,11 +87,11 @@ def test_infinite_keys_in_padding_give_finite_gradients():
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     q, k, v = draw(1, 1, 2, 3, 2, 4), draw(1, 1, 2, 4, 3), draw(1, 1, 2, 3, 4)
-    pk, pv = draw(1, 1, 5, 4), draw(1, 1, 5, 4)
-    pk[:, :, 3:], pv[:, :, 3:] = 1e30, 0.0
+    pk, pv = draw(1, 1, 4, 5), draw(1, 1, 5, 4)
+    pk[..., 3:], pv[:, :, 3:] = 1e30, 0.0
 
     def out(q):
         return group_attention(q, k, v, (pk, pv, np.array([3])), index=0, scale=0.5).sum()
 
-    cut = lambda q: group_attention(q, k, v, (pk[:, :, :3], pv[:, :, :3], np.array([3])), index=0, scale=0.5).sum()
+    cut = lambda q: group_attention(q, k, v, (pk[..., :3], pv[:, :, :3], np.array([3])), index=0, scale=0.5).sum()
     np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)

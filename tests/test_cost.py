@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import Batch, GRPOConfig, Prompts, packed
+from grpo_jax import Batch, GRPOConfig, Prompts, packed, rollout
 from grpo_jax.models.transformer import Transformer, TransformerConfig
 from grpo_jax.optimizer import make_optimizer
 from grpo_jax.state import create_state
@@ -128,3 +128,19 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
     assert copies * policy <= given <= (copies + 0.05) * policy
     assert new < 0.05 * policy, "the next state stands where the present one stood"
     assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 8, 2), (8, 1, 2), (4, 2, 1), (4, 2, 2)])
+def test_a_decode_writes_its_cache_where_it_stands(layout):
+    """Keys and values are written in place at every step, in layouts [prompts, rows] with heads, also of one."""
+    prompts, rows, heads = layout
+    shape = TransformerConfig(32, 16, 16, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=8)
+    model = Transformer(shape)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    some = Prompts(jnp.ones((prompts, 4), jnp.int32), jnp.full(prompts, 4))
+    slots = 4096 // (prompts * rows)
+    compiled = rollout.lower_decode(model, params, some, rows, slots + 1).compile()
+    cache = 2 * prompts * rows * heads * 8 * slots * 4
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"
+    assert memory.temp_size_in_bytes < cache / 4, "no copy beside it"

@@ -31,7 +31,7 @@ class Prefix:
     """Keys and values of a batch of prompts, shared by all completions of a prompt.
 
     Attributes:
-      layers: one (keys, values) pair a layer, each [B, H_kv, P, d].
+      layers: one (keys [B, H_kv, d, P], values [B, H_kv, P, d]) pair a layer.
       lengths: [B] int32; slots at and after it are never looked at.
     """
 
@@ -66,7 +66,7 @@ class Lane:
 
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair a layer.
+"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair a layer; B, H_kv, G may be merged.
 
 Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time at one query a row.
 """
@@ -90,9 +90,9 @@ def group_attention(
 
     Args:
       q: [B, H_kv, G, T, R, d]; R query heads share a key head.
-      k: [B, H_kv, G, d, S]; query t stands at slot `index + t` and sees slots start..index+t.
-      v: [B, H_kv, G, S, d].
-      prefix: keys and values [B, H_kv, P, d] and lengths [B], or None.
+      k: [B, H_kv, G, d, S], the first three merged or not; query t stands at slot `index + t` and sees start..index+t.
+      v: [B, H_kv, G, S, d], likewise.
+      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
       index: slot of the first query.
       start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
       scale: factor on the scores.
@@ -102,7 +102,7 @@ def group_attention(
     Returns:
       [B, H_kv, G, T, R, d].
     """
-    t, s = q.shape[3], v.shape[3]
+    t, s = q.shape[3], v.shape[-2]
     slot = index + jnp.arange(t)
     distance = slot[:, None] - jnp.arange(s)[None, :]
     visible = distance >= 0
@@ -134,7 +134,7 @@ def lane_attention(
     Args:
       q: [1, H_kv, 1, N, R, d]; R query heads share a key head.
       k, v: [1, H_kv, 1, N, d].
-      prefix: keys and values [B, H_kv, P, d] and lengths [B] of all prompts.
+      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts.
       lane: what stands where.
       scale, window, soft_cap: as in `group_attention`.
 
@@ -169,24 +169,25 @@ def lane_attention(
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     """`group_attention`, with masks visible [B or 1, T, S] and positions of the queries in their rows [B or 1, T]."""
     b, h, g, t, r, d = q.shape
-    s = v.shape[3]
+    s = v.shape[-2]
+    rows = k.shape[:-2]
 
     def cap(scores):
         scores = scores.astype(jnp.float32) * scale
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
-    own = cap(jnp.einsum("bhgqd,bhgds->bhgqs", q.reshape(b, h, g, t * r, d), k)).reshape(b, h, g, t, r, s)
+    own = cap(jnp.einsum("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
     own = jnp.where(visible.reshape(-1, 1, 1, t, 1, s), own, MASKED)
     top = own.max(axis=-1, keepdims=True)
     if prefix is None:
         e_own = jnp.exp(own - jax.lax.stop_gradient(top))
         total = e_own.sum(axis=-1, keepdims=True)
-        out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v)
+        out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
         return out.reshape(q.shape) / total.astype(v.dtype)
 
     pk, pv, lengths = prefix
-    p = pk.shape[2]
-    shared = cap(jnp.einsum("bhqd,bhpd->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+    p = pv.shape[2]
+    shared = cap(jnp.einsum("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
     at = jnp.arange(p).reshape(1, 1, p)
     seen = at < lengths.reshape(b, 1, 1)
     if window is not None:
@@ -195,6 +196,6 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
     total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)
-    out = jnp.einsum("bhgqs,bhgsd->bhgqd", e_own.astype(v.dtype).reshape(b, h, g, t * r, s), v).reshape(q.shape)
+    out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
     out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     return out / total.astype(v.dtype)

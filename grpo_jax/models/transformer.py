@@ -313,8 +313,11 @@ class Attention(nn.Module):
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
         keys = k.swapaxes(-1, -2)
         if cache is not None:
-            k = keys = jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), index, axis=4)
-            v = jax.lax.dynamic_update_slice_in_dim(cache[1], v.astype(cache[1].dtype), index, axis=3)
+            like = cache[0].shape[:-2]
+            keys = keys.reshape(*like, d, t).astype(cache[0].dtype)
+            k = keys = jax.lax.dynamic_update_slice_in_dim(cache[0], keys, index, axis=-1)
+            v = v.reshape(*like, t, d).astype(cache[1].dtype)
+            v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, index, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if lane is None:
@@ -509,10 +512,10 @@ class Transformer(nn.Module):
             positions = positions + prefix.lengths[:, None]
         if start is not None:
             positions = positions - start[:, None]
-        longest = cache[0][1].shape[3] if cache is not None else t if lane is None else lane.longest
+        longest = cache[0][1].shape[-2] if cache is not None else t if lane is None else lane.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
-            longest += 0 if prefix is None else prefix.layers[0][0].shape[2]
+            longest += 0 if prefix is None else prefix.layers[0][1].shape[2]
             for rope in ropes:
                 check_rope_length(rope, longest)
         tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
@@ -528,7 +531,7 @@ class Transformer(nn.Module):
         """Read the prompts once: hidden state [B, D] of each prompt's last token, and the `Prefix` for its rows."""
         hidden, own = self.hidden(tokens[:, None])
         last = jnp.take_along_axis(hidden[:, 0], lengths[:, None, None] - 1, axis=1)[:, 0]
-        return last, Prefix(tuple((k[:, :, 0], v[:, :, 0]) for k, v in own), lengths)
+        return last, Prefix(tuple((k[:, :, 0].swapaxes(-1, -2), v[:, :, 0]) for k, v in own), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., D]."""
