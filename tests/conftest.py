@@ -1,13 +1,22 @@
 """Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # experiments keep compiled programs in the user's cache; tests do not
+
+# What one test has compiled, another finds, also in another process: a directory for this run of the tests alone.
+if "GRPO_JAX_TEST_PROGRAMS" not in os.environ:
+    os.environ["GRPO_JAX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="grpo_jax-tests-")
+    atexit.register(shutil.rmtree, os.environ["GRPO_JAX_TEST_PROGRAMS"], ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GRPO_JAX_TEST_PROGRAMS"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 # Tests compile far more than they compute: without LLVM's optimizer they take little more than half the time. What XLA
 # itself makes of a program (fusions, operations, bytes), which tests count, comes before that and is the same.
