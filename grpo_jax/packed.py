@@ -135,12 +135,22 @@ def _gradients(
         return jax.block_until_ready((grads, sums))
 
     program = ("gradients", *_shape(pieces, read), jax.tree.structure(fixed["model"]), config, on_policy)
-    results = run_in_streams(gradients_of, _shares(state.params, pieces), program=program)
-    total, of_read = _sum([grads for grads, _ in results])
+    results = run_in_streams(gradients_of, _shares(state.params, len(pieces)), program=program)
     sums = [more for _, sums in results for more in sums]
-    for i, pullback in enumerate(pullbacks):
-        total = _add_prompts(total, pullback, of_read, read, i, parts=len(pullbacks))
-    return total, sums, pieces
+    totals_of, reads = zip(*(grads for grads, _ in results), strict=True)
+    of_read = _sum(reads)
+
+    def with_prompts(share: tuple[Params, range]) -> Params:
+        total, numbers = share
+        for i in numbers:
+            total = _add_prompts(total, pullbacks[i], of_read, read, i, parts=len(pullbacks))
+        return jax.block_until_ready(total)
+
+    # One stream's part of the prompts goes on top of the same stream's pieces; a stream may have none.
+    shares = [range(i, len(pullbacks), len(totals_of)) for i in range(len(totals_of))]
+    shared = list(zip(totals_of, shares, strict=True))
+    program = ("prompts", *_shape(pieces, read), jax.tree.structure(fixed["model"]), len(pullbacks))
+    return _sum(run_in_streams(with_prompts, shared, program=program)), sums, pieces
 
 
 def lower_update(
@@ -208,10 +218,10 @@ def _pieces(
     return pack(np.asarray(tokens), np.asarray(mask), size=piece_size(most, longest))
 
 
-def _shares(params: Params, pieces: list[Piece]) -> list[range]:
-    """Which pieces each stream computes."""
-    streams = count_streams(params, len(pieces))
-    return [range(i, len(pieces), streams) for i in range(streams)]
+def _shares(params: Params, count: int) -> list[range]:
+    """Which of so many parts each stream computes."""
+    streams = count_streams(params, count)
+    return [range(i, count, streams) for i in range(streams)]
 
 
 def _shape(pieces: list[Piece], read: Any) -> tuple[Any, ...]:
@@ -225,7 +235,15 @@ def _read(
 ) -> tuple[Any, list[Any]]:
     """`read_prompts` of all prompts, in parts of a piece's size; and, for the way back, the pullback of each part."""
     count = _parts(prompts, pieces)
-    parts = [_read_part(params, prompts, dropout, model, i, parts=count, backward=backward) for i in range(count)]
+
+    def read_some(numbers: range) -> list[Any]:
+        how: dict[str, Any] = {"parts": count, "backward": backward}
+        return jax.block_until_ready([_read_part(params, prompts, dropout, model, i, **how) for i in numbers])
+
+    program = ("read", backward, prompts.tokens.shape, jax.tree.structure(model), count)
+    shares = _shares(params, count)
+    results = run_in_streams(read_some, shares, program=program)
+    parts = [results[i % len(shares)][i // len(shares)] for i in range(count)]
     return _join([read for read, _ in parts]), [pullback for _, pullback in parts]
 
 
@@ -314,7 +332,7 @@ def _score_pieces(
         return jax.block_until_ready(scores)
 
     program = ("scores", *_shape(pieces, read), jax.tree.structure(model), config)
-    return _sum(run_in_streams(scores_of, _shares(params, pieces), program=program))
+    return _sum(run_in_streams(scores_of, _shares(params, len(pieces)), program=program))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "with_entropy"), donate_argnums=(0,))
