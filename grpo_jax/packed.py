@@ -32,7 +32,7 @@ from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
-from grpo_jax.update import score_batch, train_step
+from grpo_jax.update import score_batch, train_step, zeros_like
 
 __all__ = ["gradients", "lower_score", "lower_update", "score", "update"]
 
@@ -263,9 +263,8 @@ def _join(reads):
 
 @jax.jit
 def _zeros(like):
-    params, read = like
-    # Gradients of keys and values are sums over many pieces: float32, whatever the compute dtype.
-    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), read)
+    # Also of what was read: gradients of keys and values are sums over many pieces, whatever the compute dtype.
+    return zeros_like(like)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "on_policy"), donate_argnums=(0,))

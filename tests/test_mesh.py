@@ -4,6 +4,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_model, tiny_policy
@@ -93,13 +94,17 @@ def test_a_device_holds_an_eighth_of_params_and_optimizer():
     _, params = tiny_model(vocab=64)
     config = GRPOConfig()
 
-    def held(mesh):
-        state = place(create_state(params, make_optimizer(config, 10), jax.random.key(0)), mesh)
+    def held(mesh, dtype):
+        halved = jax.tree.map(lambda x: x.astype(dtype), params)
+        state = place(create_state(halved, make_optimizer(config, 10), jax.random.key(0)), mesh)
         program = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees))
-        compiled = program.lower(state.params, state.opt_state).compile()
+        compiled = program.lower(state.params, state.master_params, state.opt_state).compile()
         return compiled.memory_analysis().argument_size_in_bytes
 
-    assert held(make_mesh({"fsdp": 8})) <= held(None) / 7
+    size = sum(x.size for x in jax.tree.leaves(params))
+    for dtype, each in ((jnp.float32, 4 + 8), (jnp.bfloat16, 2 + 4 + 8)):
+        assert held(None, dtype) == pytest.approx(each * size, abs=64)
+        assert held(make_mesh({"fsdp": 8}), dtype) <= held(None, dtype) / 7
 
 
 def test_prompts_that_do_not_divide_are_sampled_all_the_same():

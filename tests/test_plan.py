@@ -31,6 +31,11 @@ def test_what_is_held_is_what_was_counted_by_hand():
     params = 4 * (cut // 2 + whole)
     assert found.held["params"] == found.held["reference"] == params
     assert found.held["optimizer"] == pytest.approx(2 * params, abs=64)
+    assert "master params" not in found.held
+    half = plan(MODEL, config, prompt_length=8, param_dtype="bfloat16")
+    assert half.held["params"] == half.held["reference"] == params // 2
+    assert half.held["master params"] == params
+    assert half.held["optimizer"] == found.held["optimizer"]
     assert found.devices == 2
     assert found.sizes == {"prompts": 2, "group": 8, "tokens": 2 * 8 * 8}
     # Each device has one prompt: its keys and values and those of 8 rows with room for 7 tokens.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import tiny_model
 
 from grpo_jax.models.transformer import (
     ROPE_KINDS,
@@ -212,6 +213,26 @@ def test_remat_changes_no_gradient(config):
         grads.append(jax.jit(jax.grad(loss))(params))
     assert recomputed[1] >= recomputed[0] + config.num_layers, "whole layers beside the gates of the MLPs"
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
+
+
+def test_what_a_layer_keeps_is_a_policy():
+    """The same gradients; the less is kept, the less memory and the more operations, by XLA's account."""
+    policies = ["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"]
+    model, params = tiny_model()
+    tokens = jnp.ones((4, 96), jnp.int32)
+    grads, memory, operations = [], [], []
+    for settings in [*({"remat": True, "remat_policy": policy} for policy in policies), {}]:
+        cloned = Transformer(dataclasses.replace(model.config, **settings))
+        loss = lambda params, cloned=cloned: cloned.apply({"params": params}, tokens)[..., 3].mean()
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+        grads.append(compiled(params))
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+        operations.append(compiled.cost_analysis()["flops"])
+    for other in grads[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), grads[0], other)
+    assert memory == sorted(memory), memory
+    assert operations == sorted(operations, reverse=True), operations
+    assert len(set(operations)) == 4
 
 
 def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):

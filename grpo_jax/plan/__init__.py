@@ -49,7 +49,7 @@ class Plan:
 
     Attributes:
       devices: of the mesh.
-      held: bytes on each device, by part: "params", "optimizer", "reference", "old params", "initial params" (what
+      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial params" (what
         the config keeps of them), "policy" (the caller's own params, which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
       parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients and activations", ….
@@ -102,7 +102,7 @@ def plan(
       config: the settings, with `mesh` for several devices.
       prompt_length: P, tokens that prompts are padded to.
       memory: bytes of a device, for `largest_batch`.
-      param_dtype: "float32" or "bfloat16", of params and optimizer.
+      param_dtype: "float32" or "bfloat16", of the params as they are loaded.
 
     Returns:
       A `Plan`.
@@ -196,6 +196,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
         keep_old=sizes.updates > 1,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
+        keep_masters=config.master_params,
     )
     state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
     state = placed(state, tree_sharding(state, mesh))
@@ -205,6 +206,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     )
     held = {
         "params": on_device(state.params),
+        "master params": on_device(state.master_params),
         "optimizer": on_device(state.opt_state),
         "reference": on_device(state.ref_params),
         "old params": on_device(state.old_params),
