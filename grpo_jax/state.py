@@ -61,11 +61,6 @@ def _like(tree: Params, other: Params) -> Params:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
 
 
-def needs_masters(params: Params) -> bool:
-    """Whether some parameters are held in less than float32, where a small update would round to none."""
-    return any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params))
-
-
 def create_state(
     params: Params,
     optimizer: optax.GradientTransformation,
@@ -100,7 +95,7 @@ def create_state(
       (0, True, [1.0, 1.0])
     """
     masters = None
-    if keep_masters and needs_masters(params):
+    if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
     return TrainState(
         params=_copy(params),
