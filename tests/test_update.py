@@ -111,14 +111,12 @@ def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
     state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
     b = batch(ref_log_probs=None)
     # The totals of the loss are those of the whole batch, so a part is the batch with the rest's advantages at zero.
-    how = {"model": model, "config": config(beta=0.0)}
-    total, _ = gradients(state, b, micro=(1, 4), **how)
-    parts = []
-    for i in range(4):
-        own = b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
-        (part,) = [gradients(state, own, micro=(4, 4), **how)[0]]
-        assert {x.dtype for x in jax.tree.leaves(part)} == {jnp.dtype("bfloat16")}
-        parts.append(part)
+    how = {"model": as_argument(model), "config": config(beta=0.0)}
+    jitted = jax.jit(gradients, static_argnames=("config", "on_policy", "micro"))
+    total, _ = jitted(state, b, micro=(1, 4), **how)
+    own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
+    parts = [jitted(state, own(i), micro=(4, 4), **how)[0] for i in range(4)]
+    assert {x.dtype for x in jax.tree.leaves(parts)} == {jnp.dtype("bfloat16")}
     expected = jax.tree.map(lambda *x: sum(np.asarray(y, np.float32) for y in x), *parts)
     chex.assert_trees_all_equal_dtypes(total, jax.tree.map(jnp.asarray, expected))
     for x, y in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):

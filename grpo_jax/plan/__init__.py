@@ -258,7 +258,8 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     parts["gradients, activations and batch"] = beside
     peaks["update"] = total + beside
     if config.beta > 0:
-        stats = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how).compile().memory_analysis()
+        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, mesh=several, **how)
+        stats = scored.compile().memory_analysis()
         parts["reference temporaries"] = stats.temp_size_in_bytes
         peaks["reference"] = total + stats.temp_size_in_bytes
     itemsize = np.dtype(config.compute_dtype).itemsize if config.compute_dtype == "float32" else 2
