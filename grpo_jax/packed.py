@@ -50,7 +50,8 @@ def _jit_train_step(state, batch, *, mesh=None, **settings):
     optimizer, model = settings.pop("optimizer"), for_lookup(settings.pop("model"), mesh)
     ready = state.replace(params=for_lookup(state.params, mesh))
     grads, sums = gradients_of_batch(ready, batch, model=model, **settings)
-    grads, config = keep_placed(grads, mesh), settings["config"]
+    # Gradients of the rows that were looked up come back the same way: whole first, then cut.
+    grads, config = keep_placed(for_lookup(grads, mesh), mesh), settings["config"]
     state, metrics = apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
     return keep_placed(state, mesh), metrics
 
