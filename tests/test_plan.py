@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig, plan
+from grpo_jax.plan import _at_batch
 from grpo_jax.plan.__main__ import main
 
 MODEL = {
@@ -42,6 +43,12 @@ def test_what_is_held_is_what_was_counted_by_hand():
     assert found.parts["KV cache"] >= 4 * 2 * 16 * (8 + 8 * 7)
     assert found.peak == found.peaks["update"] > sum(found.held.values())
     assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
+
+
+def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
+    model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
+    found = _at_batch(model, GRPOConfig(max_completion_length=8), 8, "float32")
+    assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
 def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):

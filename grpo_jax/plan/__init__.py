@@ -254,7 +254,9 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     ).compile()
     stats = update.memory_analysis()
     given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    beside = max(0, given - on_device(state)) + stats.temp_size_in_bytes
+    # On one device it is the program of a piece, which is given the params and the gradients so far (`packed`).
+    taken = on_device(state if several else state.params)
+    beside = max(0, given - taken) + stats.temp_size_in_bytes
     parts["gradients, activations and batch"] = beside
     peaks["update"] = total + beside
     if config.beta > 0:
