@@ -253,8 +253,16 @@ class GRPOConfig:
     # Memory and devices.
     gradient_checkpointing: bool = True
     """Recompute a layer's activations in the backward pass: less memory, about a fifth more time."""
+    gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
+        "nothing_saveable"
+    )
+    """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
+    with weights, or those of attention too; each takes more memory and less time. Ours."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the matrix products; softmax, norms, logits and log-probs are float32 always. Ours (TRL: `bf16`)."""
+    master_params: bool = True
+    """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
+    its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
     mesh: dict[str, int] | None = dataclasses.field(default=None, hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
 

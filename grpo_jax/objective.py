@@ -120,7 +120,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The optimizer step, from the gradient of a batch and the metric sums of its parts."""
     metrics = finalize_metrics(functools.reduce(merge_metrics, sums))
-    metrics["grad_norm"] = optax.tree.norm(grads)
+    metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     if config.use_adaptive_entropy:

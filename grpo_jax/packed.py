@@ -27,12 +27,12 @@ from grpo_jax.log_probs import read_prompts, score_piece
 from grpo_jax.losses import MetricSums
 from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
-from grpo_jax.sharding import keep_placed, mesh_of, split
+from grpo_jax.sharding import for_lookup, keep_placed, mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
-from grpo_jax.update import score_batch, train_step
+from grpo_jax.update import score_batch, train_step, zeros_like
 
 __all__ = ["gradients", "lower_score", "lower_update", "score", "update"]
 
@@ -45,12 +45,24 @@ all cores; with more, activations leave the cache."""
     jax.jit, static_argnames=("optimizer", "config", "on_policy", "micro", "mesh"), donate_argnames=("state",)
 )
 def _jit_train_step(state, batch, *, mesh=None, **settings):
-    state, metrics = train_step(state, batch, **settings)
+    if mesh is None:
+        return train_step(state, batch, **settings)
+    optimizer, model = settings.pop("optimizer"), for_lookup(settings.pop("model"), mesh)
+    ready = state.replace(params=for_lookup(state.params, mesh))
+    grads, sums = gradients_of_batch(ready, batch, model=model, **settings)
+    # Gradients of the rows that were looked up come back the same way: whole first, then cut.
+    grads, config = keep_placed(for_lookup(grads, mesh), mesh), settings["config"]
+    state, metrics = apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
     return keep_placed(state, mesh), metrics
 
 
+@functools.partial(jax.jit, static_argnames=("config", "micro", "mesh"))
+def _jit_score_batch(params, *arrays, model, mesh=None, **settings):
+    model, params = for_lookup((model, params), mesh)
+    return score_batch(params, *arrays, model=model, **settings)
+
+
 _jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
-_jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
 
@@ -67,8 +79,9 @@ def score(
 ) -> jax.Array:
     """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0."""
     if not _packs(model, params):
-        at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
-        return _jit_score_batch(params, *split((prompts, tokens, mask), mesh_of(params)), **at)
+        mesh = mesh_of(params)
+        at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro, "mesh": mesh}
+        return _jit_score_batch(params, *split((prompts, tokens, mask), mesh), **at)
     pieces = _pieces(params, tokens, mask, micro)
     return _score_pieces(params, prompts, mask, pieces, as_argument(model), config, with_entropy=False)[0]
 
@@ -194,9 +207,10 @@ def lower_score(
     model: Model,
     config: GRPOConfig,
     micro: Any,
+    mesh: Any = None,
 ) -> Any:
     """The program that scores a batch on a mesh, lowered; only shapes are looked at."""
-    at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
+    at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro, "mesh": mesh}
     return _jit_score_batch.lower(params, prompts, tokens, mask, **at)
 
 
@@ -281,9 +295,8 @@ def _join(reads):
 
 @jax.jit
 def _zeros(like):
-    params, read = like
-    # Gradients of keys and values are sums over many pieces: float32, whatever the compute dtype.
-    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), read)
+    # Also of what was read: gradients of keys and values are sums over many pieces, whatever the compute dtype.
+    return zeros_like(like)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "on_policy"), donate_argnums=(0,))

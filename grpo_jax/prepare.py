@@ -214,7 +214,12 @@ def with_settings(model: Model, config: GRPOConfig) -> Model:
     """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
     if not isinstance(model, Transformer | LoraModel):
         return model
-    shape = dataclasses.replace(model.config, dtype=config.compute_dtype, remat=config.gradient_checkpointing)
+    shape = dataclasses.replace(
+        model.config,
+        dtype=config.compute_dtype,
+        remat=config.gradient_checkpointing,
+        remat_policy=config.gradient_checkpointing_policy,
+    )
     decoder = Transformer(shape)
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
 
@@ -229,6 +234,7 @@ def new_state(run: Run) -> TrainState:
         keep_old=run.sizes.updates > 1,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
+        keep_masters=config.master_params,
         entropy_coef=config.entropy_coef,
         # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,

@@ -31,7 +31,7 @@ import numpy as np
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.sampling import Sampling, check_sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.sharding import constrain, fetch, mesh_of, shard_count, split, split_sharding
+from grpo_jax.sharding import constrain, fetch, for_lookup, mesh_of, shard_count, split, split_sharding
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument
 
@@ -129,6 +129,7 @@ def _prefill(
     The next slot is `slot`: there these rows begin. On a mesh each device holds the keys of its own prompts and heads.
     """
     b, g = keys.shape
+    model, params = for_lookup((model, params), mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
@@ -207,6 +208,15 @@ def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, pa
     return tuple(part.replace(cache=_without_ones(part.cache)) for part in parts_of)
 
 
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _narrow(rows: _Rows, order, *, mesh) -> _Rows:
+    """The rows order [B, G'] of each group; nothing leaves its device."""
+    pick = lambda x, *axes: constrain(jax.vmap(lambda own, at: own[at])(x, order), mesh, *axes)
+    of_heads = lambda x: pick(x.swapaxes(1, 2), None, "tensor").swapaxes(1, 2)
+    token, ended, keys = (pick(x) for x in (rows.token, rows.ended, rows.keys))
+    return rows.replace(cache=jax.tree.map(of_heads, rows.cache), token=token, ended=ended, keys=keys)
+
+
 @functools.partial(jax.jit, static_argnames=("slots",))
 def _grow(rows: _Rows, *, slots: int) -> _Rows:
     """The same rows with room for `slots` tokens; nothing leaves its device."""
@@ -265,6 +275,18 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
     return flat // g, (flat % g)[:, None]
 
 
+def _narrower(alive: np.ndarray, costs: _Costs) -> np.ndarray | None:
+    """Which rows of each group of alive [B', G'] to keep, as order [B', G'']; None to leave the layout as it is.
+
+    For a mesh, where no group leaves its device: all are as wide as the widest has to be.
+    """
+    b, g = alive.shape
+    width = _bucket(int(alive.sum(axis=1).max()), g)
+    if costs.of(b, width) > 0.65 * costs.of(b, g):
+        return None
+    return np.argsort(~alive, axis=1, kind="stable")[:, :width]
+
+
 def _costs(model: Any, params: Params, rows: _Rows) -> _Costs:
     """Costs of layouts of these rows; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
     b, p = rows.token.shape[0], rows.prefix.layers[0][1].shape[2]
@@ -321,7 +343,7 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
     """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
-    device has its own groups, rows stay where they are until the last one has ended.
+    device has its own groups, rows are moved together inside them.
     """
     b, g = keys.shape
     mesh = mesh_of(params)
@@ -351,8 +373,13 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
     while True:
         empty = ~(rows >= 0).any(axis=1)
         order, survivors = None, None
-        if mesh is None and entered >= b and not empty.all():
-            survivors = _survivors(rows >= 0, _costs(model, params, lanes[0]))
+        if entered >= b and not empty.all():
+            costs = _costs(model, params, lanes[0])
+            if mesh is None:
+                survivors = _survivors(rows >= 0, costs)
+            elif (kept := _narrower(rows >= 0, costs)) is not None:
+                lanes = [_narrow(lane, kept, mesh=mesh) for lane in lanes]
+                rows = np.take_along_axis(rows, kept, axis=1)
         if entered < b and empty.sum() >= some:
             new, new_rows, new_drawn = enter(entered, some, slot)
             lanes, entered = [*lanes, *new], entered + some

@@ -24,6 +24,7 @@ __all__ = [
     "TABLE",
     "constrain",
     "fetch",
+    "for_lookup",
     "gather_objects",
     "keep_placed",
     "make_mesh",
@@ -127,10 +128,14 @@ def tree_sharding(tree: Any, mesh: Mesh) -> Any:
     """The sharding of each leaf of a tree of parameters, or of a state that holds such trees."""
 
     def at(path: Any, leaf: Any) -> NamedSharding:
-        names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-        return parameter_sharding(names, leaf.shape, mesh)
+        return parameter_sharding(_names(path), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(at, tree)
+
+
+def _names(path: Any) -> list[str]:
+    """The names along a path of a pytree."""
+    return [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
 
 
 def place(tree: Any, mesh: Mesh | None) -> Any:
@@ -180,6 +185,24 @@ def gather_objects(own: Any) -> list[Any]:
 def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
     """`place` inside a compiled function: its results are where its arguments were."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
+
+
+def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
+    """A model or its parameters, inside a compiled function, with rows of the embedding whole on each device.
+
+    Tokens are cut over "fsdp", and so are the rows that they look up: without this, the partitioner looks up the tokens
+    of all devices on each of them, and throws most of it away.
+    """
+    if mesh is None:
+        return tree
+
+    def at(path: Any, leaf: Any) -> Any:
+        if not re.fullmatch(r"(.*/)?embed_tokens/embedding", "/".join(_names(path))):
+            return leaf
+        vocabulary, _ = parameter_sharding(_names(path), leaf.shape, mesh).spec
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(vocabulary)))
+
+    return jax.tree_util.tree_map_with_path(at, tree)
 
 
 def _prompts(mesh: Mesh) -> tuple[str, ...]:

@@ -74,6 +74,11 @@ def join(pieces: jax.Array, b: int, g: int) -> jax.Array:
     return jnp.moveaxis(x, 2, 0).reshape(b, g, *pieces.shape[3:])
 
 
+def zeros_like(params: Params) -> Params:
+    """Where gradients are summed: float32, though the params may be bfloat16 and with them the gradient of a part."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
+
+
 def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:
     """Gradient and metric sums of a batch, one micro-batch at a time."""
     gradient = jax.grad(loss_fn, has_aux=True)
@@ -86,7 +91,7 @@ def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, in
         return jax.tree.map(jnp.add, total, grads), sums
 
     numbered = (pieces, jnp.arange(pieces.mask.shape[0]))
-    grads, sums = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), numbered)
+    grads, sums = jax.lax.scan(step, zeros_like(params), numbered)
     return grads, MetricSums(
         sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
     )

@@ -213,6 +213,11 @@ BAD = [
         ' must be "linear" or "cosine" or "constant" or "constant_with_warmup"',
     ),
     (
+        dict(gradient_checkpointing_policy="dots"),
+        'gradient_checkpointing_policy = \'dots\': must be "nothing_saveable" or "dots_with_no_batch_dims_saveable" or'
+        ' "dots_saveable"',
+    ),
+    (
         dict(compute_dtype="bf16"),
         'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "float32" or "bfloat16"',
     ),
@@ -347,6 +352,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
         "use_adaptive_entropy",
         "use_bias_correction_kl",
         "gradient_checkpointing",
+        "master_params",
         "log_completions",
         "per_device_eval_batch_size",
         "entropy_coef_max",
@@ -532,7 +538,9 @@ OURS = dict(
     max_kl_old=None,
     kl_estimator="k3",
     kl_placement="loss",
+    gradient_checkpointing_policy="nothing_saveable",
     compute_dtype="float32",
+    master_params=True,
     mesh=None,
     temperature_eval=None,
     max_skipped_updates=10,

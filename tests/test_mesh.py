@@ -4,11 +4,12 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_model, tiny_policy
 
-from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
+from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, rollout, train
 from grpo_jax.optimizer import make_optimizer
 from grpo_jax.sharding import make_mesh, place
 from grpo_jax.state import create_state
@@ -61,8 +62,10 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh):
+def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh, capfd):
     on_mesh = run(tiny_policy(), mesh)
+    # What XLA says where it finds no way from one sharding to the next, and computes a thing everywhere.
+    assert "rematerialization" not in capfd.readouterr().err
     assert_same_run(on_one_device(), on_mesh)
     state, _ = on_mesh
     kernel = state.params["layers_0"]["mlp"]["up_proj"]["kernel"]
@@ -93,22 +96,32 @@ def test_a_device_holds_an_eighth_of_params_and_optimizer():
     _, params = tiny_model(vocab=64)
     config = GRPOConfig()
 
-    def held(mesh):
-        state = place(create_state(params, make_optimizer(config, 10), jax.random.key(0)), mesh)
+    def held(mesh, dtype):
+        halved = jax.tree.map(lambda x: x.astype(dtype), params)
+        state = place(create_state(halved, make_optimizer(config, 10), jax.random.key(0)), mesh)
         program = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees))
-        compiled = program.lower(state.params, state.opt_state).compile()
+        compiled = program.lower(state.params, state.master_params, state.opt_state).compile()
         return compiled.memory_analysis().argument_size_in_bytes
 
-    assert held(make_mesh({"fsdp": 8})) <= held(None) / 7
+    size = sum(x.size for x in jax.tree.leaves(params))
+    for dtype, each in ((jnp.float32, 4 + 8), (jnp.bfloat16, 2 + 4 + 8)):
+        assert held(None, dtype) == pytest.approx(each * size, abs=64)
+        assert held(make_mesh({"fsdp": 8}), dtype) <= held(None, dtype) / 7
 
 
-def test_prompts_that_do_not_divide_are_sampled_all_the_same():
+def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
+    """And so are groups whose rows end early: the others move together, each group on its device."""
+    widths, plain = [], rollout._narrow
+    monkeypatch.setattr(rollout, "_narrow", lambda *x, **y: widths.append(x[1].shape) or plain(*x, **y))
     model, params = tiny_model()
     prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
-    settings = {"num_generations": 4, "max_completion_length": 20, "eos_token_ids": (5, 7)}
+    settings = {"num_generations": 8, "max_completion_length": 40, "eos_token_ids": (5, 7, 9)}
     one = generate(model, params, prompts, jax.random.key(0), **settings)
+    assert not widths
     placed = place(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     other = generate(model, placed, prompts, jax.random.key(0), **settings)
+    assert widths
+    assert all(groups == 4 and width <= 4 for groups, width in widths), widths
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_array_equal(one.ended, other.ended)
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig, plan
+from grpo_jax.plan import _at_batch
 from grpo_jax.plan.__main__ import main
 
 MODEL = {
@@ -31,12 +32,23 @@ def test_what_is_held_is_what_was_counted_by_hand():
     params = 4 * (cut // 2 + whole)
     assert found.held["params"] == found.held["reference"] == params
     assert found.held["optimizer"] == pytest.approx(2 * params, abs=64)
+    assert "master params" not in found.held
+    half = plan(MODEL, config, prompt_length=8, param_dtype="bfloat16")
+    assert half.held["params"] == half.held["reference"] == params // 2
+    assert half.held["master params"] == params
+    assert half.held["optimizer"] == found.held["optimizer"]
     assert found.devices == 2
     assert found.sizes == {"prompts": 2, "group": 8, "tokens": 2 * 8 * 8}
     # Each device has one prompt: its keys and values and those of 8 rows with room for 7 tokens.
     assert found.parts["KV cache"] >= 4 * 2 * 16 * (8 + 8 * 7)
     assert found.peak == found.peaks["update"] > sum(found.held.values())
     assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
+
+
+def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
+    model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
+    found = _at_batch(model, GRPOConfig(max_completion_length=8), 8, "float32")
+    assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
 def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """The state and its transitions: nothing shared, nothing kept that is not needed, nothing moved that must stay."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -77,3 +79,55 @@ def test_the_reference_follows_after_every_nth_step(every):
             expected = 0.25 * state.params["a"]["w"] + 0.75 * expected
         np.testing.assert_allclose(state.ref_params["a"]["w"], expected, rtol=1e-6)
     chex.assert_trees_all_equal_dtypes(state.ref_params, PARAMS)
+
+
+HALF = {"w": jnp.linspace(0.5, 2.0, 64, dtype=jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnums=0)
+def move(state, grads, ok=True, *, optimizer):
+    return finish_update(state, grads, jnp.asarray(ok), optimizer)
+
+
+def test_updates_below_the_resolution_of_the_params_add_up():
+    """From 1 down the next bfloat16 is 1 − 2⁻⁸, about 0.996: steps of 0.0005 are lost, unless there are masters."""
+    optimizer, grads = optax.sgd(0.0005), {"b": jnp.ones(64, jnp.bfloat16)}
+    held, lost = (
+        create_state({"b": HALF["b"]}, optimizer, jax.random.key(0), keep_masters=keep) for keep in (True, False)
+    )
+    assert lost.master_params is None
+    for _ in range(8):
+        held, lost = (move(state, grads, optimizer=optimizer) for state in (held, lost))
+    np.testing.assert_allclose(held.master_params["b"], 0.996, atol=1e-6)
+    np.testing.assert_array_equal(held.params["b"].astype(jnp.float32), 1 - 2**-8)
+    np.testing.assert_array_equal(lost.params["b"].astype(jnp.float32), 1.0)
+
+
+def test_params_are_the_rounded_params_of_a_float32_run():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), HALF)
+    opt_state = optimizer.init(params)
+    state = create_state(HALF, optimizer, jax.random.key(0))
+    plain = jax.jit(lambda grads, opt_state, params: optimizer.update(grads, opt_state, params))
+    for i in range(10):
+        grads = jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params)
+        updates, opt_state = plain(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state = move(state, grads, optimizer=optimizer)
+    chex.assert_trees_all_close(state.master_params, params, rtol=1e-6)
+    chex.assert_trees_all_equal(state.params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.master_params))
+    assert np.mean(np.asarray(state.params["w"] == params["w"].astype(jnp.bfloat16))) > 0.98
+    same = move(jax.tree.map(jnp.copy, state), jax.tree.map(lambda x: x * jnp.nan, grads), False, optimizer=optimizer)
+    chex.assert_trees_all_equal(same.master_params, state.master_params)
+
+
+def test_masters_are_held_where_they_are_needed_and_cost_four_bytes():
+    """A bfloat16 parameter, its master and two moments of Adam: 2 + 4 + 8 bytes, by XLA's account of the step."""
+    optimizer = optax.adam(1e-3)
+    state = create_state(HALF, optimizer, jax.random.key(0))
+    stats = move.lower(state, HALF, optimizer=optimizer).compile().memory_analysis()
+    size = sum(x.size for x in jax.tree.leaves(HALF))
+    assert stats.argument_size_in_bytes - 2 * size == pytest.approx((2 + 4 + 8) * size, abs=128)  # − the gradient's
+    assert stats.alias_size_in_bytes >= (2 + 4 + 8) * size, "the donated state is not changed where it stands"
+    full = jax.tree.map(lambda x: x.astype(jnp.float32), HALF)
+    assert create_state(full, optimizer, jax.random.key(0)).master_params is None

@@ -119,4 +119,10 @@ def test_bfloat16_compute_with_either_kind_of_params(param_dtype):
     params = jax.tree.map(lambda x: x.astype(param_dtype), policy.params)
     state, rewards = learn(policy.replace(params=params), compute_dtype="bfloat16", beta=0.01)
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {param_dtype}
+    if param_dtype == "bfloat16":
+        rounded = jax.tree.map(lambda x: x.astype(param_dtype), state.master_params)
+        chex.assert_trees_all_equal(state.params, rounded)
+        assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state) if x.ndim} == {"float32"}
+    else:
+        assert state.master_params is None
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3

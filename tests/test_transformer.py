@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import tiny_model
 
 from grpo_jax.models.transformer import (
     ROPE_KINDS,
@@ -212,6 +213,27 @@ def test_remat_changes_no_gradient(config):
         grads.append(jax.jit(jax.grad(loss))(params))
     assert recomputed[1] >= recomputed[0] + config.num_layers, "whole layers beside the gates of the MLPs"
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
+
+
+def test_what_a_layer_keeps_is_a_policy():
+    """The same gradients; the less is kept for the way back, the more operations there are."""
+    policies = ["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"]
+    model, params = tiny_model()
+    tokens = jnp.ones((4, 96), jnp.int32)
+    grads, kept, operations = [], [], []
+    for settings in [*({"remat": True, "remat_policy": policy} for policy in policies), {}]:
+        cloned = Transformer(dataclasses.replace(model.config, **settings))
+        loss = lambda params, cloned=cloned: cloned.apply({"params": params}, tokens)[..., 3].mean()
+        pullback = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
+        kept.append(sum(x.size for x in jax.tree.leaves(pullback)))
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        operations.append(lowered.cost_analysis()["flops"])
+        grads.append(lowered.compile()(params))
+    for other in grads[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), grads[0], other)
+    assert kept == sorted(kept), kept
+    assert operations == sorted(operations, reverse=True), operations
+    assert len(set(kept)) == len(set(operations)) == 4, (kept, operations)
 
 
 def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):

@@ -15,7 +15,7 @@ from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
 from grpo_jax.objective import loss_settings
 from grpo_jax.state import create_state
 from grpo_jax.types import as_argument
-from grpo_jax.update import cut, join, score_batch, train_step
+from grpo_jax.update import cut, gradients, join, score_batch, train_step
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 6
@@ -104,6 +104,23 @@ def test_however_the_batch_is_cut_the_update_is_the_same(settings):
         assert others.keys() == metrics.keys()
         for name, value in metrics.items():
             np.testing.assert_allclose(others[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
+    model, params = model_and_params()
+    state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
+    b = batch(ref_log_probs=None)
+    # The totals of the loss are those of the whole batch, so a part is the batch with the rest's advantages at zero.
+    how = {"model": as_argument(model), "config": config(beta=0.0)}
+    jitted = jax.jit(gradients, static_argnames=("config", "on_policy", "micro"))
+    total, _ = jitted(state, b, micro=(1, 4), **how)
+    own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
+    parts = [jitted(state, own(i), micro=(4, 4), **how)[0] for i in range(4)]
+    assert {x.dtype for x in jax.tree.leaves(parts)} == {jnp.dtype("bfloat16")}
+    expected = jax.tree.map(lambda *x: sum(np.asarray(y, np.float32) for y in x), *parts)
+    chex.assert_trees_all_equal_dtypes(total, jax.tree.map(jnp.asarray, expected))
+    for x, y in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(y)
 
 
 def test_cut_and_join_are_inverse():

@@ -75,6 +75,7 @@ class TransformerConfig:
       initializer_range: standard deviation of freshly made weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
     """
 
     vocab_size: int
@@ -111,6 +112,7 @@ class TransformerConfig:
     initializer_range: float = 0.02
     dtype: str = "float32"
     remat: bool = False
+    remat_policy: str = "nothing_saveable"
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -465,7 +467,7 @@ class Transformer(nn.Module):
 
     def setup(self):
         c = self.config
-        layer = nn.remat(Layer) if c.remat else Layer
+        layer = nn.remat(Layer, policy=getattr(jax.checkpoint_policies, c.remat_policy)) if c.remat else Layer
         self.embed_tokens = Embedding(c)
         self.layers = [layer(c, i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)

@@ -49,8 +49,8 @@ class Plan:
 
     Attributes:
       devices: of the mesh.
-      held: bytes on each device, by part: "params", "optimizer", "reference", "old params", "initial params" (what
-        the config keeps of them), "policy" (the caller's own params, which training leaves alone).
+      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
+        params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
       parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients and activations", ….
       operations: of each phase of one iteration, over all devices.
@@ -102,7 +102,7 @@ def plan(
       config: the settings, with `mesh` for several devices.
       prompt_length: P, tokens that prompts are padded to.
       memory: bytes of a device, for `largest_batch`.
-      param_dtype: "float32" or "bfloat16", of params and optimizer.
+      param_dtype: "float32" or "bfloat16", of the params as they are loaded.
 
     Returns:
       A `Plan`.
@@ -196,6 +196,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
         keep_old=sizes.updates > 1,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
+        keep_masters=config.master_params,
     )
     state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
     state = placed(state, tree_sharding(state, mesh))
@@ -205,6 +206,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     )
     held = {
         "params": on_device(state.params),
+        "master params": on_device(state.master_params),
         "optimizer": on_device(state.opt_state),
         "reference": on_device(state.ref_params),
         "old params": on_device(state.old_params),
@@ -252,11 +254,14 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     ).compile()
     stats = update.memory_analysis()
     given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    beside = max(0, given - on_device(state)) + stats.temp_size_in_bytes
+    # On one device it is the program of a piece, which is given the params and the gradients so far (`packed`).
+    taken = on_device(state if several else state.params)
+    beside = max(0, given - taken) + stats.temp_size_in_bytes
     parts["gradients, activations and batch"] = beside
     peaks["update"] = total + beside
     if config.beta > 0:
-        stats = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how).compile().memory_analysis()
+        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, mesh=several, **how)
+        stats = scored.compile().memory_analysis()
         parts["reference temporaries"] = stats.temp_size_in_bytes
         peaks["reference"] = total + stats.temp_size_in_bytes
     itemsize = np.dtype(config.compute_dtype).itemsize if config.compute_dtype == "float32" else 2

@@ -31,7 +31,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=512, help="max_completion_length (default 512)")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference is kept (default 0)")
     parser.add_argument("--dtype", default="bfloat16", help="compute_dtype (default bfloat16)")
-    parser.add_argument("--param-dtype", default="float32", help="of params and optimizer (default float32)")
+    parser.add_argument("--param-dtype", default="float32", help="of the params as loaded (default float32)")
     parser.add_argument("--memory", type=float, help="GB of a device: the largest batch that fits is looked for")
     parser.add_argument("--request", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
