@@ -214,7 +214,8 @@ def _narrow(rows: _Rows, order, *, mesh) -> _Rows:
     pick = lambda x, *axes: constrain(jax.vmap(lambda own, at: own[at])(x, order), mesh, *axes)
     of_heads = lambda x: pick(x.swapaxes(1, 2), None, "tensor").swapaxes(1, 2)
     token, ended, keys = (pick(x) for x in (rows.token, rows.ended, rows.keys))
-    return rows.replace(cache=jax.tree.map(of_heads, rows.cache), token=token, ended=ended, keys=keys)
+    cache = _without_ones(jax.tree.map(of_heads, _with_ones(rows)))
+    return rows.replace(cache=cache, token=token, ended=ended, keys=keys)
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
