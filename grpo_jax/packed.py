@@ -65,7 +65,10 @@ def score(
     config: GRPOConfig,
     micro: tuple[int, int],
 ) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0."""
+    """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
+
+    They may still be on their way when this returns; only several streams on a CPU are waited for.
+    """
     if not _packs(model, params):
         at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
         return _jit_score_batch(params, *split((prompts, tokens, mask), mesh_of(params)), **at)
@@ -311,7 +314,7 @@ def _score_pieces(
             scores = _score_piece(
                 scores, params, read, prompts.lengths, mask, pieces[i], model=model, config=config, **how
             )
-        return jax.block_until_ready(scores)
+        return scores
 
     program = ("scores", *_shape(pieces, read), jax.tree.structure(model), config)
     return _sum(run_in_streams(scores_of, _shares(params, pieces), program=program))
