@@ -109,12 +109,8 @@ class Checkpoints:
             return
         self.wait()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        in_hand = {"batch": batch, "ahead": ahead}
-        arrays |= {
-            name: split(jax.tree.map(jnp.asarray, some), mesh_of(state.params))
-            for name, some in in_hand.items()
-            if some is not None
-        }
+        in_hand = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
+        arrays |= {name: split(some, mesh_of(state.params)) for name, some in in_hand.items() if some is not None}
         shapes = {name: _shapes(some) for name, some in in_hand.items()}
         about = {"run": self._about, "progress": progress.to_json(), **shapes}
         with self._explained(progress.step):

@@ -142,6 +142,12 @@ def test_meshes_that_cannot_be(axes, message):
         make_mesh(axes)
 
 
+def test_several_processes_share_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"2 × 1 × 1 devices are needed, and there are 8; make .* exactly 8, since"):
+        make_mesh({"data": 2})
+
+
 def test_a_run_that_does_not_fit_the_devices_is_refused():
     with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
         run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)
