@@ -74,6 +74,9 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
       >>> spread = on_mesh(config, "fsdp=4")
       >>> spread.gradient_accumulation_steps, spread.sizes().prompts == config.sizes().prompts
       (4, True)
+      >>> on_mesh(config, "data=3")
+      Traceback (most recent call last):
+      SystemExit: --mesh data=3: 16 prompts a step do not divide by 3 devices; along data and fsdp 1, 2, 4 do
     """
     axes = parse_mesh(mesh)
     spread = dataclasses.replace(config, mesh=axes)

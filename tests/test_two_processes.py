@@ -78,7 +78,7 @@ def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_
     assert processes[0].returncode != 0, "it ended as if all were well"
     assert time.monotonic() - killed < 60
     last_words, _ = (process.communicate()[1] for process in processes)
-    Path("/tmp/survivor.txt").write_text(last_words)
+    assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
     step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
     finish(together(run_dir, step + 1))
     finish([start(run_dir, step + 3)])
