@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax import GRPOConfig, Policy, evaluate
+from grpo_jax import GRPOConfig, Policy, distributed, evaluate
 from grpo_jax.rewards import completion_text, reward_names
-from grpo_jax.sharding import parse_mesh
+from grpo_jax.sharding import gather_objects, parse_mesh
 
 __all__ = [
     "Rates",
     "Stopwatch",
+    "add_device_flags",
     "coin_flips",
     "encode_lessons",
     "fresh_directory",
@@ -32,6 +35,7 @@ __all__ = [
     "report_results",
     "show_completions",
     "show_rates",
+    "start_processes",
     "supervise",
     "use_compile_cache",
 ]
@@ -70,6 +74,9 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
       >>> spread = on_mesh(config, "fsdp=4")
       >>> spread.gradient_accumulation_steps, spread.sizes().prompts == config.sizes().prompts
       (4, True)
+      >>> on_mesh(config, "data=3")
+      Traceback (most recent call last):
+      SystemExit: --mesh data=3: 16 prompts a step do not divide by 3 devices; along data and fsdp 1, 2, 4 do
     """
     axes = parse_mesh(mesh)
     spread = dataclasses.replace(config, mesh=axes)
@@ -79,7 +86,31 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
         return dataclasses.replace(spread, gradient_accumulation_steps=steps // shards)
     if size % (shards * group) == 0:
         return dataclasses.replace(spread, per_device_train_batch_size=size // shards)
-    raise SystemExit(f"--mesh {mesh}: {size * steps // group} prompts a step do not divide by {shards} devices")
+    fitting = [n for n in range(1, 2 * shards) if steps % n == 0 or size % (n * group) == 0]
+    raise SystemExit(
+        f"--mesh {mesh}: {size * steps // group} prompts a step do not divide by {shards} devices; along data and fsdp"
+        f" {', '.join(map(str, fitting))} do"
+    )
+
+
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run on several devices, of one process or of several.
+
+    Example:
+      >>> parser = argparse.ArgumentParser()
+      >>> add_device_flags(parser)
+      >>> parser.parse_args(["--mesh", "fsdp=8"]).mesh
+      'fsdp=8'
+    """
+    parser.add_argument("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
+    distributed.add_flags(parser)
+
+
+def start_processes(arguments: argparse.Namespace) -> None:
+    """Join the other processes, if the flags say that there are some; only the first one of them prints."""
+    distributed.start(arguments)
+    if jax.distributed.is_initialized() and jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
 
 
 def use_compile_cache() -> None:
@@ -98,8 +129,14 @@ def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
       name: of the run.
     """
     directory = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if run_dir is None else Path(run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
+    # Of several processes, which share their files, the first one looks and makes it, before any other goes on.
+    taken = False
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        taken = any(directory.iterdir())
+    name, taken = gather_objects([str(directory), taken])[0]
+    directory = Path(name)
+    if taken:
         raise SystemExit(f"--run-dir {directory} is not empty: give every run a directory of its own.")
     return directory
 
@@ -226,6 +263,7 @@ def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch
     """Print the results as one line of JSON, keep it in `results.json`, and return them."""
     results = {"arms": arms, "seconds": watch.seconds, "run_dir": str(run_dir)}
     line = json.dumps(results)
-    (run_dir / "results.json").write_text(line + "\n", encoding="utf-8")
+    if jax.process_index() == 0:
+        (run_dir / "results.json").write_text(line + "\n", encoding="utf-8")
     print(line, flush=True)
     return results

@@ -35,6 +35,7 @@ import jax
 from experiments.common import (
     Rates,
     Stopwatch,
+    add_device_flags,
     coin_flips,
     encode_lessons,
     fresh_directory,
@@ -43,6 +44,7 @@ from experiments.common import (
     report_results,
     show_completions,
     show_rates,
+    start_processes,
     supervise,
     use_compile_cache,
 )
@@ -305,8 +307,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--held-out", type=int, default=200, help="problems to test with (default 200)")
     add("--max-completion-length", type=int, help="tokens (default 16, with --model 512)")
     add("--learning-rate", type=float, help="default 5e-4, with --model 1e-6, with --lora 1e-5")
-    add("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     add("--run-dir", help="an empty or new directory (default runs/countdown-<seed>-<time>)")
+    add_device_flags(parser)
     arguments = parser.parse_args(argv)
     if arguments.max_completion_length is None:
         arguments.max_completion_length = 512 if arguments.model else 16
@@ -318,6 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    start_processes(arguments)
     use_compile_cache()
     seed, scratch = arguments.seed, arguments.model is None
     run_dir = fresh_directory(arguments.run_dir, f"countdown-{seed}")

@@ -33,6 +33,7 @@ import numpy as np
 from experiments.common import (
     Rates,
     Stopwatch,
+    add_device_flags,
     coin_flips,
     encode_lessons,
     fresh_directory,
@@ -40,6 +41,7 @@ from experiments.common import (
     report_results,
     show_completions,
     show_rates,
+    start_processes,
     supervise,
     use_compile_cache,
 )
@@ -221,8 +223,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-batch", type=int, default=128, help="completions at a time in evaluation (default 128)")
     add("--train-rows", type=int, help="train on the first rows only")
     add("--test-rows", type=int, help="test on the first rows only (default: all 1319)")
-    add("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
     add("--run-dir", help="an empty or new directory (default runs/gsm8k-<seed>-<time>)")
+    add_device_flags(parser)
     arguments = parser.parse_args(argv)
     if arguments.max_completion_length is None:
         arguments.max_completion_length = 64 if arguments.scratch else 300
@@ -234,6 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    start_processes(arguments)
     use_compile_cache()
     problems = load_problems(arguments.data)
     run_dir = fresh_directory(arguments.run_dir, f"gsm8k-{arguments.seed}")

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.common import add_device_flags, on_mesh, start_processes
 from grpo_jax import GRPOConfig, Policy, init_policy, train
 
 SYNC_STEPS = 16
@@ -103,11 +104,11 @@ def make_config(*, sync: bool, steps: int, seed: int) -> GRPOConfig:
     )
 
 
-def run(policy: Policy, *, sync: bool, steps: int, seed: int) -> list[Line]:
+def run(policy: Policy, *, sync: bool, steps: int, seed: int, mesh: str = "") -> list[Line]:
     """One arm: what it logged, one line a step, `kl_initial` always among it."""
     rows = [{"prompt": f"{a}{b}"} for a in "bcdfghjk" for b in "lmnpqrst"]
     lines: list[dict[str, Any]] = []
-    config = make_config(sync=sync, steps=steps, seed=seed)
+    config = on_mesh(make_config(sync=sync, steps=steps, seed=seed), mesh)
     keep = lambda step, metrics: lines.append({"step": step, **metrics})
     train(policy, rows, vowels, config, callbacks=[keep])
     # A reference that never moved is the initial policy.
@@ -184,6 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default 0)")
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default 160)")
+    add_device_flags(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/reference_sync.png"), help="the picture (default %(default)s)"
     )
@@ -193,11 +195,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run the experiment and return the rows of its table."""
     arguments = parse(argv)
+    start_processes(arguments)
     policy = make_policy(arguments.seed)
     arms = {}
     for name, sync in ARMS.items():
         print(f"\n{name} reference, {arguments.steps} steps")
-        arms[name] = run(policy, sync=sync, steps=arguments.steps, seed=arguments.seed)
+        arms[name] = run(policy, sync=sync, steps=arguments.steps, seed=arguments.seed, mesh=arguments.mesh)
     rows = make_table(arms)
     print_table(rows)
     draw(arms, arguments.out)

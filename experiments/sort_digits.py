@@ -25,6 +25,7 @@ import numpy as np
 from experiments.common import (
     Rates,
     Stopwatch,
+    add_device_flags,
     coin_flips,
     encode_lessons,
     fresh_directory,
@@ -33,6 +34,7 @@ from experiments.common import (
     report_results,
     show_completions,
     show_rates,
+    start_processes,
     supervise,
     use_compile_cache,
 )
@@ -181,13 +183,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
-    parser.add_argument("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
+    add_device_flags(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    start_processes(arguments)
     use_compile_cache()
     seed, steps = arguments.seed, arguments.steps
     run_dir = fresh_directory(arguments.run_dir, f"sort_digits-{seed}")

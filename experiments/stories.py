@@ -23,12 +23,14 @@ from typing import Any
 from experiments.common import (
     Rates,
     Stopwatch,
+    add_device_flags,
     fresh_directory,
     held_out_rates,
     on_mesh,
     report_results,
     show_completions,
     show_rates,
+    start_processes,
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
@@ -118,13 +120,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the samples (default 0)")
     parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
-    parser.add_argument("--mesh", default="", help="devices as data=2,fsdp=4 (default: one)")
+    add_device_flags(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
+    start_processes(arguments)
     use_compile_cache()
     run_dir = fresh_directory(arguments.run_dir, f"stories-{arguments.seed}")
     rows, held_out = make_rows()

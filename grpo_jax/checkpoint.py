@@ -4,6 +4,7 @@
 checkpoints/40/   params   what is exported
                   rest     old policy, reference, optimizer, key, counters on the device
                   batch    the batch in hand, if the run was between two updates of one rollout
+                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -30,14 +31,17 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import raise_all
 from grpo_jax.progress import Progress
-from grpo_jax.resume import differences, warn_of_rounding
-from grpo_jax.sharding import mesh_of, split
+from grpo_jax.resume import differences, warn_of_no_rollout, warn_of_rounding
+from grpo_jax.sharding import fetch, mesh_of, split
 from grpo_jax.state import TrainState
-from grpo_jax.types import Batch, Prompts
+from grpo_jax.types import Batch, Completions, Prompts
 
 __all__ = ["RESUME", "Checkpoints"]
 
 RESUME = ("auto", "must", "never")
+
+Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
+"""What a run goes on with: state, progress, the batch in hand, completions sampled ahead."""
 
 
 class Checkpoints:
@@ -94,7 +98,9 @@ class Checkpoints:
             or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
         )
 
-    def save(self, state: TrainState, progress: Progress, batch: Batch | None) -> None:
+    def save(
+        self, state: TrainState, progress: Progress, batch: Batch | None, ahead: Completions | None = None
+    ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
         Waits for the checkpoint before it, if that is still being written.
@@ -103,9 +109,10 @@ class Checkpoints:
             return
         self.wait()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        if batch is not None:
-            arrays["batch"] = split(batch, mesh_of(state.params))
-        about = {"run": self._about, "progress": progress.to_json(), "batch": _shapes(batch)}
+        in_hand = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
+        arrays |= {name: split(some, mesh_of(state.params)) for name, some in in_hand.items() if some is not None}
+        shapes = {name: _shapes(some) for name, some in in_hand.items()}
+        about = {"run": self._about, "progress": progress.to_json(), **shapes}
         with self._explained(progress.step):
             self._response = self._checkpointer.save_checkpointables_async(
                 progress.step,
@@ -141,7 +148,7 @@ class Checkpoints:
         measured = [(sign * at.metrics[name], at.step) for at in saved if name in (at.metrics or ())]
         return (max(measured)[1], sign * max(measured)[0]) if measured else None
 
-    def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Progress | None, Batch | None]:
+    def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read.
 
         Args:
@@ -149,7 +156,8 @@ class Checkpoints:
           resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
 
         Returns:
-          State, progress and the batch in hand; `state` itself and None at the start of a new run.
+          State, progress, the batch in hand and completions sampled ahead; `state` itself and None at the start of a
+          new run.
 
         Raises:
           ValueError: the run in the directory was begun with other settings, data or models (all differences are
@@ -177,6 +185,8 @@ class Checkpoints:
             del unreadable[step]
             if self._about is not None:
                 warn_of_rounding(about["run"], self._about)
+                if self._config.rollout_ahead and found[-1] is None:
+                    warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
             return found
         if unreadable:
@@ -185,7 +195,7 @@ class Checkpoints:
                 f"{where}: none of its checkpoints can be read ({reasons}). Put back the files from a copy, or move"
                 f" {self._directory} away to begin anew"
             )
-        return state, None, None
+        return state, None, None, None
 
     def _about_of(self, step: int) -> dict[str, Any]:
         """What was written beside the arrays of a checkpoint."""
@@ -195,20 +205,21 @@ class Checkpoints:
             raise ValueError("not a checkpoint of this library")
         return json.loads(metadata["about"])
 
-    def _load(
-        self, step: int, state: TrainState, about: Mapping[str, Any]
-    ) -> tuple[TrainState, Progress, Batch | None]:
+    def _load(self, step: int, state: TrainState, about: Mapping[str, Any]) -> Restored:
         """One checkpoint, shaped and placed like `state`."""
         assert self._checkpointer is not None
         like = jax.tree.map(_abstract, state)
         wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
         if about["batch"] is not None:
             wanted["batch"] = _abstract_batch(about["batch"], state.step.sharding)
+        if about.get("ahead") is not None:
+            wanted["ahead"] = Completions(**_abstract_fields(about["ahead"], state.step.sharding))
         loaded = self._checkpointer.load_checkpointables(step, wanted)
         return (
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
             loaded.get("batch"),
+            fetch(loaded.get("ahead")),
         )
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
@@ -304,9 +315,15 @@ def _shapes(tree: Any) -> Any:
 
 def _abstract_batch(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> Batch:
     """The `Batch` that `_shapes` described, of abstract arrays."""
+    shapes = dict(shapes)
+    prompts = Prompts(**_abstract_fields(shapes.pop("prompts"), sharding))
+    return Batch(prompts=prompts, **_abstract_fields(shapes, sharding))
+
+
+def _abstract_fields(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> dict[str, Any]:
+    """The arrays that `_shapes` described, abstract, by the names of their fields."""
 
     def leaf(at: Any) -> Any:
         return None if at is None else jax.ShapeDtypeStruct(tuple(at[0]), jnp.dtype(at[1]), sharding=sharding)
 
-    fields = {name: leaf(at) for name, at in shapes.items() if name != "prompts"}
-    return Batch(prompts=Prompts(**{name: leaf(at) for name, at in shapes["prompts"].items()}), **fields)
+    return {name: leaf(at) for name, at in shapes.items()}

@@ -2,6 +2,14 @@
 
 The host's part of the loop. What is random or ordered is found by counting prompts since the start of the run: the n-th
 prompt is the n-th entry of the shuffled epochs, and its samples come from the keys of n. So the cursor is one integer.
+
+While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
+asked for first, and with `rollout_ahead` the next completions are sampled in a thread beside (`streams.beside`).
+
+```
+rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …
+                 host:                    │ rewards of 1     │          │ rewards of 2     │          │ rewards of 3 …
+```
 """
 
 from __future__ import annotations
@@ -10,9 +18,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +36,7 @@ from grpo_jax.rewards import compute_rewards, reward_names
 from grpo_jax.rollout import generate
 from grpo_jax.sharding import fetch, gather_objects
 from grpo_jax.state import TrainState
+from grpo_jax.streams import beside
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
 
 __all__ = ["Experience", "Task", "collect"]
@@ -74,12 +83,14 @@ class Experience:
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts.
       rows: one dict a completion: prompt, completion, rewards, advantage, ended.
+      ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
     """
 
     batch: Batch
     cursor: int
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
+    ahead: Completions | None = None
 
 
 def bucket_length(longest: int, largest: int) -> int:
@@ -126,43 +137,98 @@ class _Groups:
         )
 
 
-def _sample(
-    task: Task, params: Params, key: jax.Array, cursor: int, count: int, step: int, phase: Phase
-) -> tuple[_Groups, dict[str, float]]:
-    """The next `count` prompts with their completions and rewards, and the rewards' metrics."""
+class _Round(NamedTuple):
+    """One rollout with its rewards.
+
+    Attributes:
+      groups: what was sampled and scored.
+      metrics: of the rewards.
+      batch: its `Batch` as far as it can be known without rewards; None where they choose among the groups.
+      cursor: prompts used since the start of the run, after this round.
+      ahead: completions of the next round; None without `look_ahead`.
+    """
+
+    groups: _Groups
+    metrics: dict[str, float]
+    batch: Batch | None
+    cursor: int
+    ahead: Completions | None
+
+
+def _rounds(
+    task: Task,
+    state: TrainState,
+    cursor: int,
+    count: int,
+    phase: Phase,
+    begin: Callable[[Prompts, Completions], Batch] | None,
+    ahead: Completions | None,
+    look_ahead: bool,
+) -> Iterator[_Round]:
+    """Round after round of `count` prompts: the device's work is begun first, and then the rewards are computed."""
+    params = state.params if state.old_params is None else state.old_params
+    key, step = jax.random.fold_in(state.key, 0), int(state.step)
+    while True:
+        start, cursor = cursor, cursor + count
+        if ahead is None:
+            with phase("rollout"):
+                ahead = _sample(task, params, key, start, count)
+        rows, prompts = _prompts(task, start, count)
+        completions, batch = ahead, None
+        if begin is not None:
+            with phase("reference"):
+                batch = begin(prompts, completions)
+
+        def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
+            jax.block_until_ready(batch)  # of two threads' programs at once, the devices of a mesh could mix the order
+            return _sample(task, params, key, cursor, count)
+
+        with beside(sample_next) if look_ahead else contextlib.nullcontext() as coming:
+            with phase("rewards"):
+                own = _score(task, rows, completions, Extras(task.trainer_state(step, start)))
+            with phase("rollout"):
+                ahead = None if coming is None else coming.result()
+        with phase("rewards"):
+            texts, extra, rewards, metrics = _of_all(own, len(rows))
+        groups = _Groups(rows, prompts, completions, texts, extra, rewards)
+        yield _Round(groups, metrics, batch, cursor, ahead)
+
+
+def _prompts(task: Task, cursor: int, count: int) -> tuple[list[dict[str, Any]], Prompts]:
+    """The next `count` rows of the dataset, and their prompts."""
     config = task.config
     entries = prompt_indices(
         cursor, count, num_rows=len(task.data.rows), seed=config.seed, shuffle=config.shuffle_dataset
     )
     rows = [task.data.rows[row] for _, row in entries]
-    with phase("rollout"):
-        completions = generate(
-            task.model,
-            params,
-            make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length),
-            key,
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            eos_token_ids=task.eos_token_ids,
-            pad_token_id=task.pad_token_id,
-            prompt_indices=cursor + np.arange(count),
-            batch_size=config.rollout_batch_size,
-            **sampling_settings(config),
-        )
-        completions = fetch(completions)
-    with phase("rewards"):
-        texts, extra, rewards, metrics = _score(task, rows, completions, Extras(task.trainer_state(step, cursor)))
-    prompts = make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
-    return _Groups(rows, prompts, completions, texts, extra, rewards), metrics
+    return rows, make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
 
 
-def _score(
-    task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras
-) -> tuple[list[Any], list[dict[str, Any]], np.ndarray, dict[str, float]]:
-    """Texts, extras and rewards [B, G, K] of completions, and the rewards' metrics.
+def _sample(task: Task, params: Params, key: jax.Array, cursor: int, count: int) -> Completions:
+    """Completions of the next `count` prompts, on the host."""
+    config = task.config
+    completions = generate(
+        task.model,
+        params,
+        _prompts(task, cursor, count)[1],
+        key,
+        num_generations=config.num_generations,
+        max_completion_length=config.max_completion_length,
+        eos_token_ids=task.eos_token_ids,
+        pad_token_id=task.pad_token_id,
+        prompt_indices=cursor + np.arange(count),
+        batch_size=config.rollout_batch_size,
+        **sampling_settings(config),
+    )
+    return fetch(completions)
 
-    Each process of a run calls the reward functions for its own prompts, and all get the results.
-    """
+
+_Scores = tuple[list[Any], list[dict[str, Any]], np.ndarray, dict[str, float]]
+"""Texts, extras and rewards [B, G, K] of completions, and the rewards' metrics."""
+
+
+def _score(task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras) -> _Scores:
+    """The scores of this process's completions: each process of a run calls the reward functions for its own rows."""
     config, g, n = task.config, task.config.num_generations, jax.process_count()
     own = range(len(rows))
     if n > 1 and len(rows) % n == 0:
@@ -174,10 +240,15 @@ def _score(
         task.reward_fns, num_generations=g, on_error=config.on_reward_error, extras=extras.given(), **inputs
     )
     texts = inputs["completions"]
-    results = (texts, extras.rows(len(texts)), rewards, extras.metrics() | metrics)
-    if len(own) == len(rows):
-        return results
-    parts = gather_objects([*results[:2], rewards.tolist(), results[3]])
+    return texts, extras.rows(len(texts)), rewards, extras.metrics() | metrics
+
+
+def _of_all(own: _Scores, count: int) -> _Scores:
+    """The scores of all `count` prompts, from those of each process."""
+    texts, extra, rewards, metrics = own
+    if len(rewards) == count:
+        return own
+    parts = gather_objects([texts, extra, rewards.tolist(), metrics])
     texts, extra = (list(itertools.chain.from_iterable(part[i] for part in parts)) for i in (0, 1))
     scores = np.array([row for part in parts for row in part[2]], np.float32)
     return texts, extra, scores, _merge([part[3] for part in parts])
@@ -193,33 +264,28 @@ def _merge(metrics: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def _with_signal(
-    task: Task, params: Params, key: jax.Array, cursor: int, count: int, step: int, phase: Phase
-) -> tuple[_Groups, int, np.ndarray, dict[str, float]]:
+def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
     """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
 
     Sampling goes on for `max_refills` rounds at most. What is missing then is filled with groups without a signal,
     which count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
 
     Returns:
-      The groups, the cursor, which of the groups count [count] bool, and metrics.
+      All rounds as one, with `count` groups; and which of the groups count [count] bool.
     """
-    groups: _Groups | None = None
-    metrics: dict[str, float] = {}
-    rounds = 0
+    first = last = next(rounds)
+    groups, refills = first.groups, 0
     while True:
-        new, stats = _sample(task, params, key, cursor, count, step, phase)
-        metrics = metrics or stats  # of the first round: refills are a biased sample of the policy's rewards
-        cursor += count
-        groups = new if groups is None else groups.join(new)
-        kept = ~_silent(task.config, groups.rewards)
-        if kept.sum() >= count or rounds == task.config.max_refills:
+        kept = ~_silent(config, groups.rewards)
+        if kept.sum() >= count or refills == config.max_refills:
             break
-        rounds += 1
+        last, refills = next(rounds), refills + 1
+        groups = groups.join(last.groups)
     order = np.argsort(~kept, kind="stable")[:count]
-    metrics["dynamic_sampling/refills"] = float(rounds)
+    metrics = first.metrics  # refills are a biased sample of the policy's rewards
+    metrics["dynamic_sampling/refills"] = float(refills)
     metrics["dynamic_sampling/groups_without_signal"] = float((~kept).sum())
-    return groups.take(order), cursor, kept[order], metrics
+    return last._replace(groups=groups.take(order), metrics=metrics), kept[order]
 
 
 @functools.partial(jax.jit, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation"))
@@ -249,6 +315,8 @@ def collect(
     count: int,
     micro: tuple[int, int],
     phase: Phase = contextlib.nullcontext,
+    ahead: Completions | None = None,
+    look_ahead: bool = False,
 ) -> Experience:
     """Sample, score and weigh one iteration's completions.
 
@@ -259,49 +327,63 @@ def collect(
       count: B, prompts of the iteration.
       micro: (prompts, completions) of a micro-batch, for the reference's log-probs.
       phase: `phase(name)` is a context in which that part of the work is timed.
+      ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
+      look_ahead: sample the prompts that come next too, while the reward functions work.
 
     Returns:
       `Experience`. Its arrays are cut to the bucket of the longest completion.
     """
     config = task.config
-    params = state.params if state.old_params is None else state.old_params
-    key = jax.random.fold_in(state.key, 0)
-    counts_in, step = np.ones(count, bool), int(state.step)
+    begin = functools.partial(_begin, task, state, micro)
+    rounds = _rounds(task, state, cursor, count, phase, None if config.dynamic_sampling else begin, ahead, look_ahead)
     if config.dynamic_sampling:
-        groups, cursor, counts_in, metrics = _with_signal(task, params, key, cursor, count, step, phase)
+        last, counts_in = _with_signal(rounds, config, count)
+        with phase("reference"):
+            last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counts_in))
     else:
-        groups, metrics = _sample(task, params, key, cursor, count, step, phase)
-        cursor += count
+        last, counts_in = next(rounds), np.ones(count, bool)
+    groups, metrics, batch, cursor, ahead = last
     # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
     rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
     advantages = _advantages(rewards, scale_rewards=config.scale_rewards, **_aggregation(config))
-    completions = groups.completions
-    lengths = np.asarray(completions.mask).sum(axis=-1)
-    metrics |= _rollout_metrics(config, groups, lengths)
-
-    t = bucket_length(int(lengths.max()), config.max_completion_length)
-    mask = completions.mask[:, :, :t] & counts_in[:, None, None]
-    if config.mask_truncated_completions:
-        mask &= completions.ended[:, :, None]
-    batch = Batch(
-        prompts=jax.tree.map(jnp.asarray, groups.prompts),
-        tokens=jnp.asarray(completions.tokens[:, :, :t]),
-        mask=jnp.asarray(mask),
-        advantages=advantages,
-        sampling_log_probs=jnp.asarray(completions.log_probs[:, :, :t]),
-        counted=jnp.asarray(counts_in) if config.dynamic_sampling else None,
-    )
+    metrics |= _rollout_metrics(config, groups, np.asarray(groups.completions.mask).sum(axis=-1))
+    assert batch is not None, "begun by the round, or after all of them"
     with phase("reference"):
-        tokens = (batch.prompts, batch.tokens, batch.mask)
-        at: dict[str, Any] = {"model": task.model, "config": config, "micro": micro}
-        if state.ref_params is not None:
-            log_probs = score(state.ref_params, *tokens, **at)
-            batch = batch.replace(ref_log_probs=log_probs)
-        if state.initial_params is not None:
-            log_probs = score(state.initial_params, *tokens, **at)
-            batch = batch.replace(initial_log_probs=log_probs)
-        jax.block_until_ready(batch)
-    return Experience(batch, cursor, metrics, _rows(task, groups, np.asarray(advantages)))
+        batch = jax.block_until_ready(batch.replace(advantages=advantages))
+    return Experience(batch, cursor, metrics, _rows(task, groups, np.asarray(advantages)), ahead)
+
+
+def _begin(
+    task: Task,
+    state: TrainState,
+    micro: tuple[int, int],
+    prompts: Prompts,
+    completions: Completions,
+    counts_in: np.ndarray | None = None,
+) -> Batch:
+    """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
+    config = task.config
+    longest = int(np.asarray(completions.mask).sum(axis=-1).max())
+    t = bucket_length(longest, config.max_completion_length)
+    mask = completions.mask[:, :, :t]
+    if counts_in is not None:
+        mask = mask & counts_in[:, None, None]
+    if config.mask_truncated_completions:
+        mask = mask & completions.ended[:, :, None]
+    inputs: Any = (jax.tree.map(jnp.asarray, prompts), jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(mask))
+    at: dict[str, Any] = {"model": task.model, "config": config, "micro": micro}
+    score_by = lambda params: None if params is None else score(params, *inputs, **at)
+    prompts, tokens, mask = inputs
+    return Batch(
+        prompts=prompts,
+        tokens=tokens,
+        mask=mask,
+        advantages=jnp.zeros(mask.shape[:2]),
+        sampling_log_probs=jnp.asarray(completions.log_probs[:, :, :t]),
+        ref_log_probs=score_by(state.ref_params),
+        initial_log_probs=score_by(state.initial_params),
+        counted=None if counts_in is None else jnp.asarray(counts_in),
+    )
 
 
 def _rollout_metrics(config: GRPOConfig, groups: _Groups, lengths: np.ndarray) -> dict[str, float]:

@@ -144,6 +144,9 @@ class GRPOConfig:
     """μ, passes over the completions of one iteration."""
     rollout_batch_size: Count | None = None
     """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. Ours."""
+    rollout_ahead: bool = False
+    """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
+    one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
     """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
     num_train_epochs: Positive = 3.0
@@ -371,6 +374,11 @@ class GRPOConfig:
     def total_warmup_steps(self, total_steps: int) -> int:
         """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every update begins with the very policy that sampled its completions: the ratio is 1 then."""
+        return self.sizes().updates == 1 and not self.rollout_ahead
 
     @property
     def padding(self) -> int:

@@ -93,7 +93,7 @@ def rehearse(
     )
     # One group, whatever its rewards are: refills would hide that they are all the same.
     task = dataclasses.replace(run.task, config=dataclasses.replace(config, dynamic_sampling=False))
-    how: dict[str, Any] = {"model": task.model, "config": task.config, "on_policy": run.sizes.updates == 1}
+    how: dict[str, Any] = {"model": task.model, "config": task.config, "on_policy": task.config.on_policy}
     micro = (1, run.sizes.micro_completions)
     experience = collect(task, state, 0, count=1, micro=micro, phase=phase)
     with phase("update"):
@@ -152,7 +152,7 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
         model=task.model,
         optimizer=run.optimizer,
         config=config,
-        on_policy=sizes.updates == 1,
+        on_policy=task.config.on_policy,
         micro=run.micro,
     )
     programs = {"decode": decode, "update": update}
@@ -210,7 +210,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         if seconds > SLOW_REWARD:
             yield (
                 f"reward function {name!r} would take about {seconds:.0f} s of each iteration: make it async, or give"
-                " it workers with isolated"
+                " it workers with isolated; rollout_ahead=True samples the next completions meanwhile"
             )
         if rollout.get(f"rewards/{name}/errors"):
             yield f"reward function {name!r} failed on {rollout[f'rewards/{name}/errors']:.0f} of {g} completions"

@@ -106,8 +106,8 @@ def much_clipped(history: History, config: GRPOConfig) -> str | None:
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
     """Sampler and trainer disagree about tokens that both should give the same log-probs."""
     gap = _now(history, "sampler_gap")
-    # After an iteration's first update the policy is no longer that of the sampler, and the gap is no fault.
-    if gap is None or gap <= SAMPLER_GAP[config.compute_dtype] or config.sizes().updates > 1:
+    # Where the policy is no longer that of the sampler, the gap is no fault.
+    if gap is None or gap <= SAMPLER_GAP[config.compute_dtype] or not config.on_policy:
         return None
     return (
         f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps:"
@@ -158,7 +158,7 @@ def slower(history: History, config: GRPOConfig) -> str | None:
     phase = max(more, key=more.__getitem__, default="")
     advice = {
         "rollout": "are completions longer? max_completion_length bounds them",
-        "rewards": "is a reward function slow? make it async, or give it workers with isolated",
+        "rewards": "is a reward function slow? make it async, give it workers with isolated, or use rollout_ahead=True",
         "evaluation": "raise eval_steps",
         "update": "are completions longer? max_completion_length bounds them",
         "reference": "are completions longer? max_completion_length bounds them",

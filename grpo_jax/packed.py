@@ -77,7 +77,10 @@ def score(
     config: GRPOConfig,
     micro: tuple[int, int],
 ) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0."""
+    """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
+
+    They may still be on their way when this returns; only several streams on a CPU are waited for.
+    """
     if not _packs(model, params):
         mesh = mesh_of(params)
         at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro, "mesh": mesh}
@@ -145,7 +148,7 @@ def _gradients(
         for i in numbers:
             grads, more = _add_piece(grads, state, read, batch, pieces[i], totals, dropout, i, **fixed)
             sums.append(more)
-        return jax.block_until_ready((grads, sums))
+        return grads, sums
 
     program = ("gradients", *_shape(pieces, read), jax.tree.structure(fixed["model"]), config, on_policy)
     results = run_in_streams(gradients_of, _shares(state.params, len(pieces)), program=program)
@@ -157,7 +160,7 @@ def _gradients(
         total, numbers = share
         for i in numbers:
             total = _add_prompts(total, pullbacks[i], of_read, read, i, parts=len(pullbacks))
-        return jax.block_until_ready(total)
+        return total
 
     # One stream's part of the prompts goes on top of the same stream's pieces; a stream may have none.
     shares = [range(i, len(pullbacks), len(totals_of)) for i in range(len(totals_of))]
@@ -252,7 +255,7 @@ def _read(
 
     def read_some(numbers: range) -> list[Any]:
         how: dict[str, Any] = {"parts": count, "backward": backward}
-        return jax.block_until_ready([_read_part(params, prompts, dropout, model, i, **how) for i in numbers])
+        return [_read_part(params, prompts, dropout, model, i, **how) for i in numbers]
 
     program = ("read", backward, prompts.tokens.shape, jax.tree.structure(model), count)
     shares = _shares(params, count)
@@ -342,7 +345,7 @@ def _score_pieces(
             scores = _score_piece(
                 scores, params, read, prompts.lengths, mask, pieces[i], model=model, config=config, **how
             )
-        return jax.block_until_ready(scores)
+        return scores
 
     program = ("scores", *_shape(pieces, read), jax.tree.structure(model), config)
     return _sum(run_in_streams(scores_of, _shares(params, len(pieces)), program=program))

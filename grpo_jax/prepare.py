@@ -24,7 +24,7 @@ from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows
 from grpo_jax.resume import describe
 from grpo_jax.reward_calls import EXTRAS
 from grpo_jax.rewards import check_reward_fns
-from grpo_jax.sharding import AXES, make_mesh, mesh_of, place
+from grpo_jax.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.state import TrainState, create_state
 from grpo_jax.types import Model
 
@@ -160,14 +160,17 @@ def _check_policy(policy: Any) -> None:
 
 def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None, GRPOConfig]:
     """The mesh of a run, and the config that names its sizes: that of the config, or the one that the policy is on."""
-    if config.mesh is not None:
-        return make_mesh(config.mesh), config
-    mesh = mesh_of(policy.params)
+    mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
     if not set(mesh.axis_names) <= set(AXES):
         raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
-    return mesh, dataclasses.replace(config, mesh=dict(mesh.shape))
+    axes = dict(mesh.shape) if config.mesh is None else config.mesh
+    if isinstance(policy.model, Transformer | LoraModel):
+        shape = policy.model.config
+        channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
+        check_fits(axes, width=shape.hidden_size, heads=shape.num_heads, channels=channels)
+    return mesh, dataclasses.replace(config, mesh=axes)
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -94,7 +94,7 @@ class BadBatches:
             batch,
             model=run.task.model,
             config=run.task.config,
-            on_policy=run.sizes.updates == 1,
+            on_policy=run.task.config.on_policy,
             micro=run.micro,
             rows=rows,
         )
@@ -153,7 +153,7 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
         batch,
         model=with_settings(policy.model, config),
         config=config,
-        on_policy=sizes.updates == 1,
+        on_policy=of_run.on_policy,
         micro=(sizes.micro_prompts, sizes.micro_completions),
         rows=about["rows"],
     )

@@ -21,7 +21,7 @@ from grpo_jax.report import package_versions
 from grpo_jax.rewards import reward_names
 from grpo_jax.types import Model, as_argument
 
-__all__ = ["describe", "differences", "warn_of_rounding"]
+__all__ = ["describe", "differences", "warn_of_no_rollout", "warn_of_rounding"]
 
 # Fields that the params never depend on: they say what is shown, measured on the side, or kept.
 _ASIDE = {
@@ -133,6 +133,17 @@ def warn_of_rounding(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
         warnings.warn(
             f"the run goes on otherwise than it was begun ({', '.join(lines)}): from here on its numbers may differ in"
             " the last bits from those of an undisturbed run",
+            stacklevel=2,
+        )
+
+
+def warn_of_no_rollout(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn that a run with `rollout_ahead` whose last iteration sampled nothing for a next one is to be longer."""
+    if saved["total_steps"] < present["total_steps"]:
+        warnings.warn(
+            f"rollout_ahead: the run was to end after step {saved['total_steps']} and has sampled nothing ahead: its"
+            " next completions come from the present policy, where those of a run that was to be longer from the start"
+            " come from the one before",
             stacklevel=2,
         )
 

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 __all__ = [
     "AXES",
     "TABLE",
+    "check_fits",
     "constrain",
     "fetch",
     "for_lookup",
@@ -64,7 +65,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       devices: None for `jax.devices()`.
 
     Raises:
-      ValueError: an unknown axis, or more devices than there are.
+      ValueError: an unknown axis, more devices than there are, or some only of those of several processes.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -75,10 +76,46 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         raise ValueError(f"mesh has the axis {unknown[0]!r}: the axes are {', '.join(AXES)}")
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = jax.devices() if devices is None else devices
-    if math.prod(sizes) > len(devices):
-        product = " × ".join(map(str, sizes))
-        raise ValueError(f"mesh = {dict(axes)}: {product} devices are needed, and there are {len(devices)}")
+    product, several = " × ".join(map(str, sizes)), jax.process_count() > 1
+    if math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
+        fit = f"exactly {len(devices)}, since every process takes part" if several else f"at most {len(devices)}"
+        raise ValueError(
+            f"mesh = {dict(axes)}: {product} devices are needed, and there are {len(devices)}; make the sizes multiply"
+            f" to {fit}"
+        )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
+
+
+def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
+    """Raise if a mesh would leave the large matrices of a decoder whole where it is to cut them.
+
+    Smaller things that do not divide (a vocabulary, heads of keys and values, a batch) are whole on every device.
+
+    Args:
+      axes: sizes of "data", "fsdp" and "tensor".
+      width: D of the model, which "fsdp" cuts.
+      heads: query heads, which "tensor" cuts.
+      channels: of the MLP, or of one expert; "tensor" cuts them too.
+
+    Raises:
+      ValueError: with the axis, its size, and the sizes that fit.
+
+    Example:
+      >>> check_fits({"tensor": 3}, width=64, heads=4, channels=128)
+      Traceback (most recent call last):
+      ValueError: mesh = {'tensor': 3}: tensor = 3 does not divide the model's 4 heads and 128 MLP channels; 1, 2, 4 do
+    """
+    whole = {
+        "fsdp": (width, f"the model's width of {width}"),
+        "tensor": (math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"),
+    }
+    lines = []
+    for axis, (total, what) in whole.items():
+        if total % axes.get(axis, 1):
+            fitting = [str(size) for size in range(1, 2 * axes[axis]) if total % size == 0]
+            lines.append(f"{axis} = {axes[axis]} does not divide {what}; {', '.join(fitting)} do")
+    if lines:
+        raise ValueError(f"mesh = {dict(axes)}: {'; '.join(lines)}")
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:

@@ -3,21 +3,24 @@
 XLA's CPU backend spreads one operation over the cores only if the operation is large. The steps of a decode are small:
 one core works and the other waits. Half of the groups on each of two threads are the same samples in less time. On
 GPUs and TPUs, where one program fills the device, nothing is split.
+
+`beside` is the other use of a thread: the device's work, while the caller's own thread is at the reward functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
 
 from grpo_jax.types import Params
 
-__all__ = ["count_streams", "devices_of", "run_in_streams"]
+__all__ = ["beside", "count_streams", "devices_of", "run_in_streams"]
 
 CACHED = 64 * 2**20
 """Bytes of parameters that a CPU's cache may hold: larger ones come from memory, once for each stream."""
@@ -55,6 +58,8 @@ def run_in_streams(
 ) -> list[Result]:
     """`[function(part) for part in parts]`, one thread a part; a failure is raised when all have ended.
 
+    Several parts are waited for. A single one is not: its arrays may still be on their way.
+
     Args:
       function: what is done with a part.
       parts: for the threads.
@@ -67,9 +72,40 @@ def run_in_streams(
         first = function(parts[0])
         _COMPILED.add(program)
         return [first, *run_in_streams(function, parts[1:])]
-    futures = [_pool(len(parts)).submit(function, part) for part in parts]
+    whole = lambda part: jax.block_until_ready(function(part))
+    futures = [_pool(len(parts)).submit(whole, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
+    """A function at work in a thread of its own while the block runs; the end of the block waits for it.
+
+    JAX keeps settings made by `with` to their thread: two that decide numbers and places,
+    `jax.default_matmul_precision` and `jax.default_device`, are taken along.
+
+    Args:
+      function: what the thread does.
+
+    Yields:
+      A future, whose `result()` waits for what the function returns, or raises what it has raised.
+
+    Example:
+      >>> with beside(lambda: sum(range(10))) as coming:
+      ...     here = 1
+      >>> coming.result() + here
+      46
+    """
+    settings: Any = jax.config
+    precision, device = settings.jax_default_matmul_precision, settings.jax_default_device
+
+    def run() -> Result:
+        with jax.default_matmul_precision(precision), jax.default_device(device):
+            return function()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="grpo_jax-beside") as pool:
+        yield pool.submit(run)
 
 
 @functools.cache

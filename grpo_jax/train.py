@@ -116,7 +116,7 @@ def train(
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
         StopSignals(enabled=run_dir is not None) as signals,
     ):
-        state, found, batch = checkpoints.restore(state, resume)
+        state, found, batch, ahead = checkpoints.restore(state, resume)
         progress, data = found or Progress(), run.task.data
         monitor.start(
             state,
@@ -129,14 +129,21 @@ def train(
         evaluate_if_due(run, state, progress, monitor)
         while progress.step < run.total_steps and not stopping(signals):
             if batch is None:
-                # One snapshot samples for the whole iteration; all its updates learn from the same completions.
+                # One snapshot samples for a whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
                 experience = collect(
-                    run.task, state, progress.cursor, count=run.sizes.prompts, micro=run.micro, phase=monitor.phase
+                    run.task,
+                    state,
+                    progress.cursor,
+                    count=run.sizes.prompts,
+                    micro=run.micro,
+                    phase=monitor.phase,
+                    ahead=ahead,
+                    look_ahead=config.rollout_ahead and progress.step + run.sizes.updates < run.total_steps,
                 )
                 progress.collected(experience.cursor, experience.metrics)
                 monitor.completions(progress.step + 1, experience.rows)
-                batch = experience.batch
+                batch, ahead = experience.batch, experience.ahead
             index = progress.updates_done % run.sizes.slices
             part = slice_of(batch, index, run.sizes)
             with monitor.phase("update"):
@@ -146,7 +153,7 @@ def train(
                     model=run.task.model,
                     optimizer=run.optimizer,
                     config=config,
-                    on_policy=run.sizes.updates == 1,
+                    on_policy=run.task.config.on_policy,
                     micro=run.micro,
                 )
                 metrics = {name: float(value) for name, value in fetch(measured).items()}
@@ -165,15 +172,15 @@ def train(
                 monitor.log(progress.step, line)
             if config.max_skipped_updates is not None and progress.skipped >= config.max_skipped_updates:
                 progress.skipped = 0  # who goes on from here may skip as many again
-                checkpoints.save(state, progress, batch)
+                checkpoints.save(state, progress, batch, ahead)
                 raise bad_batches.error(state, part, step=progress.step, index=index)
             if not stopping(signals):
                 evaluate_if_due(run, state, progress, monitor)
                 if checkpoints.due(progress.step, run.total_steps):
-                    checkpoints.save(state, progress, batch)
+                    checkpoints.save(state, progress, batch, ahead)
         stop = stopping(signals)
         if stop:
-            checkpoints.save(state, progress, batch)
+            checkpoints.save(state, progress, batch, ahead)
         checkpoints.wait()
         monitor.end(progress.step, run.total_steps, best=checkpoints.best())
         if stop:

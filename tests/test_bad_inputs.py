@@ -174,6 +174,16 @@ BAD = [
         dict(mesh={"data": 20, "fsdp": 2}),
         "mesh = {'data': 20, 'fsdp': 2}: 20 × 2 × 1 devices are needed, and there are",
     ),
+    (dict(mesh={"data": 20}), "are needed, and there are 8; make the sizes multiply to at most 8"),
+    (
+        dict(mesh={"data": 2, "tensor": 3}),
+        "tensor = 3 does not divide the model's 4 heads and 32 MLP channels; 1, 2, 4 do",
+    ),
+    (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16; 1, 2, 4, 8 do"),
+    (
+        dict(mesh={"data": 4}, generation_batch_size=12),
+        "generation_batch_size = 12: does not split into optimizer batches of 8 completions (per_device_train",
+    ),
     # Evaluation.
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[]), "eval_dataset is empty: give at least one row with a 'prompt'"),

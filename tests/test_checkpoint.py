@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import Batch, GRPOConfig, Prompts, checkpoint
+from grpo_jax import Batch, Completions, GRPOConfig, Prompts, checkpoint
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.progress import Progress
 from grpo_jax.state import create_state
@@ -43,16 +43,26 @@ def as_data(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-@pytest.mark.parametrize("keep", [{}, {"keep_old": True, "keep_reference": True, "keep_initial": True}])
+def sampled():
+    some = batch()
+    arrays = (np.asarray(x) for x in (some.tokens, some.mask, some.sampling_log_probs))
+    return Completions(*arrays, ended=np.eye(2) > 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "ahead"),
+    [({}, sampled()), ({"keep_old": True, "keep_reference": True, "keep_initial": True}, None)],
+    ids=["ahead", "keep"],
+)
 @pytest.mark.parametrize(
     "pending", [None, batch(), batch(ref_log_probs=jnp.zeros((2, 2, 3)), counted=jnp.array([True, False]))]
 )
-def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, pending):
+def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, pending):
     progress = Progress(step=3, cursor=24, updates_done=1, evaluated=0, tokens=99, window={"kl": [0.1, 3]})
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        checkpoints.save(state_at(3, **keep), progress, pending)
+        checkpoints.save(state_at(3, **keep), progress, pending, ahead)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        state, found, resumed = checkpoints.restore(state_at(0, **keep))
+        state, found, resumed, sampled_ahead = checkpoints.restore(state_at(0, **keep))
     chex.assert_trees_all_equal(as_data(state), as_data(state_at(3, **keep)))
     chex.assert_trees_all_equal_dtypes(as_data(state), as_data(state_at(3, **keep)))
     assert found == progress
@@ -60,6 +70,7 @@ def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, pending
         assert resumed is None
     else:
         chex.assert_trees_all_equal(resumed, pending)
+    chex.assert_trees_all_equal(sampled_ahead, ahead)
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):
@@ -165,7 +176,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:
-        found, progress, _ = checkpoints.restore(state)
+        found, progress, *_ = checkpoints.restore(state)
         assert progress.step == 2
         chex.assert_trees_all_equal(found.params, params)
         checkpoints.save(state, Progress(step=4), None)
@@ -209,7 +220,7 @@ def test_the_run_goes_on_from_the_last_checkpoint_that_can_be_read(tmp_path, how
     how(tmp_path / "checkpoints" / "4")
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(.*; it is kept as .*, and .* of step 2"):
-            state, progress, _ = checkpoints.restore(state_at(0))
+            state, progress, *_ = checkpoints.restore(state_at(0))
         chex.assert_trees_all_equal(as_data(state), as_data(state_at(2)))
         assert progress.step == checkpoints.latest() == 2
         checkpoints.save(state_at(4), Progress(step=4), None)

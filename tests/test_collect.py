@@ -1,13 +1,16 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
 import dataclasses
+import threading
 
+import chex
 import jax
 import numpy as np
 import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
+from grpo_jax import collect as collect_module
 from grpo_jax.collect import Task, bucket_length, collect
 from grpo_jax.prompts import encode_prompts
 from grpo_jax.state import create_state
@@ -165,3 +168,73 @@ def test_a_task_is_frozen():
         run.task.config = None
     assert isinstance(run.task, Task)
     assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.task.data.token_ids
+
+
+def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
+    events = []
+    score = collect_module.score
+    monkeypatch.setattr(collect_module, "score", lambda *args, **how: events.append("scores") or score(*args, **how))
+
+    def reward(completion_ids):
+        events.append("rewards")
+        return length_reward(completion_ids)
+
+    batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
+    assert events == ["scores", "scores", "rewards"]
+    np.testing.assert_array_equal(batch.ref_log_probs, batch.initial_log_probs)
+    events.clear()
+    collected(run_of(reward, beta=0.1, dynamic_sampling=True), keep_reference=True)
+    assert events == ["rewards", "scores"], "there the rewards choose what is scored"
+
+
+def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
+    """They are taken as they are, of whatever policy, and the next ones come from the present one."""
+    run, theirs = run_of(), tiny_policy(seed=1).params
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    first = collect(run.task, state, 0, look_ahead=True, **at)
+    alone = collect(run.task, state, first.cursor, **at)
+    second = collect(run.task, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
+    chex.assert_trees_all_equal(second.batch, alone.batch)
+    assert second.rows == alone.rows
+    assert second.cursor == alone.cursor == 8
+    assert second.ahead is alone.ahead is None
+
+
+def test_refills_use_up_what_was_sampled_ahead():
+    run = run_of(silent_for(1, 3), dynamic_sampling=True)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    plain, ahead = collect(run.task, state, 0, **at), collect(run.task, state, 0, look_ahead=True, **at)
+    chex.assert_trees_all_equal(plain.batch, ahead.batch)
+    assert ahead.cursor == plain.cursor == 8
+    third = collect(run.task, state, 8, ahead=ahead.ahead, **at)
+    chex.assert_trees_all_equal(third.batch, collect(run.task, state, 8, **at).batch)
+
+
+def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
+    def fails(completions):
+        raise KeyError("gold")
+
+    run = run_of(fails)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    messages = []
+    for look_ahead in (False, True):
+        with pytest.raises(ValueError, match="'fails' raised KeyError") as caught:
+            collect(run.task, state, 0, count=4, micro=run.micro, look_ahead=look_ahead)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
+
+    generate, calls = collect_module.generate, []
+
+    def once(*args, **how):
+        calls.append(how["prompt_indices"][0])
+        if len(calls) == 2:
+            raise MemoryError("no room for a second rollout")
+        return generate(*args, **how)
+
+    monkeypatch.setattr(collect_module, "generate", once)
+    with pytest.raises(MemoryError, match="no room for a second rollout"):
+        collect(run_of().task, state, 0, count=4, micro=run.micro, look_ahead=True)
+    assert calls == [0, 4]

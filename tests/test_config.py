@@ -349,6 +349,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
     plain = {
         "mask_truncated_completions",
         "dynamic_sampling",
+        "rollout_ahead",
         "use_adaptive_entropy",
         "use_bias_correction_kl",
         "gradient_checkpointing",
@@ -535,6 +536,7 @@ OURS = dict(
     dynamic_sampling=False,
     max_refills=4,
     rollout_batch_size=None,
+    rollout_ahead=False,
     max_kl_old=None,
     kl_estimator="k3",
     kl_placement="loss",

@@ -110,7 +110,7 @@ def test_numbers_that_look_wrong(monkeypatch):
         "all 4 completions are empty: they end with their first token",
         "all 4 completions are the same: ''; raise temperature",
         "reward function 'lambda' would take about 40 s of each iteration: make it async, or give it workers with "
-        "isolated",
+        "isolated; rollout_ahead=True samples the next completions meanwhile",
         "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile",
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
         "and without a cache",

@@ -1,6 +1,7 @@
 """Training on a mesh of eight devices is training on one: the same completions, losses and params."""
 
 import functools
+from contextlib import nullcontext
 
 import chex
 import jax
@@ -22,7 +23,7 @@ def lower_case(completions):
     return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
 
-def run(policy, mesh, **settings):
+def run(policy, mesh, run_dir=None, **settings):
     """Three iterations of eight prompts × 4 completions: the final state, and what was logged."""
     per_device = 32 // int(np.prod([size for axis, size in (mesh or {}).items() if axis != "tensor"] or [1]))
     config = GRPOConfig(
@@ -41,7 +42,8 @@ def run(policy, mesh, **settings):
         }
     )
     lines = []
-    state = train(policy, ROWS, lower_case, config, callbacks=[lambda step, metrics: lines.append(metrics)])
+    keep = lambda step, metrics: lines.append(metrics)
+    state = train(policy, ROWS, lower_case, config, run_dir=run_dir, callbacks=[keep])
     return state, lines
 
 
@@ -75,6 +77,20 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh, capfd):
         found = [x for x in jax.tree.leaves(moment) if x.shape == kernel.shape]
         assert found
         assert {x.addressable_shards[0].data.shape for x in found} == {kernel.addressable_shards[0].data.shape}
+
+
+def test_a_run_goes_on_on_other_devices(tmp_path, monkeypatch):
+    """Begun on eight, gone on with on four of them and then on one: what it would have been without a break."""
+    monkeypatch.setattr("grpo_jax.report.RunWriter.report", lambda self: None)  # a picture takes a second
+    lines = []
+    for step, mesh in enumerate([{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2}, None], 1):
+        otherwise = pytest.warns(UserWarning, match="otherwise than it was begun .*mesh") if step > 1 else nullcontext()
+        with otherwise:
+            state, line = run(tiny_policy(), mesh, tmp_path, max_steps=step)
+        assert len({device for x in jax.tree.leaves(state) for device in x.devices()}) == [8, 4, 1][step - 1]
+        lines += line
+    assert_same_run(on_one_device(), (state, lines))
+    chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, on_one_device()[0].opt_state), atol=1e-6)
 
 
 def test_a_mesh_of_the_users_own_is_that_of_the_policy():
@@ -137,6 +153,12 @@ def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
 def test_meshes_that_cannot_be(axes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(axes)
+
+
+def test_several_processes_share_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"2 × 1 × 1 devices are needed, and there are 8; make .* exactly 8, since"):
+        make_mesh({"data": 2})
 
 
 def test_a_run_that_does_not_fit_the_devices_is_refused():

@@ -17,7 +17,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, add_lora, train
 from grpo_jax.prompts import EncodedPrompts
 from grpo_jax.report import read_lines
-from grpo_jax.resume import describe, differences, warn_of_rounding
+from grpo_jax.resume import describe, differences, warn_of_no_rollout, warn_of_rounding
 from grpo_jax.state import create_state
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
@@ -317,6 +317,9 @@ def test_other_versions_and_devices_are_told():
     ):
         warn_of_rounding(about(), about(mesh={"data": 2}))
     warn_of_rounding(about(), about())
+    with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
+        warn_of_no_rollout(about(steps=10), about(steps=20))
+    warn_of_no_rollout(about(), about())
 
 
 def test_killed_at_random_moments(tmp_path):

@@ -1,5 +1,6 @@
 """Streams: a batch shared out to threads is the same batch."""
 
+import contextlib
 import threading
 
 import jax
@@ -96,3 +97,47 @@ def test_streams_compile_a_program_once(monkeypatch):
     programs = compiled.count("/jax/core/compile/backend_compile_duration")
     generate(model, params, make_prompts(LISTS), jax.random.key(1), **settings)
     assert compiled.count("/jax/core/compile/backend_compile_duration") == programs
+
+
+def test_work_beside_is_under_way_at_once_and_waited_for():
+    meet, ended = threading.Barrier(2, timeout=30), []
+
+    def work():
+        meet.wait()
+        ended.append(threading.current_thread() is not threading.main_thread())
+        return 7
+
+    with streams.beside(work) as coming:
+        meet.wait()  # passes only if both are under way
+    assert ended == [True]
+    assert coming.result() == 7
+
+
+def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work():
+    def fails():
+        raise ValueError("there")
+
+    with pytest.raises(ValueError, match="there"), streams.beside(fails) as coming:
+        coming.result()
+    ended, go = [], threading.Event()
+    with contextlib.suppress(ValueError), streams.beside(lambda: go.wait(30) and ended.append(1)):
+        go.set()
+        raise ValueError
+    assert ended == [1], "no thread is left at work with arrays that are about to go"
+
+
+def test_settings_of_the_callers_thread_hold_beside():
+    product = jax.jit(lambda x: x @ x)
+
+    def lowered():
+        return product.lower(jnp.ones((2, 2))).as_text().count("HIGHEST"), jnp.ones(1).devices()
+
+    highest, third = jax.default_matmul_precision("highest"), jax.default_device(jax.devices()[3])
+    with highest, third, streams.beside(lowered) as coming:
+        here = lowered()
+    assert coming.result() == here == (2, {jax.devices()[3]})
+
+
+def test_a_single_part_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: pytest.fail("waited"))
+    assert streams.run_in_streams(lambda part: part + 1, [jnp.ones(())]) == [2]

@@ -44,9 +44,11 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
     )
 
 
-def test_a_policy_learns_what_is_rewarded():
+@pytest.mark.parametrize("ahead", [False, True], ids=["on-policy", "ahead"])
+def test_a_policy_learns_what_is_rewarded(ahead):
     rewards = []
     run(
+        rollout_ahead=ahead,
         max_steps=45,
         per_device_train_batch_size=24,
         learning_rate=1e-2,

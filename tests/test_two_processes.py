@@ -15,9 +15,9 @@ from grpo_jax.report import read_lines
 SCRIPT = Path(__file__).parent / "two_processes.py"
 
 
-def start(run_dir, steps, process, port=0):
+def start(run_dir, steps, *flags):
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(run_dir), str(steps), str(process), str(port)],
+        [sys.executable, str(SCRIPT), str(run_dir), str(steps), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -38,9 +38,9 @@ def finish(processes):
     return [json.loads(out.rpartition("CALLS ")[2]) for out, _ in outputs]
 
 
-def together(run_dir, steps):
-    port = free_port()
-    return [start(run_dir, steps, process, port) for process in (0, 1)]
+def together(run_dir, steps, *flags):
+    told = f"--coordinator 127.0.0.1:{free_port()} --num-processes 2 --process-id".split()
+    return [start(run_dir, steps, *flags, *told, str(process)) for process in (0, 1)]
 
 
 def arrays(run_dir):
@@ -48,16 +48,11 @@ def arrays(run_dir):
         return [found[name] for name in found.files]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    finish([start(run_dir, 6, -1)])
-    return run_dir
-
-
-def test_two_processes_train_what_one_does(alone, tmp_path):
-    run_dir = tmp_path / "run"
-    calls = finish(together(run_dir, 6))
+def test_two_processes_train_what_one_does(tmp_path):
+    """With a rollout ahead, whose collectives run in a thread beside the rewards."""
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    finish([start(alone, 6, "--rollout-ahead")])
+    calls = finish(together(run_dir, 6, "--rollout-ahead"))
     assert [sum(some) for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32 completions"
     for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
@@ -69,8 +64,9 @@ def test_two_processes_train_what_one_does(alone, tmp_path):
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
 
 
-def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(alone, tmp_path):
-    run_dir = tmp_path / "run"
+def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_path):
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    finish([start(alone, 6)])
     processes = together(run_dir, 1000)
     deadline = time.monotonic() + 240
     while not (run_dir / "checkpoints" / "3").exists() and time.monotonic() < deadline:
@@ -81,11 +77,11 @@ def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(alon
     processes[0].wait(timeout=60)  # within a minute
     assert processes[0].returncode != 0, "it ended as if all were well"
     assert time.monotonic() - killed < 60
-    for process in processes:
-        process.communicate()
+    last_words, _ = (process.communicate()[1] for process in processes)
+    assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
     step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
     finish(together(run_dir, step + 1))
-    finish([start(run_dir, step + 3, -1)])
+    finish([start(run_dir, step + 3)])
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     assert [line["step"] for line in lines] == list(range(1, step + 4))
     for line, other in zip(lines, read_lines(alone / "metrics.jsonl"), strict=False):

@@ -1,8 +1,8 @@
-"""One of two processes that train together: `two_processes.py RUN_DIR STEPS PROCESS PORT`; PROCESS −1 is alone."""
+"""One of two processes that train together, `two_processes.py RUN_DIR STEPS` and the flags of a run of several."""
 
+import argparse
 import json
 import os
-import sys
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 SETTINGS = {
@@ -20,23 +20,27 @@ SETTINGS = {
 }
 
 
-def main(run_dir, steps, process, port):
-    # Before JAX is imported: pytest imports this file too, for its examples, and has settings of its own.
-    devices = 4 if process < 0 else 2
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    os.environ["JAX_PLATFORMS"] = "cpu"
-
+def main():
+    # Not at the import: pytest imports this file too, for its examples, and has settings of its own.
     import jax
     import numpy as np
-
-    if process >= 0:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=10)
-
     from tiny import tiny_policy
 
-    from grpo_jax import GRPOConfig, train
+    from grpo_jax import GRPOConfig, distributed, train
     from grpo_jax.sharding import fetch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--rollout-ahead", action="store_true")
+    distributed.add_flags(parser)
+    arguments = parser.parse_args()
+    run_dir = arguments.run_dir
+    config = GRPOConfig(**SETTINGS, max_steps=arguments.steps, rollout_ahead=arguments.rollout_ahead)
+    devices = 4 // (arguments.num_processes or 1)
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    jax.config.update("jax_platforms", "cpu")
+    distributed.start(arguments)
 
     calls = []
 
@@ -44,12 +48,12 @@ def main(run_dir, steps, process, port):
         calls.append(len(completions))
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
-    state = train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SETTINGS, max_steps=steps), run_dir=run_dir)
+    state = train(tiny_policy(), ROWS, lower_case, config, run_dir=run_dir)
     whole = fetch({"params": state.params, "ref": state.ref_params})
-    if process <= 0:
+    if jax.process_index() == 0:
         np.savez(run_dir + ".npz", *jax.tree.leaves(whole))
     print("CALLS " + json.dumps(calls))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]))
+    main()

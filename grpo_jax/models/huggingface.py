@@ -43,7 +43,7 @@ from grpo_jax.models.files import (
 )
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.sharding import parameter_sharding, place
+from grpo_jax.sharding import fetch, gather_objects, parameter_sharding, place
 from grpo_jax.types import Params
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
@@ -227,6 +227,7 @@ def save_pretrained(
 
     Config, generation config and tokenizer files are written as they came; only `dtype` in config.json follows the
     weights. The directory appears under its name when it is complete, and replaces an older checkpoint of that name.
+    Processes of one run call it together; the first one writes, and the others wait for it.
 
     Args:
       directory: where to.
@@ -258,6 +259,8 @@ def save_pretrained(
     plan = tensor_plan(policy.config, policy.model.config)
     leaves = dict(parameter_paths(policy.params))
     _check_params(plan, leaves)
+    if jax.process_count() > 1:
+        leaves = fetch(leaves)
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ValueError(
             f"dtype is {dtype!r}; use 'float32', 'bfloat16', 'float16', or None to keep that of the params."
@@ -273,18 +276,20 @@ def save_pretrained(
     tensors = {tensor.name: tensor for tensor in plan}
     config = dict(policy.config)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
-    with appearing(target) as scratch:
-        for filename, names in split.filename_to_tensors.items():
-            arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
-            save_file(arrays, scratch / filename, metadata={"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_json(scratch / "model.safetensors.index.json", index)
-        write_json(scratch / "config.json", config)
-        if policy.generation_config:
-            write_json(scratch / "generation_config.json", policy.generation_config)
-        for name, content in policy.files.items():
-            (scratch / name).write_bytes(content)
+    if jax.process_index() == 0:
+        with appearing(target) as scratch:
+            for filename, names in split.filename_to_tensors.items():
+                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
+                save_file(arrays, scratch / filename, metadata={"format": "pt"})
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                write_json(scratch / "model.safetensors.index.json", index)
+            write_json(scratch / "config.json", config)
+            if policy.generation_config:
+                write_json(scratch / "generation_config.json", policy.generation_config)
+            for name, content in policy.files.items():
+                (scratch / name).write_bytes(content)
+    gather_objects(None)  # the others wait until all is there
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.ndarray:

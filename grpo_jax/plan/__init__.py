@@ -247,7 +247,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
         state,
         batch,
         optimizer=optimizer,
-        on_policy=sizes.updates == 1,
+        on_policy=config.on_policy,
         mesh=several,
         tokens=micro[0] * micro[1] * t,
         **how,
