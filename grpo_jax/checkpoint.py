@@ -14,6 +14,7 @@ leaves behind is ignored. The arrays are taken when `save` is called: the next u
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import raise_all
 from grpo_jax.progress import Progress
-from grpo_jax.resume import differences, warn_of_rounding
+from grpo_jax.resume import differences, warn_of_changes
 from grpo_jax.sharding import mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Prompts
@@ -102,6 +103,7 @@ class Checkpoints:
         if self._checkpointer is None or self.latest() == progress.step:
             return
         self.wait()
+        _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         if batch is not None:
             arrays["batch"] = split(batch, mesh_of(state.params))
@@ -176,7 +178,7 @@ class Checkpoints:
                 continue
             del unreadable[step]
             if self._about is not None:
-                warn_of_rounding(about["run"], self._about)
+                warn_of_changes(about["run"], self._about)
             self._set_aside(unreadable, step)
             return found
         if unreadable:
@@ -282,6 +284,12 @@ def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
             reason = _reason(error)
         gc.collect()
     return None, reason
+
+
+def _give_back_memory() -> None:
+    """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason(error: BaseException) -> str:
