@@ -10,7 +10,9 @@ SIGTERMs, after which the run has to save and exit with status 0 by itself. Each
 the first one: params, optimizer, references and counters to the last bit, the files but for their timings, and the
 multiset of (epoch, prompt).
 
-Time: about eight seconds a kill on an idle core. Expect: "the same" in every line, and exit status 0.
+Time: about eight seconds a kill on an idle core. Expect: "the same" in every line, and exit status 0. The seconds from
+a SIGTERM to the exit are many times those of a step here: steps of this run take milliseconds, and a checkpoint, the
+pictures and the interpreter's own end take a second or two, whatever the size of a step.
 The last line on standard output is one JSON object.
 """
 
@@ -23,6 +25,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -71,12 +74,14 @@ def run_to_the_end(run_dir: Path, cache: Path) -> None:
     rows, _ = make_rows(0, train_rows=ROWS, held_out=2)
     policy = make_policy(0, width=16, layers=1)
     state = train(policy, rows, digits, GRPOConfig(**SETTINGS), eval_dataset=rows[:2], run_dir=run_dir)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # too late to test anything
     state = state.replace(key=jax.random.key_data(state.key))
     leaves = {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
-    (run_dir / "final.json").write_text(json.dumps(leaves))
+    (run_dir / "final.partial").write_text(json.dumps(leaves))
+    (run_dir / "final.partial").rename(run_dir / "final.json")
 
 
 def start(run_dir: Path, cache: Path) -> subprocess.Popen[bytes]:
@@ -125,8 +130,8 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 def interrupt(
     child: subprocess.Popen[bytes], run_dir: Path, kind: str, draw: random.Random, seconds: float
-) -> tuple[bool, str]:
-    """Send one signal at a moment of that kind; returns whether it met the process alive, and what came of it."""
+) -> tuple[str, float]:
+    """Send one signal at a moment of that kind; returns what came of it, "" if the run was through, and the seconds."""
     began = time.monotonic()
     if kind == "mid-save":
         seen: set[str] = set()
@@ -138,30 +143,33 @@ def interrupt(
 
         before = set(checkpoints(run_dir)[1])  # of the kill before; the run removes it
         if wait_for(child, lambda: not before & set(checkpoints(run_dir)[1])) is not None:
-            return False, "was through"
+            return "", 0.0
         alive = wait_for(child, half_written) is None
     else:
         if kind == "SIGTERM":  # handled from the start of the run on, which is when its config is written
             config = run_dir / "config.json"
             old = config.stat().st_mtime_ns if config.exists() else 0
             if wait_for(child, lambda: config.exists() and config.stat().st_mtime_ns != old) is not None:
-                return False, "was through"
+                return "", 0.0
             began = time.monotonic()
         moment = draw.uniform(0, seconds)
         alive = wait_for(child, lambda: time.monotonic() - began >= moment) is None
     if not alive:
-        return False, "was through"
+        return "", 0.0
     sent = time.monotonic()
     child.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
-    status, (whole, half) = child.wait(), checkpoints(run_dir)
+    status, ended = child.wait(), time.monotonic()
+    whole, half = checkpoints(run_dir)
     expected = 0 if kind == "SIGTERM" else -signal.SIGKILL
     if status != expected:
         raise SystemExit(f"{kind}: exit status {status} and not {expected}; see {run_dir / 'log.txt'}")
-    took = f", {time.monotonic() - sent:.1f} s to the exit" if kind == "SIGTERM" else ""
-    return True, (
+    if (run_dir / "final.json").exists():
+        return "", 0.0
+    took = ended - sent
+    return (
         f"after {sent - began:.1f} s, newest whole checkpoint {whole[-1] if whole else None}"
-        f"{', one half written' if half else ''}{took}"
-    )
+        f"{', one half written' if half else ''}{f', {took:.1f} s to the exit' if kind == 'SIGTERM' else ''}"
+    ), took
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -188,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     whole, cold = left_alone("alone")
     again, seconds = left_alone("alone-cached")
+    lines = [line for line in read_lines(directory / "alone-cached" / "metrics.jsonl") if "seconds/total" in line]
+    steps = [line["seconds/total"] / SETTINGS["logging_steps"] for line in lines]
     counts = {"programs from the cache, same": int(again == whole)}
     print(
         f"left alone: {cold:.1f} s, with programs from the cache {seconds:.1f} s, the same: {again == whole}",
@@ -197,23 +207,25 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     kinds = [("uniform", "mid-save")[i % 2] for i in range(options.kills)] + ["SIGTERM"] * options.terms
     draw.shuffle(kinds)
     done, runs, same, half = 0, 0, 0, 0
+    to_the_exit: list[float] = []
     while done < len(kinds) or runs == 0:
         runs += 1
         run_dir = directory / f"killed-{runs}"
         while True:
             child, began = start(run_dir, cache), time.monotonic()
             if done == len(kinds):
-                hit = False
+                words = ""
                 if status := wait_for(child, lambda: False):
                     raise SystemExit(f"{run_dir}: ended with {status}; see log.txt there")
             else:
                 kind = kinds[done]
-                hit, words = interrupt(child, run_dir, kind, draw, seconds)
-                if hit:
+                words, took = interrupt(child, run_dir, kind, draw, seconds)
+                if words:
                     done += 1
+                    to_the_exit += [took] * (kind == "SIGTERM")
                     half += "half written" in words
                     print(f"{done:3d} run {runs} {kind:8s} {words}", flush=True)
-            if not hit:
+            if not words:
                 seconds = min(seconds, time.monotonic() - began)  # the machine was busier when the first was measured
                 break
         found = result_of(run_dir)
@@ -227,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "runs": runs,
         "runs the same": same,
         **counts,
+        "most seconds from SIGTERM to the exit": round(max(to_the_exit, default=0.0), 2),
+        "median seconds of a step": round(statistics.median(steps), 4),
     }
     print(json.dumps(results), flush=True)
     if same < runs or again != whole:

@@ -15,6 +15,7 @@ leaves behind is ignored. The arrays are taken when `save` is called: the next u
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import raise_all
 from grpo_jax.progress import Progress
-from grpo_jax.resume import differences, warn_of_no_rollout, warn_of_rounding
+from grpo_jax.resume import differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.sharding import fetch, mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.types import Batch, Completions, Prompts
@@ -108,6 +109,7 @@ class Checkpoints:
         if self._checkpointer is None or self.latest() == progress.step:
             return
         self.wait()
+        _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         in_hand = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in in_hand.items() if some is not None}
@@ -184,7 +186,7 @@ class Checkpoints:
                 continue
             del unreadable[step]
             if self._about is not None:
-                warn_of_rounding(about["run"], self._about)
+                warn_of_changes(about["run"], self._about)
                 if self._config.rollout_ahead and found[-1] is None:
                     warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
@@ -293,6 +295,12 @@ def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
             reason = _reason(error)
         gc.collect()
     return None, reason
+
+
+def _give_back_memory() -> None:
+    """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason(error: BaseException) -> str:

@@ -68,6 +68,15 @@ class Monitor:
         resumed: bool = False,
     ) -> None:
         """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
+        last, ending = (0, "") if resumed else self._writer.put_aside()
+        if last:
+            warnings.warn(
+                f"run_dir = {str(self._writer.run_dir)!r} tells of steps up to {last} and has no checkpoint to go"
+                f" on from, so the run begins anew; its lines are kept in files with {ending} after their names"
+                " (save_steps and save_minutes say how often a run is saved)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config)
         if resumed and self._writer.run_dir is not None:

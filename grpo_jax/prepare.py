@@ -255,5 +255,6 @@ def about(run: Run, state: TrainState) -> dict[str, Any]:
         model=task.model,
         state=state,
         total_steps=run.total_steps,
+        eos_token_ids=task.eos_token_ids,
         own_optimizer=run.schedule is None,
     )

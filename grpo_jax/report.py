@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -59,6 +60,7 @@ callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step
 ```
 """
 
+_LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
 
 
@@ -191,7 +193,7 @@ class RunWriter:
           step: optimizer steps of the checkpoint that the run goes on from; -1 for a run that begins anew.
           evaluated: whether the evaluation of that step is done, if one is due; its line is dropped if not.
         """
-        for name in ("metrics.jsonl", "completions.jsonl", "warnings.jsonl"):
+        for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
                 continue
             with open(self.path(name), "r+b") as file:
@@ -202,6 +204,21 @@ class RunWriter:
                         break
                     end = start_of_next
                 file.truncate(end)
+
+    def put_aside(self) -> tuple[int, str]:
+        """Give other names to the files of a run that has made steps and cannot be gone on with.
+
+        Returns:
+          The last step that they tell of, and the ending that their names have now; (0, "") if there was none.
+        """
+        steps = [] if self.run_dir is None else [line["step"] for line in read_lines(self.path("metrics.jsonl"))]
+        if max(steps, default=0) < 1:
+            return 0, ""
+        ending = next(f".old-{n}" for n in itertools.count(1) if not self.path(f"metrics.jsonl.old-{n}").exists())
+        for name in _LINES:
+            if self.path(name).exists():
+                os.replace(self.path(name), self.path(name + ending))
+        return max(steps), ending
 
     def report(self) -> None:
         """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing."""

@@ -16,12 +16,14 @@ import numpy as np
 from grpo_jax.config import GRPOConfig
 from grpo_jax.fields import show
 from grpo_jax.models.files import some
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.prompts import EncodedPrompts
 from grpo_jax.report import package_versions
 from grpo_jax.rewards import reward_names
 from grpo_jax.types import Model, as_argument
 
-__all__ = ["describe", "differences", "warn_of_no_rollout", "warn_of_rounding"]
+__all__ = ["describe", "differences", "warn_of_changes", "warn_of_no_rollout"]
 
 # Fields that the params never depend on: they say what is shown, measured on the side, or kept.
 _ASIDE = {
@@ -64,17 +66,19 @@ def describe(
     model: Model,
     state: Any,
     total_steps: int,
+    eos_token_ids: Sequence[int] = (),
     own_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Return what decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
     Args:
       config: the settings.
-      data: the encoded dataset; the number of rows and a hash of the token ids are kept.
+      data: the encoded dataset; the number of rows, a hash of the token ids and one of each other column are kept.
       reward_fns: their names are kept: what they compute is not seen.
-      model: of a model with frozen arrays (LoRA's base) the first numbers of each are kept.
+      model: the settings of this library's models are kept, and the first numbers of frozen arrays (LoRA's base).
       state: the `TrainState` at step 0; shapes and dtypes are kept.
       total_steps: optimizer steps of the run.
+      eos_token_ids: what ends a completion.
       own_optimizer: whether the optimizer is the caller's, whose schedule is not known here.
     """
     tokens = hashlib.sha256()
@@ -89,6 +93,8 @@ def describe(
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": {"rows": len(data.token_ids), "prompts": tokens.hexdigest()},
+        "columns": _columns(data.rows),
+        "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
         "optimizer": "the caller's" if own_optimizer else "the config's",
@@ -117,14 +123,29 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
         lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
     if saved["frozen"] != present["frozen"]:
         lines.append("policy: the frozen base model is not that of the run")
+    old, new = saved.get("policy", {}), present["policy"]  # of a field that one of them did not know, nothing is said
+    for name in sorted(name for name in {*old} & {*new} if old[name] != new[name]):
+        lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
     if saved["optimizer"] != present["optimizer"]:
         lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
     # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
     return lines or list(_of_state(saved["state"], present["state"]))
 
 
-def warn_of_rounding(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Warn of what may change the last bits from here on: other versions of the packages, batches cut otherwise."""
+def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn of what may change the numbers from here on.
+
+    Other versions of the packages and batches cut otherwise change the last bits. Columns of the dataset besides the
+    prompt change what reward functions are given; these may be mended in the middle of a run as the functions may.
+    """
+    columns, here = saved.get("columns", present["columns"]), present["columns"]
+    names = sorted(name for name in {*columns, *here} if columns.get(name) != here.get(name))
+    if names:
+        warnings.warn(
+            f"dataset: its prompts are those of the run, and its column{'s' * (len(names) > 1)} {', '.join(names)} not:"
+            " rewards that read them may differ from here on",
+            stacklevel=2,
+        )
     old, new = saved["versions"], present["versions"]
     changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
     changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in _CUTS}
@@ -169,6 +190,26 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
             )
         elif present["total_steps"] < step:
             yield f"{line}, and is at step {step} already"
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Column → hash of its values; what is no JSON and no array counts by its type."""
+    hashes: dict[str, Any] = {}
+    kind = lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    for i, row in enumerate(rows):
+        for name in row.keys() - {"prompt"}:
+            text = json.dumps([i, row[name]], default=kind, skipkeys=True)
+            hashes.setdefault(name, hashlib.sha256()).update(text.encode())
+    return {name: found.hexdigest() for name, found in hashes.items()}
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """What a model of this library is besides its arrays; the config decides its dtype and recomputation."""
+    if not isinstance(model, Transformer | LoraModel):
+        return {}
+    lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
+    shape = dataclasses.replace(model.config, dtype="float32", remat=False, initializer_range=0.0)
+    return json.loads(json.dumps({**dataclasses.asdict(shape), **lora}))
 
 
 def _leaves(tree: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ import json
 import numbers
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,9 @@ _REPR_LIMIT = 200
 
 def main(descriptor: int) -> None:
     """Serve requests until the connection is closed."""
+    # A batch system sends SIGTERM to all processes of a run, which then finishes its step and needs the rewards.
+    # A handler, unlike SIG_IGN, is not passed on to the processes that the function starts.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     connection = Connection(descriptor)
     setup = pickle.loads(connection.recv_bytes())
     threading.Thread(target=_end_with_parent, args=(setup["parent"],), daemon=True).start()

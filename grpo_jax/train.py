@@ -112,9 +112,9 @@ def train(
     state, bad_batches = new_state(run), BadBatches(None if jax.process_count() > 1 else run_dir, run)
     with (
         locked(own_dir),
+        StopSignals(enabled=run_dir is not None) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
-        StopSignals(enabled=run_dir is not None) as signals,
     ):
         state, found, batch, ahead = checkpoints.restore(state, resume)
         progress, data = found or Progress(), run.task.data
@@ -183,8 +183,8 @@ def train(
             checkpoints.save(state, progress, batch, ahead)
         checkpoints.wait()
         monitor.end(progress.step, run.total_steps, best=checkpoints.best())
-        if stop:
-            signals.leave()
+    if stop or signals.received is not None:  # the second, while the pictures were drawn
+        signals.leave()
     return state
 
 

@@ -56,6 +56,27 @@ def cut_off(monitor, steps):
         monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})  # no tokens, no pace to judge
 
 
+def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
+    """It was killed before its first one, or somebody has removed them."""
+    monkeypatch.setattr("grpo_jax.report.RunWriter.report", lambda self: None)
+
+    def begin(*steps):
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
+            for step in steps:
+                monitor.evaluation(step, {"f": 1.0})
+
+    begin(0)
+    begin(0, 2)  # nothing of the first one was worth keeping
+    for ending in (".old-1", ".old-2"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"tells of steps up to 2 and has no checkpoint .* with {ending} after"
+        ):
+            begin(0, 2)
+    for name in ("metrics.jsonl", "metrics.jsonl.old-1", "metrics.jsonl.old-2"):
+        assert [line["step"] for line in lines(tmp_path, name)] == [0, 2]
+
+
 def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG) as monitor:
         monitor.start(STATE, Progress(), total_steps=30, num_rows=4)

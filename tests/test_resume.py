@@ -15,9 +15,11 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, train
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer, TransformerConfig
 from grpo_jax.prompts import EncodedPrompts
 from grpo_jax.report import read_lines
-from grpo_jax.resume import describe, differences, warn_of_no_rollout, warn_of_rounding
+from grpo_jax.resume import describe, differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.state import create_state
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
@@ -121,7 +123,7 @@ def test_cut_anywhere_it_ends_in_the_same_bytes(whole, tmp_path):
 
 
 def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, monkeypatch, capfd):
-    """SIGTERM in the rollout, the rewards, an update, a save and an evaluation; each time the run is gone on with."""
+    """SIGTERM in each part of the loop, before it and after it; each time the run is gone on with."""
     import grpo_jax.checkpoint
     import grpo_jax.collect
     import grpo_jax.train
@@ -140,6 +142,7 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, m
     module = sys.modules["grpo_jax.train"]
     moments = {
         "update": (module, "update", 1),
+        "restore": (grpo_jax.checkpoint.Checkpoints, "restore", 1),
         "rollout": (grpo_jax.collect, "generate", 7),
         "rewards": (grpo_jax.collect, "compute_rewards", 13),
         "save": (grpo_jax.checkpoint.Checkpoints, "save", 14),
@@ -159,7 +162,11 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, m
         stops.append(newest())
     assert stops == [at for *_, at in moments.values()]
     assert "stopped after step 7 of 18 and saved" in capfd.readouterr().err
-    assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
+    with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
+        patch.setattr("grpo_jax.report.RunWriter.report", lambda self: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit) as left:
+            run(tmp_path)
+    assert (left.value.code, newest()) == (0, SETTINGS["max_steps"])
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])  # a run that is through stays as it is
 
 
@@ -214,10 +221,20 @@ CUTS = {
 
 
 def about(
-    config=None, token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=None, shape=(2, 3), **settings
+    config=None,
+    token_ids=((5, 6), (7,)),
+    rows=None,
+    reward_fns=(vowels,),
+    steps=10,
+    optimizer=None,
+    shape=(2, 3),
+    model=None,
+    eos=(1,),
+    **settings,
 ):
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
-    data = EncodedPrompts(rows=[{}] * len(token_ids), token_ids=[list(ids) for ids in token_ids], dropped=[])
+    rows = rows or [{}] * len(token_ids)
+    data = EncodedPrompts(rows=rows, token_ids=[list(ids) for ids in token_ids], dropped=[])
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     return json.loads(
         json.dumps(
@@ -225,13 +242,24 @@ def about(
                 config,
                 data=data,
                 reward_fns=reward_fns,
-                model=tiny_policy().model,
+                model=model or tiny_policy().model,
                 state=state,
                 total_steps=steps,
+                eos_token_ids=eos,
                 own_optimizer=optimizer is not None,
             )
         )
     )
+
+
+def shaped(**changes):
+    """A model of the same arrays, with other settings."""
+    shape = TransformerConfig(24, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
+    return Transformer(dataclasses.replace(shape, **changes))
+
+
+def lora(scale):
+    return LoraModel({"w": np.ones((2, 2), np.float32)}, shaped(), scale=scale)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOConfig)])
@@ -267,6 +295,19 @@ def test_each_field_is_harmless_or_refused_by_its_name(name):
             {"optimizer": optax.sgd(0.1, momentum=0.9)},
             ["optimizer: its state is not that of the run: opt_state[0].trace['w'] float32[2, 3] for (none)"],
         ),
+        # The same arrays under other settings of the model.
+        ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
+        ({"model": lora(1.0)}, {"model": lora(2.0)}, ["policy: scale = 2.0, the run has 1.0"]),
+        (
+            {"model": shaped()},
+            {"model": shaped(rms_norm_eps=1e-5)},
+            ["policy: rms_norm_eps = 1e-05, the run has 1e-06"],
+        ),
+        (
+            {"model": shaped()},
+            {"model": shaped(dtype="bfloat16", remat=True)},
+            [],
+        ),  # as the config says, compared above
         # More steps where the learning rate does not know of the last one.
         ({}, {"max_steps": 20, "steps": 20}, []),
         ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
@@ -307,16 +348,31 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     assert differences(saved, about(max_kl_old=0.5), step=4) == ["max_kl_old = 0.5: the run has None"]
 
 
+def test_other_columns_of_the_same_prompts_are_told():
+    """Reward functions read them; an object without a value of its own counts by its type."""
+    rows = lambda *answers, image=None: [{"prompt": "p", "answer": x, "image": image or object()} for x in answers]
+    saved = about(rows=rows("4", np.float32(5)))
+    warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
+    for changed in (rows("4", 6.0), rows(5.0, "4"), rows("4", [5.0])):
+        with pytest.warns(UserWarning, match="prompts are those of the run, and its column answer not: rewards that"):
+            warn_of_changes(saved, about(rows=changed))
+    with pytest.warns(UserWarning, match="its columns answer, image, level not"):
+        warn_of_changes(saved, about(rows=[{"prompt": "p", "level": 1}, {"prompt": "p"}]))
+    del saved["columns"], saved["policy"]  # of an earlier version
+    assert differences(saved, about(), step=4) == []
+    warn_of_changes(saved, about())
+
+
 def test_other_versions_and_devices_are_told():
     saved = about()
     saved["versions"]["jax"] = "0.1"
     with pytest.warns(UserWarning, match=r"otherwise than it was begun \(jax 0\.1 → "):
-        warn_of_rounding(saved, about())
+        warn_of_changes(saved, about())
     with pytest.warns(
         UserWarning, match=r"begun \(mesh None → \{'data': 2\}\): from here on its numbers may differ in"
     ):
-        warn_of_rounding(about(), about(mesh={"data": 2}))
-    warn_of_rounding(about(), about())
+        warn_of_changes(about(), about(mesh={"data": 2}))
+    warn_of_changes(about(), about())
     with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
         warn_of_no_rollout(about(steps=10), about(steps=20))
     warn_of_no_rollout(about(), about())

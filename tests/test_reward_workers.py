@@ -220,6 +220,11 @@ def test_a_worker_that_died_while_idle_is_replaced_without_a_fault():
     assert fn(completions=COMPLETIONS)[1] != pid
 
 
+def test_a_signal_to_all_processes_of_a_run_lets_the_workers_finish():
+    """The run finishes its step, for which it needs the rewards; what the function starts ends as ever."""
+    assert isolated(functions.is_told_to_end, timeout=10)(completions=["a"]) == [-signal.SIGTERM]
+
+
 def test_processes_that_the_function_started_are_killed_with_it(tmp_path):
     pid_file = tmp_path / "pid"
     fn = isolated(functions.starts_a_process, timeout=1.5)

@@ -28,6 +28,14 @@ def slow_when_long(completions):
     return length(completions)
 
 
+def is_told_to_end(completions):
+    """Its process gets a SIGTERM, and so does one that it has started; how that one ended."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    return [child.wait()] * len(completions)
+
+
 def sleeps(completions):
     time.sleep(0.8)
     return length(completions)
