@@ -56,6 +56,7 @@ from grpo_jax import (
 )
 from grpo_jax.answers import number_reward
 from grpo_jax.evaluate import pass_at_k
+from grpo_jax.report import Callback
 from grpo_jax.rewards import format_reward
 from grpo_jax.sharding import make_mesh
 
@@ -231,7 +232,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
     use_compile_cache()
@@ -263,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"\nGRPO, rewarded {'by coin flips' if arguments.random_rewards else 'for the answer and the format'}:")
     reward_fns = [coin_flips(arguments.seed)] * arguments.random_rewards + [accuracy, well_formed]
     with watch("grpo"):
-        state = train(policy, rows, reward_fns, config, eval_dataset=test_rows, run_dir=run_dir)
+        state = train(policy, rows, reward_fns, config, eval_dataset=test_rows, run_dir=run_dir, callbacks=callbacks)
     trained = policy.replace(params=state.params)
     save_pretrained(run_dir / "final", trained if arguments.lora is None else merge_lora(trained))
 
