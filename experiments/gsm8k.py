@@ -141,13 +141,15 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     }
     policy = init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
     # Short ones: long solutions are mostly padding beside them.
-    chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))[:lessons]
+    chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))
+    batch = min(16, lessons, len(chosen))
+    chosen = chosen[: min(lessons, len(chosen)) // batch * batch]
     random.Random(seed).shuffle(chosen)
     prompts = [make_row(problem, chat=True)["prompt"] for problem in chosen]
     as_text = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     texts = [str(as_text(prompt)) for prompt in prompts]
     tokens, mask = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
-    save_pretrained(directory, supervise(policy, tokens, mask, batch=min(16, lessons)))
+    save_pretrained(directory, supervise(policy, tokens, mask, batch=batch))
 
 
 def sample_rates(

@@ -83,7 +83,7 @@ class Display:
             from IPython.display import DisplayHandle
 
             self._cell = DisplayHandle()
-            self._cell.display({"text/plain": "the first steps are compiled"}, raw=True)
+            self._cell.display({"text/plain": f"step {step}/{total_steps}"}, raw=True)
         elif self._console is not None and self._console.is_terminal:
             from rich.live import Live
 

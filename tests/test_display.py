@@ -75,6 +75,7 @@ def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
         display(1, {"reward": 0.75})
         display(2, {"reward": 1.0})
     assert [kind for kind, *_ in shown] == ["new", "same", "same"]
+    assert shown[0][1] == "step 0/2"
     assert shown[-1] == ("same", "step 2/2 · reward 1.000", True)
     assert out.file.getvalue() == ""
 
