@@ -58,6 +58,7 @@ from grpo_jax import (
 )
 from grpo_jax.answers import number_reward
 from grpo_jax.evaluate import pass_at_k
+from grpo_jax.report import Callback
 from grpo_jax.rewards import format_reward
 from grpo_jax.sharding import make_mesh
 
@@ -142,13 +143,15 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     }
     policy = init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
     # Short ones: long solutions are mostly padding beside them.
-    chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))[:lessons]
+    chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))
+    batch = min(16, lessons, len(chosen))
+    chosen = chosen[: min(lessons, len(chosen)) // batch * batch]
     random.Random(seed).shuffle(chosen)
     prompts = [make_row(problem, chat=True)["prompt"] for problem in chosen]
     as_text = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     texts = [str(as_text(prompt)) for prompt in prompts]
     tokens, mask = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
-    save_pretrained(directory, supervise(policy, tokens, mask, batch=min(16, lessons)))
+    save_pretrained(directory, supervise(policy, tokens, mask, batch=batch))
 
 
 def sample_rates(
@@ -233,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
     start_processes(arguments)
@@ -266,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"\nGRPO, rewarded {'by coin flips' if arguments.random_rewards else 'for the answer and the format'}:")
     reward_fns = [coin_flips(arguments.seed)] * arguments.random_rewards + [accuracy, well_formed]
     with watch("grpo"):
-        state = train(policy, rows, reward_fns, config, eval_dataset=test_rows, run_dir=run_dir)
+        state = train(policy, rows, reward_fns, config, eval_dataset=test_rows, run_dir=run_dir, callbacks=callbacks)
     trained = policy.replace(params=state.params)
     save_pretrained(run_dir / "final", trained if arguments.lora is None else merge_lora(trained))
 

@@ -42,9 +42,9 @@ def format_metrics(metrics: Mapping[str, Any]) -> tuple[str, str]:
 class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
-    In a terminal it is a bar that is redrawn in place; in a log file, a pipe or a notebook, one line a logging step. It
-    writes to standard error (in a notebook to the cell), so that standard output stays the program's own. Inside a
-    `with`, what stands in the terminal is left in order however the run ends.
+    In a terminal it is a bar that is redrawn in place, in a notebook's cell a line that is, and in a log file or a pipe
+    one line a logging step. It writes to standard error (in a notebook to the cell), so that standard output stays the
+    program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
 
     Args:
       quiet: show nothing.
@@ -66,6 +66,7 @@ class Display:
         self._total_steps = self._first = 0
         self._live: Any = None
         self._bar: Any = None
+        self._cell: Any = None
 
     def __enter__(self) -> Display:
         return self
@@ -78,7 +79,12 @@ class Display:
     def start(self, total_steps: int, *, step: int = 0) -> None:
         """Begin to show a run of `total_steps` optimizer steps, of which `step` are done already."""
         self._total_steps, self._first, self._began = total_steps, step, self._clock()
-        if self._console is not None and self._console.is_terminal and not self._console.is_jupyter:
+        if self._console is not None and self._console.is_jupyter:
+            from IPython.display import DisplayHandle
+
+            self._cell = DisplayHandle()
+            self._cell.display({"text/plain": f"step {step}/{total_steps}"}, raw=True)
+        elif self._console is not None and self._console.is_terminal:
             from rich.live import Live
 
             self._bar = _bar(self._console, total_steps, step)
@@ -100,7 +106,11 @@ class Display:
         else:
             width = len(str(self._total_steps))
             parts = [f"step {step:>{width}}/{self._total_steps}", numbers, seconds, self._left(step)]
-            self.say(" · ".join(part for part in parts if part))
+            line = " · ".join(part for part in parts if part)
+            if self._cell is None:
+                self.say(line)
+            else:
+                self._cell.update({"text/plain": line}, raw=True)
 
     def say(self, text: str) -> None:
         """Print a text above the bar, as it is."""

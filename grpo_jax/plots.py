@@ -68,15 +68,16 @@ _PANELS = (
 )
 
 
-def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
+def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
     """Draw the curves of a run: rewards, held-out rates, KL, entropy, lengths, clipping, gradient norm, phase times.
 
     Raw values are pale, with a smoothed curve (`smooth`) over them; the last smoothed value stands in the legend. A
-    panel of which no metric was logged is left out. In a notebook, `IPython.display.display` shows the figure.
+    panel of which no metric was logged is left out. `trackers.live_plot` shows it in a notebook while a run goes.
 
     Args:
       lines: objects of `metrics.jsonl`, each with "step"; a value that is None or not there leaves a gap.
       title: name of the run.
+      only: titles of panels, such as "Reward"; None draws all.
 
     Returns:
       A figure without any global state of pyplot.
@@ -90,7 +91,7 @@ def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Figur
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     steps = np.array([line["step"] for line in lines], float)
-    panels = find_panels(lines)
+    panels = [found for found in find_panels(lines) if only is None or found[0].title in only]
     columns = min(max(len(panels), 1), 3)
     rows = max(-(-len(panels) // columns), 1)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)

@@ -1,4 +1,4 @@
-"""Trackers: callbacks that send a run's numbers to TensorBoard, Weights & Biases or trackio.
+"""Trackers: callbacks that send a run's numbers to TensorBoard, Weights & Biases, trackio or a notebook's cell.
 
 A tracker is a `report.Callback` that is closed at the end, and any other is written in the same three lines:
 `Tracker(log, close)`, where `log(step, metrics)` gets the finite numbers of `metrics.jsonl`. The packages are extras of
@@ -13,12 +13,16 @@ with tensorboard("runs/sums/tensorboard") as tracker:
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Tracker", "tensorboard", "trackio", "wandb"]
+from grpo_jax.plots import draw_report, save_figure
+
+__all__ = ["Tracker", "live_plot", "tensorboard", "trackio", "wandb"]
 
 
 class Tracker:
@@ -93,6 +97,39 @@ def trackio(**settings: Any) -> Tracker:
       ImportError: trackio is not installed.
     """
     return _run("trackio", settings)
+
+
+def live_plot(
+    only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergence"), *, seconds: float = 3.0
+) -> Tracker:
+    """Draw the curves of a run in a cell of a notebook, in place.
+
+    Args:
+      only: titles of the panels of `plots.draw_report`.
+      seconds: between two pictures at least; the last one is drawn at the end.
+
+    Raises:
+      ImportError: there is no IPython.
+    """
+    display = _package("IPython.display", "notebook")
+    handle = display.DisplayHandle()
+    handle.display(display.Pretty("the first numbers are on their way"))
+    lines: list[dict[str, float]] = []
+    drawn = -math.inf
+
+    def draw() -> None:
+        nonlocal drawn
+        picture = io.BytesIO()
+        save_figure(draw_report(lines, only=only), picture)
+        handle.update(display.Image(picture.getvalue()))
+        drawn = time.monotonic()
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        lines.append({"step": step, **metrics})
+        if time.monotonic() - drawn >= seconds:
+            draw()
+
+    return Tracker(log, lambda: draw() if lines else None)
 
 
 def _run(package: str, settings: Mapping[str, Any]) -> Tracker:

@@ -57,6 +57,29 @@ def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left()
     ]
 
 
+def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
+    shown = []
+
+    class Handle:
+        def display(self, data, raw):
+            shown.append(("new", data["text/plain"], raw))
+
+        def update(self, data, raw):
+            shown.append(("same", data["text/plain"], raw))
+
+    display_module = pytest.importorskip("IPython.display", reason="IPython is not installed")
+    monkeypatch.setattr(display_module, "DisplayHandle", Handle)
+    out = Console(file=io.StringIO(), force_jupyter=True)
+    with Display(console=out) as display:
+        display.start(total_steps=2)
+        display(1, {"reward": 0.75})
+        display(2, {"reward": 1.0})
+    assert [kind for kind, *_ in shown] == ["new", "same", "same"]
+    assert shown[0][1] == "step 0/2"
+    assert shown[-1] == ("same", "step 2/2 · reward 1.000", True)
+    assert out.file.getvalue() == ""
+
+
 def test_hours_left_and_nothing_done_yet():
     now = [0.0]
     out = console()

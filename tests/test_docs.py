@@ -156,7 +156,8 @@ def test_every_public_name_is_in_the_reference_once():
 
 def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
-    assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | {"index.md", "zh-CN.md"}
+    made = {f"notebooks/{path.stem}.md" for path in (ROOT / "experiments" / "notebooks").glob("*.ipynb")}
+    assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made | {"index.md", "zh-CN.md"}
 
 
 @pytest.mark.parametrize("name", grpo_jax.__all__)

@@ -58,13 +58,52 @@ def test_a_run_that_fails_is_closed_too(monkeypatch):
     assert package.done[-1] == ("finish",)
 
 
+class Screen(types.ModuleType):
+    """`IPython.display`, of which a handle notes what it shows."""
+
+    def __init__(self):
+        super().__init__("IPython.display")
+        self.shown = []
+        self.Pretty = self.Image = lambda data: data
+        self.DisplayHandle = lambda: types.SimpleNamespace(display=self.shown.append, update=self.shown.append)
+
+
+def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypatch):
+    screen, now, drawn = Screen(), [0.0], []
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    monkeypatch.setattr(trackers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    draw = trackers.draw_report
+    monkeypatch.setattr(trackers, "draw_report", lambda lines, **more: drawn.append(len(lines)) or draw(lines, **more))
+    with trackers.live_plot(["Reward"], seconds=3.0) as plot:
+        for step, seconds in enumerate((0.0, 2.9, 3.0, 5.9), 1):
+            now[0] = seconds
+            plot(step, {"reward": step / 4, "kl": math.nan, "entropy": 1.0})
+    assert drawn == [1, 3, 4]
+    assert isinstance(screen.shown[0], str)
+    assert [picture[:8] for picture in screen.shown[1:]] == [b"\x89PNG\r\n\x1a\n"] * 3
+    width, height = struct.unpack(">II", screen.shown[-1][16:24])
+    assert width < 1.5 * height + 200  # one panel of the two that could be drawn
+
+
+def test_a_live_plot_without_a_line_draws_nothing(monkeypatch):
+    screen = Screen()
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    trackers.live_plot().__exit__()
+    assert len(screen.shown) == 1
+
+
 @pytest.mark.parametrize(
     ("open_tracker", "package"),
-    [(lambda: trackers.tensorboard("x"), "tensorboardX"), (trackers.wandb, "wandb"), (trackers.trackio, "trackio")],
+    [
+        (lambda: trackers.tensorboard("x"), "tensorboardX"),
+        (trackers.wandb, "wandb"),
+        (trackers.trackio, "trackio"),
+        (trackers.live_plot, "IPython.display"),
+    ],
 )
 def test_a_package_that_is_not_there_is_named_with_its_extra(open_tracker, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    extra = "tensorboard" if package == "tensorboardX" else package
+    extra = {"tensorboardX": "tensorboard", "IPython.display": "notebook"}.get(package, package)
     with pytest.raises(ImportError, match=rf"{package} cannot be imported .*: pip install 'grpo_jax\[{extra}\]'"):
         open_tracker()
 
