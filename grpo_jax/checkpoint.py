@@ -20,7 +20,6 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +66,6 @@ class Checkpoints:
         self._checkpointer = None
         self._response: Any = None
         if run_dir is not None:
-            _one_heap_a_core()
             from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
 
             self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
@@ -297,19 +295,6 @@ def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
             reason = _reason(error)
         gc.collect()
     return None, reason
-
-
-def _one_heap_a_core() -> None:
-    """At most as many heaps of glibc's as cores, not eight times as many, unless the environment decides it.
-
-    The threads of saves come and go, each may open a heap, and no heap is ever closed: over a thousand iterations that
-    looked like a leak.
-    """
-    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    arena_max = -8  # malloc.h: M_ARENA_MAX
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(arena_max, os.cpu_count() or 1)
 
 
 def _give_back_memory() -> None:

@@ -27,7 +27,7 @@ from grpo_jax.log_probs import read_prompts, score_piece
 from grpo_jax.losses import MetricSums
 from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
-from grpo_jax.sharding import for_lookup, keep_placed, mesh_of, split
+from grpo_jax.sharding import keep_placed, mesh_of, split
 from grpo_jax.state import TrainState
 from grpo_jax.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
@@ -45,23 +45,11 @@ all cores; with more, activations leave the cache."""
     jax.jit, static_argnames=("optimizer", "config", "on_policy", "micro", "mesh"), donate_argnames=("state",)
 )
 def _jit_train_step(state, batch, *, mesh=None, **settings):
-    if mesh is None:
-        return train_step(state, batch, **settings)
-    optimizer, model = settings.pop("optimizer"), for_lookup(settings.pop("model"), mesh)
-    ready = state.replace(params=for_lookup(state.params, mesh))
-    grads, sums = gradients_of_batch(ready, batch, model=model, **settings)
-    # Gradients of the rows that were looked up come back the same way: whole first, then cut.
-    grads, config = keep_placed(for_lookup(grads, mesh), mesh), settings["config"]
-    state, metrics = apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
+    state, metrics = train_step(state, batch, **settings)
     return keep_placed(state, mesh), metrics
 
 
-@functools.partial(jax.jit, static_argnames=("config", "micro", "mesh"))
-def _jit_score_batch(params, *arrays, model, mesh=None, **settings):
-    model, params = for_lookup((model, params), mesh)
-    return score_batch(params, *arrays, model=model, **settings)
-
-
+_jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
@@ -82,9 +70,8 @@ def score(
     They may still be on their way when this returns; only several streams on a CPU are waited for.
     """
     if not _packs(model, params):
-        mesh = mesh_of(params)
-        at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro, "mesh": mesh}
-        return _jit_score_batch(params, *split((prompts, tokens, mask), mesh), **at)
+        at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
+        return _jit_score_batch(params, *split((prompts, tokens, mask), mesh_of(params)), **at)
     pieces = _pieces(params, tokens, mask, micro)
     return _score_pieces(params, prompts, mask, pieces, as_argument(model), config, with_entropy=False)[0]
 
@@ -210,10 +197,9 @@ def lower_score(
     model: Model,
     config: GRPOConfig,
     micro: Any,
-    mesh: Any = None,
 ) -> Any:
     """The program that scores a batch on a mesh, lowered; only shapes are looked at."""
-    at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro, "mesh": mesh}
+    at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}
     return _jit_score_batch.lower(params, prompts, tokens, mask, **at)
 
 

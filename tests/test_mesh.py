@@ -64,10 +64,8 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh, capfd):
+def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh):
     on_mesh = run(tiny_policy(), mesh)
-    # What XLA says where it finds no way from one sharding to the next, and computes a thing everywhere.
-    assert "rematerialization" not in capfd.readouterr().err
     assert_same_run(on_one_device(), on_mesh)
     state, _ = on_mesh
     kernel = state.params["layers_0"]["mlp"]["up_proj"]["kernel"]

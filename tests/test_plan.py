@@ -51,6 +51,16 @@ def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
+def test_a_layer_of_an_update_costs_a_device_its_own_rows():
+    """Of each layer a device keeps what its own prompts need; once, the activations of all devices stood on each."""
+    model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
+    config = GRPOConfig(max_completion_length=64, per_device_train_batch_size=8, mesh={"fsdp": 8})
+    at = [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
+    name = "gradients, activations and batch"
+    own_input = 8 * 64 * 64 * 4  # rows, tokens, width, float32
+    assert (at[1][name] - at[0][name]) / 2 < 8 * own_input
+
+
 def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     options = ["--model", str(tmp_path / "config.json"), "--prompt", "8", "--completion", "8", "--dtype", "float32"]

@@ -260,7 +260,7 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     parts["gradients, activations and batch"] = beside
     peaks["update"] = total + beside
     if config.beta > 0:
-        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, mesh=several, **how)
+        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how)
         stats = scored.compile().memory_analysis()
         parts["reference temporaries"] = stats.temp_size_in_bytes
         peaks["reference"] = total + stats.temp_size_in_bytes
