@@ -49,8 +49,8 @@ def _jit_train_step(state, batch, *, mesh=None, **settings):
     return keep_placed(state, mesh), metrics
 
 
-_jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_gradients = jax.jit(gradients_of_batch, static_argnames=("config", "on_policy", "micro"))
+_jit_score_batch = jax.jit(score_batch, static_argnames=("config", "micro"))
 _jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
 

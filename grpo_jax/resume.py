@@ -208,8 +208,10 @@ def _settings(model: Model) -> dict[str, Any]:
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
-    shape = dataclasses.replace(model.config, dtype="float32", remat=False, initializer_range=0.0)
-    return json.loads(json.dumps({**dataclasses.asdict(shape), **lora}))
+    shape = dataclasses.asdict(model.config)
+    for name in ("dtype", "remat", "remat_policy", "initializer_range"):
+        del shape[name]
+    return json.loads(json.dumps({**shape, **lora}))
 
 
 def _leaves(tree: Any) -> dict[str, str]:

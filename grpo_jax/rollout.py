@@ -253,9 +253,9 @@ class _Costs:
 def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None to leave the layout as it is.
 
-    The cheapest of three layouts: the present one; the groups that live, as wide as the widest of them has to be; every
-    row by itself with a prompt of its own. Sizes are far apart and a layout has to save a third, so that there are few
-    layouts, and few programs are compiled.
+    One of three layouts: the present one, unless another saves a third; every row by itself with a prompt of its own;
+    the groups that live, as wide as the widest of them has to be, where that is cheaper by a quarter. So, and by sizes
+    that are far apart, there are few layouts, and few programs are compiled.
     """
     b, g = alive.shape
     if alive.size <= FEWEST:
