@@ -227,8 +227,9 @@ def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
 def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
     """A model or its parameters, inside a compiled function, with rows of the embedding whole on each device.
 
-    Tokens are cut over "fsdp", and so are the rows that they look up: without this, the partitioner looks up the tokens
-    of all devices on each of them, and throws most of it away.
+    Tokens are cut over "fsdp", and so are the rows that they look up: without this, the partitioner reads the prompts
+    of all devices on each of them, and keeps their keys. For a rollout only: in an update, with its way back, the same
+    makes the partitioner keep the activations of all devices on each, which weighs far more than the lookup.
     """
     if mesh is None:
         return tree

@@ -59,6 +59,8 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     name = "gradients, activations and batch"
     own_input = 8 * 64 * 64 * 4  # rows, tokens, width, float32
     assert (at[1][name] - at[0][name]) / 2 < 8 * own_input
+    for layers, parts in zip((2, 4), at, strict=True):  # keys and values of its own prompt, and of 8 rows with 63 slots
+        assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 63), rel=1e-3)
 
 
 def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
