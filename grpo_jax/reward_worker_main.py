@@ -1,8 +1,8 @@
 """The worker's side of `grpo_jax.reward_workers`: a script, so that it imports neither JAX nor this package.
 
-It reads a setup, answers "ready", then reads requests and answers each, all over one connection. Requests come as
-pickles, from the process that started it; replies go as JSON, so that nothing that a reward function made is unpickled
-there.
+It reads a setup, answers "ready", then reads requests, answers "begun" and then with what came of each, all over one
+connection. Requests come as pickles, from the process that started it; replies go as JSON, so that nothing that a
+reward function made is unpickled there.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main(descriptor: int) -> None:
                 request = connection.recv_bytes()
             except EOFError:
                 return
+            _send(connection, {"begun": True})  # from here on, the end of this process is the function's doing
             _send(connection, _answer(fn, request, runner))
 
 

@@ -285,6 +285,7 @@ class _Pool:
         """Give each request to a worker that is free, and take what comes back, until all are answered."""
         replies: list[dict[str, Any] | None] = [None] * len(requests)
         waiting = collections.deque(range(len(requests)))
+        sent_again: set[int] = set()
         while None in replies:
             self._fill()
             for worker in self._workers:
@@ -305,8 +306,18 @@ class _Pool:
                     continue
                 if not worker.ready:
                     raise RewardError(_start_trouble(reply))
+                if "begun" in reply:
+                    worker.begun = True
+                    continue
                 if worker.job is not None:
-                    replies[worker.job], worker.job = reply, None
+                    if "ended" in reply and not worker.begun and worker.job not in sent_again:
+                        # It died while it was idle (the system was out of memory, say), which a look at the process
+                        # just before the request need not have shown: no fault of this call.
+                        waiting.append(worker.job)
+                        sent_again.add(worker.job)
+                    else:
+                        replies[worker.job] = reply
+                    worker.job = None
                 # After a limit too: its memory is in pieces, or its buffers hold what cannot be written.
                 if reply.keys() & {"late", "ended", "limit"}:
                     worker.kill()
@@ -347,13 +358,14 @@ class _Worker:
             )
         self.ready = False
         self.job: int | None = None
+        self.begun = False  # whether the process has said that it has the request
         self.deadline = time.monotonic() + _START_SECONDS
         with contextlib.suppress(OSError):  # a worker that ended at once is found out by receive
             self.connection.send_bytes(setup)
 
     def begin(self, job: int, requests: Sequence[bytes], timeout: float) -> None:
         """Send a request."""
-        self.job = job
+        self.job, self.begun = job, False
         self.deadline = time.monotonic() + timeout
         with contextlib.suppress(OSError):
             self.connection.send_bytes(requests[job])

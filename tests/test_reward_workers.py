@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import worker_functions as functions
 
+from grpo_jax import reward_workers
 from grpo_jax.reward_calls import RewardError, check_reward_fns, compute_rewards
 from grpo_jax.reward_workers import isolated
 from grpo_jax.rewards import PartialRewards, format_reward, from_row, gated, weighted
@@ -218,6 +219,37 @@ def test_a_worker_that_died_while_idle_is_replaced_without_a_fault():
     os.kill(pid, signal.SIGKILL)
     assert wait_for(lambda: not is_alive(pid))
     assert fn(completions=COMPLETIONS)[1] != pid
+
+
+def test_a_worker_that_dies_before_it_has_read_the_request_is_replaced_without_a_fault(monkeypatch):
+    """Stopped, it looks alive when the request is sent, and is killed before it reads it."""
+    fn = isolated(functions.in_the_worker, timeout=10)
+    pid = int(fn(completions=COMPLETIONS)[1])
+    os.kill(pid, signal.SIGSTOP)
+    begin = reward_workers._Worker.begin
+
+    def begin_and_kill(self, *args):
+        begin(self, *args)
+        if self.process.pid == pid:
+            os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(reward_workers._Worker, "begin", begin_and_kill)
+    assert fn(completions=COMPLETIONS)[1] != pid
+
+
+def test_workers_that_die_before_each_request_are_a_fault_after_the_second(monkeypatch):
+    fn = isolated(functions.in_the_worker, timeout=10)
+    killed = []
+
+    def kill_and_begin(self, job, requests, timeout):
+        killed.append(self.process.pid)
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.job, self.begun, self.deadline = job, False, time.monotonic() + timeout
+
+    monkeypatch.setattr(reward_workers._Worker, "begin", kill_and_begin)
+    with pytest.raises(PartialRewards, match="signal 9"):
+        fn(completions=COMPLETIONS)
+    assert len(set(killed)) == 2
 
 
 def test_a_signal_to_all_processes_of_a_run_lets_the_workers_finish():
