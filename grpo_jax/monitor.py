@@ -41,6 +41,7 @@ class Monitor:
         self._display = Display(quiet=quiet)
         self._hints = Hints(config)
         self._tokens = 0.0
+        self._hurry = False
         self._step: int | None = None  # None: the files are not cut back yet
         self._early: list[tuple[str, str]] = []
         self._warned: set[tuple[str, str]] = set()
@@ -53,7 +54,7 @@ class Monitor:
     def __exit__(self, *error: Any) -> None:
         self._display.__exit__(*error)
         try:
-            self._writer.report()
+            self._writer.report(picture=not self._hurry)
         finally:
             warnings.showwarning = self._show_warning
 
@@ -127,8 +128,14 @@ class Monitor:
         """Write the line of an evaluation and show it."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
-    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
-        """Say what there is at the end, and how to go on if that is not the end of the run."""
+    def end(
+        self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False
+    ) -> None:
+        """Say what there is at the end, and how to go on if that is not the end of the run.
+
+        With `hurry`, a run that is to go on leaves the picture out: it is slow, and the page shows the same.
+        """
+        self._hurry = hurry and step < total_steps
         if best is not None:
             self._display.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
         if step < total_steps:

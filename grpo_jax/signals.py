@@ -52,6 +52,11 @@ class StopSignals:
         # Not print: the signal may have come in the middle of one, and a stream cannot be entered twice.
         os.write(2, f"\n{self.received.name}: saving after this step; once more ends the run at once\n".encode())
 
+    @property
+    def hurry(self) -> bool:
+        """Whether the signal is the one that is followed by SIGKILL or the loss of the machine, SIGTERM."""
+        return self.received is signal.SIGTERM
+
     def leave(self) -> NoReturn:
         """End the program as the signal asked for, now that all is saved.
 

@@ -182,7 +182,7 @@ def train(
         if stop:
             checkpoints.save(state, progress, batch, ahead)
         checkpoints.wait()
-        monitor.end(progress.step, run.total_steps, best=checkpoints.best())
+        monitor.end(progress.step, run.total_steps, best=checkpoints.best(), hurry=signals.hurry)
     if stop or signals.received is not None:  # the second, while the pictures were drawn
         signals.leave()
     return state

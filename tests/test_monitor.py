@@ -37,6 +37,15 @@ def test_lines_go_to_files_and_callbacks_alike(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+        monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
+        monitor.log(1, {"num_tokens": 60})
+        monitor.end(1, 4, hurry=True)
+    assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report.png").exists()
+
+
 def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
@@ -58,7 +67,7 @@ def cut_off(monitor, steps):
 
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
     """It was killed before its first one, or somebody has removed them."""
-    monkeypatch.setattr("grpo_jax.report.RunWriter.report", lambda self: None)
+    monkeypatch.setattr("grpo_jax.report.RunWriter.report", lambda self, **_: None)
 
     def begin(*steps):
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:

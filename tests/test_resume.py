@@ -64,7 +64,7 @@ def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
 def _no_pictures():
     """They are looked at elsewhere, and each takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_jax.report.RunWriter.report", lambda self: None)
+        patch.setattr("grpo_jax.report.RunWriter.report", lambda self, **_: None)
         yield
 
 
@@ -163,7 +163,7 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, m
     assert stops == [at for *_, at in moments.values()]
     assert "stopped after step 7 of 18 and saved" in capfd.readouterr().err
     with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
-        patch.setattr("grpo_jax.report.RunWriter.report", lambda self: signal.raise_signal(signal.SIGTERM))
+        patch.setattr("grpo_jax.report.RunWriter.report", lambda self, **_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:
             run(tmp_path)
     assert (left.value.code, newest()) == (0, SETTINGS["max_steps"])

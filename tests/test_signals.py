@@ -29,6 +29,7 @@ def test_the_first_signal_is_noted_and_the_program_exits_well(number, capfd):
         with pytest.raises(SystemExit) as left:
             signals.leave()
     assert left.value.code == 0
+    assert signals.hurry == (number is signal.SIGTERM)
     assert f"{number.name}: saving after this step" in capfd.readouterr().err
 
 
