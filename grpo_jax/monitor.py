@@ -128,9 +128,7 @@ class Monitor:
         """Write the line of an evaluation and show it."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
-    def end(
-        self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False
-    ) -> None:
+    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False) -> None:
         """Say what there is at the end, and how to go on if that is not the end of the run.
 
         With `hurry`, a run that is to go on leaves the picture out: it is slow, and the page shows the same.
