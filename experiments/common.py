@@ -118,7 +118,7 @@ def use_compile_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "grpo_jax" / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:

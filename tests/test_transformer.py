@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny_model
 
+from grpo_jax.models import transformer
 from grpo_jax.models.transformer import (
     ROPE_KINDS,
     Rope,
@@ -213,6 +214,36 @@ def test_remat_changes_no_gradient(config):
         grads.append(jax.jit(jax.grad(loss))(params))
     assert recomputed[1] >= recomputed[0] + config.num_layers, "whole layers beside the gates of the MLPs"
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
+
+
+def test_layers_that_are_traced_once_are_the_layers(config):
+    """Where a collection is written, each layer is traced by itself: the plain road to the same numbers."""
+    model, params = make(config)
+    tokens = batch()[1][0]
+
+    def loss(params, **how):
+        out = model.apply({"params": params}, tokens, **how)
+        return jnp.square(out[0] if how else out).mean()
+
+    once = jax.jit(jax.value_and_grad(loss))(params)
+    each = jax.jit(jax.value_and_grad(functools.partial(loss, mutable=["intermediates"])))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), once, each)
+
+
+@pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
+def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
+    traced = []
+    attention = transformer.group_attention
+    monkeypatch.setattr(
+        transformer, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how)
+    )
+    # A shape of its own, which no other test has traced before.
+    model = Transformer(dataclasses.replace(PLAIN, vocab_size=41, num_layers=6, **changes))
+    tokens = jnp.zeros((B, T), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    traced.clear()
+    jax.jit(jax.grad(lambda params: model.apply(params, tokens).mean())).trace(shapes)
+    assert len(traced) == kinds
 
 
 def test_what_a_layer_keeps_is_a_policy():

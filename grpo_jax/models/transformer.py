@@ -8,6 +8,7 @@ stack. Softmax, norms and logits are float32 whatever the compute dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -426,6 +427,11 @@ class Layer(nn.Module):
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _apply_layer(layer, variables, *args):
+    return layer.apply(variables, *args)
+
+
 class Embedding(nn.Module):
     """Rows of a table, and by the same table the output head where the two are tied."""
 
@@ -523,11 +529,27 @@ class Transformer(nn.Module):
         tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
         x = self.embed_tokens(tokens)
         own = []
-        for i, layer in enumerate(self.layers):
+        for i in range(c.num_layers):
             shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
-            x, kv = layer(x, tables, shared, None if cache is None else cache[i], index, start, lane)
+            x, kv = self._layer(i)(x, tables, shared, None if cache is None else cache[i], index, start, lane)
             own.append(kv)
         return self.norm(x), tuple(own)
+
+    def _layer(self, i: int) -> Callable[..., Any]:
+        """Layer i, as a function that JAX traces once for all layers of its kind: most of the time of a start.
+
+        Only what reads its variables and does no more is such a function; initializing, dropout, and collections that
+        are written are left to the layer itself.
+        """
+        c, layer = self.config, self.layers[i]
+        writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "router", "intermediates")))
+        if writes or self.has_rng("dropout"):
+            return layer
+        kinds = [
+            tuple(of[j] if of else None for of in (c.windows, c.rotary_layers, c.expert_layers)) for j in range(i + 1)
+        ]
+        alike = layer.clone(parent=None, name=None, layer=kinds.index(kinds[i]))
+        return functools.partial(_apply_layer, alike, layer.variables)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
         """Read the prompts once: hidden state [B, D] of each prompt's last token, and the `Prefix` for its rows."""
