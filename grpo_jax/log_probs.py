@@ -56,9 +56,22 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     return _log_probs(process_logits(logits, temperature=temperature), tokens)
 
 
+@jax.custom_jvp
+def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """logits[..., token]. Its gradient is a mask, which joins the rest of the logits' gradient; that of a gather is an
+    array of zeros as large as the logits, written to and added."""
+    return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+
+
+@_logit_of.defjvp
+def _logit_of_jvp(primals, tangents):
+    logits, tokens = primals
+    here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
+    return _logit_of(logits, tokens), jnp.where(here, tangents[0], 0).sum(axis=-1)
+
+
 def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return _logit_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -66,8 +79,7 @@ def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Ar
     log_p = logits - log_z
     # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.
     plogp = jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p))
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
-    return (chosen - log_z)[..., 0], -plogp.sum(axis=-1)
+    return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)
 
 
 def chunked(

@@ -29,7 +29,7 @@ from grpo_jax.objective import apply_gradients, count_totals, loss_of_rows, samp
 from grpo_jax.packing import Piece, pack, padding_share, piece_size
 from grpo_jax.sharding import keep_placed, mesh_of, split
 from grpo_jax.state import TrainState
-from grpo_jax.streams import count_streams, devices_of, run_in_streams
+from grpo_jax.streams import count_streams, devices_of, in_turn, run_in_streams
 from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step, zeros_like
@@ -37,8 +37,8 @@ from grpo_jax.update import score_batch, train_step, zeros_like
 __all__ = ["gradients", "lower_score", "lower_update", "score", "update"]
 
 CPU_TOKENS = 512
-"""Tokens of a piece on a CPU at most, twice as many where one stream computes it: enough to fill the matrix products of
-all cores; with more, activations leave the cache."""
+"""Tokens of a piece on a CPU at most: enough to fill the matrix products of all cores; with more, activations leave the
+cache."""
 
 
 @functools.partial(
@@ -133,7 +133,7 @@ def _gradients(
     def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
         grads, sums = _zeros((state.params, read)), []
         for i in numbers:
-            grads, more = _add_piece(grads, state, read, batch, pieces[i], totals, dropout, i, **fixed)
+            grads, more = _add_piece(in_turn(grads), state, read, batch, pieces[i], totals, dropout, i, **fixed)
             sums.append(more)
         return grads, sums
 
@@ -146,7 +146,7 @@ def _gradients(
     def with_prompts(share: tuple[Params, range]) -> Params:
         total, numbers = share
         for i in numbers:
-            total = _add_prompts(total, pullbacks[i], of_read, read, i, parts=len(pullbacks))
+            total = _add_prompts(in_turn(total), pullbacks[i], of_read, read, i, parts=len(pullbacks))
         return total
 
     # One stream's part of the prompts goes on top of the same stream's pieces; a stream may have none.
@@ -217,7 +217,7 @@ def _pieces(
     if given is not None:
         most = given
     elif all(device.platform == "cpu" for device in devices_of(params)):
-        most = min(most, CPU_TOKENS if count_streams(params, 2) > 1 else 2 * CPU_TOKENS)
+        most = min(most, CPU_TOKENS)
     return pack(np.asarray(tokens), np.asarray(mask), size=piece_size(most, longest))
 
 
@@ -241,7 +241,7 @@ def _read(
 
     def read_some(numbers: range) -> list[Any]:
         how: dict[str, Any] = {"parts": count, "backward": backward}
-        return [_read_part(params, prompts, dropout, model, i, **how) for i in numbers]
+        return [in_turn(_read_part(params, prompts, dropout, model, i, **how)) for i in numbers]
 
     program = ("read", backward, prompts.tokens.shape, jax.tree.structure(model), count)
     shares = _shares(params, count)
@@ -329,7 +329,7 @@ def _score_pieces(
         scores = (jnp.zeros(mask.shape), jnp.zeros(mask.shape))
         for i in numbers:
             scores = _score_piece(
-                scores, params, read, prompts.lengths, mask, pieces[i], model=model, config=config, **how
+                in_turn(scores), params, read, prompts.lengths, mask, pieces[i], model=model, config=config, **how
             )
         return scores
 

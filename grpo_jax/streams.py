@@ -20,7 +20,7 @@ import jax
 
 from grpo_jax.types import Params
 
-__all__ = ["beside", "count_streams", "devices_of", "run_in_streams"]
+__all__ = ["beside", "count_streams", "devices_of", "in_turn", "run_in_streams"]
 
 CACHED = 64 * 2**20
 """Bytes of parameters that a CPU's cache may hold: larger ones come from memory, once for each stream."""
@@ -76,6 +76,17 @@ def run_in_streams(
     futures = [_pool(len(parts)).submit(whole, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
+
+
+def in_turn(tree: Result) -> Result:
+    """Arrays that the next of several programs begins with, waited for if they are on a CPU.
+
+    XLA's CPU backend gives a program its memory when it is dispatched, not when its turn comes: of all parts of a
+    batch at once, if the host runs ahead of the device. Other backends reuse the memory in the order of the programs.
+    """
+    if any(device.platform == "cpu" for device in devices_of(tree)):
+        jax.block_until_ready(tree)
+    return tree
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state):
-        return jax.tree.map(lambda x: x * 1.5 + 1, state)
+        return jax.tree.map(lambda x: (x * 1.5 + 1).astype(x.dtype), state)
 
     params = {f"w{i}": jax.random.normal(jax.random.key(i), (1_000_000,)) for i in range(4)}
     state = create_state(params, OPTIMIZER, jax.random.key(0)).replace(key=None)

@@ -106,6 +106,16 @@ def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
     assert temporaries(32) - temporaries(8) < 0.5 * more_logits
 
 
+def test_the_gradient_writes_no_zeros_the_size_of_the_logits():
+    """The gradient of a gather would; this one is softmax less one at the token, and works forwards as well."""
+    logits, tokens = jax.random.normal(jax.random.key(0), (3, 7)), jnp.array([1, 6, 1])
+    of = lambda logits: token_log_probs(logits, tokens).sum()
+    grads = np.eye(7)[np.asarray(tokens)] - jax.nn.softmax(logits)
+    np.testing.assert_allclose(jax.grad(of)(logits), grads, atol=1e-6)
+    np.testing.assert_allclose(jax.jacfwd(of)(logits), grads, atol=1e-6)
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(of))(logits))
+
+
 def test_token_log_probs_by_hand():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     np.testing.assert_allclose(token_log_probs(logits, jnp.array([1, 2])), np.log([0.25, 0.8]), atol=1e-6)

@@ -141,6 +141,29 @@ def test_what_stands_behind_the_end_of_a_row_is_never_seen():
     chex.assert_trees_all_equal(one, two)
 
 
+def test_on_a_cpu_a_piece_begins_when_the_one_before_is_through(monkeypatch):
+    """XLA's CPU backend gives a program its memory when it is dispatched: of all pieces at once otherwise."""
+    nothing = lambda x: 0 * jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
+    slowly = jax.jit(lambda tree: jax.tree.map(lambda x: x + nothing(jnp.eye(128)).astype(x.dtype), tree))
+    begun = []
+    for name in ("_add_piece", "_score_piece"):
+        program = getattr(packed, name)
+
+        def call(first, *args, program=program, name=name, **how):
+            begun.append((name, all(leaf.is_ready() for leaf in jax.tree.leaves(first))))
+            result = program(first, *args, **how)
+            return slowly(result) if name == "_score_piece" else (slowly(result[0]), result[1])
+
+        monkeypatch.setattr(packed, name, call)
+    model, params = tiny_model()
+    b, config = batch(), GRPOConfig()
+    score(params, b.prompts, b.tokens, b.mask, model=model, config=config, micro=(4, G))
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    packed.gradients(state, b, model=model, config=config, on_policy=True, micro=(4, G))
+    assert all(ready for _, ready in begun)
+    assert min(sum(name == other for other, _ in begun) for name in ("_add_piece", "_score_piece")) > 4
+
+
 def test_scores_are_the_log_probs():
     model, params = tiny_model()
     b = batch()
