@@ -145,6 +145,7 @@ ctypes.CDLL("libc.so.6").malloc_trim(0)  # what compiling took
 before = resident("VmRSS:")
 params = programs[0]()
 state, batch = programs[1](params), programs[2]()
+del params  # the state's own; jax 0.7 copies what is donated while somebody else holds it
 open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
 after = jax.block_until_ready(update(state, batch, model=how["model"]))
 print(json.dumps(resident("VmHWM:") - before))
