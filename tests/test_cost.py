@@ -22,7 +22,7 @@ PROGRAMS = {name: getattr(packed, name) for name in NAMES}
 
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=512):
     """Compiled programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
-    monkeypatch.setattr(packed, "CPU_TOKENS", tokens // 2)  # one stream computes pieces of twice as many
+    monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
     for name, program in PROGRAMS.items():
