@@ -11,8 +11,7 @@ the first one: params, optimizer, references and counters to the last bit, the f
 multiset of (epoch, prompt).
 
 Time: about eight seconds a kill on an idle core. Expect: "the same" in every line, and exit status 0. The seconds from
-a SIGTERM to the exit say little of a step here: a step of this run takes milliseconds, and a checkpoint, the pictures
-and the interpreter's own end come on top.
+a SIGTERM to the exit say little of a step here: the checkpoint and the interpreter's own end take longer than a step.
 The last line on standard output is one JSON object.
 """
 

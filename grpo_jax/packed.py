@@ -67,7 +67,7 @@ def score(
 ) -> jax.Array:
     """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
 
-    They may still be on their way when this returns; only several streams on a CPU are waited for.
+    They may still be on their way when this returns; on a CPU, the last piece of a single stream at most.
     """
     if not _packs(model, params):
         at: dict[str, Any] = {"model": as_argument(model), "config": config, "micro": micro}

@@ -224,7 +224,7 @@ class RunWriter:
         """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing.
 
         Args:
-          picture: False writes the page alone, which takes a twentieth of the time of both.
+          picture: False writes the page alone, which takes a small part of the time of both.
         """
         if self.run_dir is None:
             return

@@ -51,8 +51,7 @@ def test_adapters_learn_and_the_base_stays(dropout):
     merged = merge_lora(policy.replace(params=state.params))
     tokens = jnp.arange(12).reshape(2, 6)
     one = policy.model.apply({"params": state.params}, tokens)
-    # Adapters that have grown in 50 steps: what rounding makes of W + AB is larger than at their beginning.
-    np.testing.assert_allclose(merged.model.apply({"params": merged.params}, tokens), one, atol=1e-4)
+    np.testing.assert_allclose(merged.model.apply({"params": merged.params}, tokens), one, atol=1e-5)
 
 
 def test_dropout_changes_the_step_and_its_key_is_the_steps_own():
