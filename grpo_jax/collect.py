@@ -164,6 +164,7 @@ def _rounds(
     begin: Callable[[Prompts, Completions], Batch] | None,
     ahead: Completions | None,
     look_ahead: bool,
+    interrupt: Callable[[], None],
 ) -> Iterator[_Round]:
     """Round after round of `count` prompts: the device's work is begun first, and then the rewards are computed."""
     params = state.params if state.old_params is None else state.old_params
@@ -172,7 +173,7 @@ def _rounds(
         start, cursor = cursor, cursor + count
         if ahead is None:
             with phase("rollout"):
-                ahead = _sample(task, params, key, start, count)
+                ahead = _sample(task, params, key, start, count, interrupt)
         rows, prompts = _prompts(task, start, count)
         completions, batch = ahead, None
         if begin is not None:
@@ -181,7 +182,7 @@ def _rounds(
 
         def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
             jax.block_until_ready(batch)  # of two threads' programs at once, the devices of a mesh could mix the order
-            return _sample(task, params, key, cursor, count)
+            return _sample(task, params, key, cursor, count, interrupt)
 
         with beside(sample_next) if look_ahead else contextlib.nullcontext() as coming:
             with phase("rewards"):
@@ -204,7 +205,9 @@ def _prompts(task: Task, cursor: int, count: int) -> tuple[list[dict[str, Any]],
     return rows, make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
 
 
-def _sample(task: Task, params: Params, key: jax.Array, cursor: int, count: int) -> Completions:
+def _sample(
+    task: Task, params: Params, key: jax.Array, cursor: int, count: int, interrupt: Callable[[], None]
+) -> Completions:
     """Completions of the next `count` prompts, on the host."""
     config = task.config
     completions = generate(
@@ -218,6 +221,7 @@ def _sample(task: Task, params: Params, key: jax.Array, cursor: int, count: int)
         pad_token_id=task.pad_token_id,
         prompt_indices=cursor + np.arange(count),
         batch_size=config.rollout_batch_size,
+        interrupt=interrupt,
         **sampling_settings(config),
     )
     return fetch(completions)
@@ -317,6 +321,7 @@ def collect(
     phase: Phase = contextlib.nullcontext,
     ahead: Completions | None = None,
     look_ahead: bool = False,
+    interrupt: Callable[[], None] = lambda: None,
 ) -> Experience:
     """Sample, score and weigh one iteration's completions.
 
@@ -329,16 +334,23 @@ def collect(
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
+      interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
 
     Returns:
       `Experience`. Its arrays are cut to the bucket of the longest completion.
     """
     config = task.config
     begin = functools.partial(_begin, task, state, micro)
-    rounds = _rounds(task, state, cursor, count, phase, None if config.dynamic_sampling else begin, ahead, look_ahead)
+
+    def watched(name: str) -> AbstractContextManager[Any]:
+        interrupt()
+        return phase(name)
+
+    at_once = None if config.dynamic_sampling else begin
+    rounds = _rounds(task, state, cursor, count, watched, at_once, ahead, look_ahead, interrupt)
     if config.dynamic_sampling:
         last, counts_in = _with_signal(rounds, config, count)
-        with phase("reference"):
+        with watched("reference"):
             last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counts_in))
     else:
         last, counts_in = next(rounds), np.ones(count, bool)
@@ -348,8 +360,9 @@ def collect(
     advantages = _advantages(rewards, scale_rewards=config.scale_rewards, **_aggregation(config))
     metrics |= _rollout_metrics(config, groups, np.asarray(groups.completions.mask).sum(axis=-1))
     assert batch is not None, "begun by the round, or after all of them"
-    with phase("reference"):
+    with watched("reference"):
         batch = jax.block_until_ready(batch.replace(advantages=advantages))
+    interrupt()
     return Experience(batch, cursor, metrics, _rows(task, groups, np.asarray(advantages)), ahead)
 
 

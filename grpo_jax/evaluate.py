@@ -39,6 +39,7 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     on_reward_error: str = "raise",
     trainer_state: TrainerState | None = None,
+    interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
 
@@ -62,6 +63,7 @@ def evaluate(
       chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
       trainer_state: for reward functions that name it.
+      interrupt: called between batches and every few tokens; what it raises ends the evaluation.
 
     Returns:
       metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
@@ -125,7 +127,9 @@ def evaluate(
             eos_token_ids=policy.eos_token_ids,
             pad_token_id=policy.pad_token_id,
             prompt_indices=np.array(at),
+            interrupt=interrupt,
         )
+        interrupt()
         new = min(batch_size, count - start)
         completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
         rows = [data.rows[i] for i in at[:new]]

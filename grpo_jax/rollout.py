@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -340,7 +340,7 @@ class _Table:
         return (rows >= 0) & ~ended & (before[:, None] + count < self.length)
 
 
-def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **settings):
+def _generate_by_segments(model, params, prompts, keys, *, length, at_once, interrupt, **settings):
     """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
@@ -356,6 +356,7 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
 
     def enter(first: int, count: int, slot: int) -> tuple[list[_Rows], np.ndarray, np.ndarray]:
         """Lanes of the next `count` prompts, with one token of each row; their rows, −1 where there are none."""
+        interrupt()
         numbers = np.arange(first, first + count)
         parts = _streams(params, count, g)
         some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
@@ -372,6 +373,7 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, **se
     lanes, rows, drawn = enter(0, at_once, 0)
     slot, entered, some = 0, at_once, max(1, at_once // 4)
     while True:
+        interrupt()
         empty = ~(rows >= 0).any(axis=1)
         order, survivors = None, None
         if entered >= b and not empty.all():
@@ -513,6 +515,7 @@ def generate(
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
+    interrupt: Callable[[], None] = lambda: None,
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
@@ -533,6 +536,7 @@ def generate(
         samples wherever it stands, if it keeps its number.
       batch_size: completions that are decoded at a time, in whole groups; further prompts wait and take the places of
         those that have ended, which changes no sample. None: all at once. Not inside a `jit`.
+      interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
 
     Returns:
       `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them.
@@ -575,4 +579,5 @@ def generate(
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
     at_once = len(prompts.lengths) if batch_size is None else batch_size // num_generations
-    return _generate_by_segments(as_argument(model), params, prompts, keys, at_once=at_once, **settings)
+    how: dict[str, Any] = {"at_once": at_once, "interrupt": interrupt}
+    return _generate_by_segments(as_argument(model), params, prompts, keys, **how, **settings)

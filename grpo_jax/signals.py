@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps, where it can be saved, and not in the middle of one."""
+"""SIGTERM and SIGINT end a run where it can be saved: not in the middle of an update, and not after a whole rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["StopSignals"]
+__all__ = ["Interrupted", "StopSignals"]
+
+
+class Interrupted(Exception):
+    """A signal came while something was made that nothing has been learned from yet; who goes on makes it again."""
 
 
 class StopSignals:
@@ -20,6 +24,7 @@ class StopSignals:
 
     Args:
       enabled: False changes nothing: what cannot be saved need not wait for the end of a step.
+      alone: False where other processes work at the same arrays: none may leave a rollout that the others wait for.
 
     Attributes:
       received: the signal, None while there was none.
@@ -31,8 +36,9 @@ class StopSignals:
       'SIGTERM'
     """
 
-    def __init__(self, enabled: bool = True):
+    def __init__(self, enabled: bool = True, alone: bool = True):
         self.received: signal.Signals | None = None
+        self._alone = alone
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -50,7 +56,17 @@ class StopSignals:
         self.received = signal.Signals(number)
         self.__exit__()
         # Not print: the signal may have come in the middle of one, and a stream cannot be entered twice.
-        os.write(2, f"\n{self.received.name}: saving after this step; once more ends the run at once\n".encode())
+        name = self.received.name
+        os.write(2, f"\n{name}: saving as soon as this update is done; once more ends the run at once\n".encode())
+
+    def interrupt(self) -> None:
+        """Leave work that the run does again when it goes on.
+
+        Raises:
+          Interrupted: there was a signal, and no other process is needed for that work.
+        """
+        if self.received is not None and self._alone:
+            raise Interrupted
 
     @property
     def hurry(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
 from grpo_jax.run_dir import locked
 from grpo_jax.sharding import fetch, gather_objects
-from grpo_jax.signals import StopSignals
+from grpo_jax.signals import Interrupted, StopSignals
 from grpo_jax.state import TrainState, begin_iteration
 from grpo_jax.types import Batch
 from grpo_jax.update import train_step
@@ -73,8 +74,9 @@ def train(
       RuntimeError: another process is using `run_dir`.
       NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
-      SystemExit: with the status 0, on SIGTERM or SIGINT, after the step in hand and a checkpoint; a KeyboardInterrupt
-        on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
+      SystemExit: with the status 0, on SIGTERM or SIGINT, after a checkpoint: an update in hand is finished first, and
+        completions that nothing has been learned from yet are left, for the run that goes on to make again. A
+        KeyboardInterrupt on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
 
     Example:
       A model of sixteen numbers (one for each pair of letters) learns to begin with a b, in thirty steps:
@@ -112,7 +114,7 @@ def train(
     state, bad_batches = new_state(run), BadBatches(None if jax.process_count() > 1 else run_dir, run)
     with (
         locked(own_dir),
-        StopSignals(enabled=run_dir is not None) as signals,
+        StopSignals(enabled=run_dir is not None, alone=jax.process_count() == 1) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
     ):
@@ -126,21 +128,25 @@ def train(
             num_dropped=len(data.dropped),
             resumed=found is not None,
         )
-        evaluate_if_due(run, state, progress, monitor)
+        evaluate_if_due(run, state, progress, monitor, signals)
         while progress.step < run.total_steps and not stopping(signals):
             if batch is None:
                 # One snapshot samples for a whole iteration; all its updates learn from the same completions.
                 state = _begin_iteration(state)
-                experience = collect(
-                    run.task,
-                    state,
-                    progress.cursor,
-                    count=run.sizes.prompts,
-                    micro=run.micro,
-                    phase=monitor.phase,
-                    ahead=ahead,
-                    look_ahead=config.rollout_ahead and progress.step + run.sizes.updates < run.total_steps,
-                )
+                try:
+                    experience = collect(
+                        run.task,
+                        state,
+                        progress.cursor,
+                        count=run.sizes.prompts,
+                        micro=run.micro,
+                        phase=monitor.phase,
+                        ahead=ahead,
+                        look_ahead=config.rollout_ahead and progress.step + run.sizes.updates < run.total_steps,
+                        interrupt=signals.interrupt,
+                    )
+                except Interrupted:
+                    break
                 progress.collected(experience.cursor, experience.metrics)
                 monitor.completions(progress.step + 1, experience.rows)
                 batch, ahead = experience.batch, experience.ahead
@@ -175,7 +181,7 @@ def train(
                 checkpoints.save(state, progress, batch, ahead)
                 raise bad_batches.error(state, part, step=progress.step, index=index)
             if not stopping(signals):
-                evaluate_if_due(run, state, progress, monitor)
+                evaluate_if_due(run, state, progress, monitor, signals)
                 if checkpoints.due(progress.step, run.total_steps):
                     checkpoints.save(state, progress, batch, ahead)
         stop = stopping(signals)
@@ -201,14 +207,15 @@ def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
     return jax.tree.map(lambda x: x[start:stop], batch)
 
 
-def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor) -> None:
+def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor, signals: StopSignals) -> None:
     """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
     config, step = run.task.config, progress.step
     due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
     if run.eval_data is None or not due or progress.evaluated == step:
         return
     group = config.eval_generations
-    with monitor.phase("evaluation"):
+    # An evaluation that a signal ends is made again by the run that goes on.
+    with contextlib.suppress(Interrupted), monitor.phase("evaluation"):
         metrics, _ = evaluate(
             run.policy,
             run.eval_data,
@@ -225,8 +232,11 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
             seed=config.seed,
             on_reward_error=config.on_reward_error,
             trainer_state=run.task.trainer_state(step, progress.cursor),
+            interrupt=signals.interrupt,
         )
-    progress.evaluated = step
+        progress.evaluated = step
+    if progress.evaluated != step:
+        return
     best, measured = config.metric_for_best_model, {f"eval/{name}": value for name, value in metrics.items()}
     if best is not None and best.startswith("eval/") and best not in measured:
         raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")

@@ -122,8 +122,11 @@ def test_cut_anywhere_it_ends_in_the_same_bytes(whole, tmp_path):
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
 
 
-def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, monkeypatch, capfd):
-    """SIGTERM in each part of the loop, before it and after it; each time the run is gone on with."""
+def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path, monkeypatch, capfd):
+    """SIGTERM in each part of the loop, before it and after it; each time the run is gone on with.
+
+    An update is finished. A rollout, its rewards and an evaluation are not: the run that goes on makes them again.
+    """
     import grpo_jax.checkpoint
     import grpo_jax.collect
     import grpo_jax.train
@@ -143,8 +146,8 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, m
     moments = {
         "update": (module, "update", 1),
         "restore": (grpo_jax.checkpoint.Checkpoints, "restore", 1),
-        "rollout": (grpo_jax.collect, "generate", 7),
-        "rewards": (grpo_jax.collect, "compute_rewards", 13),
+        "rollout": (grpo_jax.collect, "generate", 6),
+        "rewards": (grpo_jax.collect, "compute_rewards", 12),
         "save": (grpo_jax.checkpoint.Checkpoints, "save", 14),
         "evaluation": (module, "evaluate", 15),
     }
@@ -161,7 +164,7 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_0(whole, tmp_path, m
         assert left.value.code == 0
         stops.append(newest())
     assert stops == [at for *_, at in moments.values()]
-    assert "stopped after step 7 of 18 and saved" in capfd.readouterr().err
+    assert "stopped after step 6 of 18 and saved" in capfd.readouterr().err
     with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
         patch.setattr("grpo_jax.report.RunWriter.report", lambda self, **_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:

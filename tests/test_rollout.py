@@ -131,6 +131,32 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
     assert places == 1 or any(np.unique(rows.start).size > 1 for rows in steps), "no group came later than another"
 
 
+def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    decoded, asked, plain = [], [], rollout._decode
+
+    def decode(*arguments, **settings):
+        decoded.append(len(asked))
+        return plain(*arguments, **settings)
+
+    def third_time():
+        asked.append(len(decoded))
+        if len(asked) == 3:
+            raise Enough
+
+    monkeypatch.setattr(rollout, "_decode", decode)
+    with pytest.raises(Enough):
+        sample(interrupt=third_time)
+    assert asked[:2] == [0, 0], "before the prompts are read, and before the first segment"
+    assert set(decoded) == {2}, "the second segment was not begun"
+    asked.clear()
+    decoded.clear()
+    assert_same(sample(interrupt=lambda: asked.append(1)), sampled())
+    assert len(asked) == 2 + len(set(decoded)) or len(asked) > 2 + 69 // rollout.SEGMENT
+
+
 def test_a_row_does_not_depend_on_the_batch_around_it():
     """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
     alone = make_prompts([PROMPTS[2]], length=9)

@@ -1,5 +1,6 @@
 """A rollout one iteration ahead: what samples, what is learnt from it, what runs beside what, and how it resumes."""
 
+import signal
 import sys
 import threading
 
@@ -14,6 +15,7 @@ from test_resume import run as run_in
 from tiny import tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, completion_log_probs, compute_advantages, generate, make_prompts, train
+from grpo_jax.signals import Interrupted
 from grpo_jax.update import train_step
 
 G, T = 4, 6
@@ -86,6 +88,43 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
     assert off_policy == 3, "and samples of the present policy would have been others"
     assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-4), "the first iteration has nothing older to learn from"
     assert min(line["ratio_max"] for line in lines[1:]) > 1.01
+
+
+def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch):
+    """The thread beside ends at its next segment; the completions that were in hand are gone on with."""
+    settings = {"rollout_ahead": True, "max_steps": 6, "eval_steps": None, "num_iterations": 1, "save_steps": 5}
+    settings["dynamic_sampling"] = False  # one rollout an iteration, of two steps
+    whole = run_in(tmp_path / "whole", **settings)
+    collecting, sent, ends, scored = sys.modules["grpo_jax.collect"], threading.Event(), [], []
+    real_generate, real_score = collecting.generate, collecting._score
+
+    def generate_after_the_signal(*args, **how):
+        if len(ends) == 2:  # those of the first iteration, and those ahead of it
+            assert sent.wait(240), "the second iteration's rewards are not computed beside"
+        try:
+            completions = real_generate(*args, **how)
+        except BaseException as error:
+            ends.append(type(error))
+            raise
+        ends.append(None)
+        return completions
+
+    def score(*args):
+        scored.append(args)
+        if len(scored) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            sent.set()
+        return real_score(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collecting, "generate", generate_after_the_signal)
+        patch.setattr(collecting, "_score", score)
+        with pytest.raises(SystemExit):
+            run_in(tmp_path / "cut", **settings)
+    assert ends == [None, None, Interrupted]
+    (checkpoint,) = (path.name for path in (tmp_path / "cut" / "checkpoints").iterdir() if path.name.isdigit())
+    assert int(checkpoint) == 2
+    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
 
 
 def test_a_run_that_samples_ahead_resumes_to_the_same_bytes(tmp_path):

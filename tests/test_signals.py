@@ -1,12 +1,13 @@
 """SIGTERM and SIGINT are noted once, a second one acts as usual, and everything is as before afterwards."""
 
+import contextlib
 import signal
 import sys
 import threading
 
 import pytest
 
-from grpo_jax.signals import StopSignals
+from grpo_jax.signals import Interrupted, StopSignals
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -30,7 +31,7 @@ def test_the_first_signal_is_noted_and_the_program_exits_well(number, capfd):
             signals.leave()
     assert left.value.code == 0
     assert signals.hurry == (number is signal.SIGTERM)
-    assert f"{number.name}: saving after this step" in capfd.readouterr().err
+    assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
 
 
 def test_the_second_signal_acts_as_usual():
@@ -42,6 +43,15 @@ def test_the_second_signal_acts_as_usual():
 
     with pytest.raises(KeyboardInterrupt):
         second()
+
+
+def test_work_is_left_after_a_signal_where_no_other_process_waits_for_it():
+    for alone in (True, False):
+        with StopSignals(alone=alone) as signals:
+            signals.interrupt()
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Interrupted) if alone else contextlib.nullcontext():
+                signals.interrupt()
 
 
 def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatch):
