@@ -87,6 +87,15 @@ def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return _row_sum(values, mask) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
+def _total(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Σ m·x over all tokens, without gradient, row by row first.
+
+    A CPU adds number after number, which in float32 costs a sum of thousands its last digits; XLA would make one sum of
+    the two but for the barrier.
+    """
+    return jnp.sum(jax.lax.optimization_barrier(_row_sum(sg(values), mask)))
+
+
 def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """w_t = exp(l_t − l_old_t)."""
     return _exp(log_ratio)
@@ -497,7 +506,7 @@ def grpo_loss_terms(
         token_sums["entropy"] = entropies
 
     token_sums |= {"ratio_mean": w, "approx_kl_old": k3(-log_ratio), **_clip_events(surrogate, tokens, settings)}
-    sums |= {name + "_sum": jnp.sum(values, where=mask) for name, values in token_sums.items()}
+    sums |= {name + "_sum": _total(values, mask) for name, values in token_sums.items()}
     sums |= {"loss": loss, "tokens": count, "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
     # Metrics never steer the loss; and they are floats, also the counts, so that they average over steps and devices.

@@ -38,7 +38,9 @@ def learn(policy, rows=ROWS, steps=30, **settings):
 def test_adapters_learn_and_the_base_stays(dropout):
     policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=dropout)
     before = jax.tree.map(np.array, policy.model.base)
-    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.02, "steps": 50}
+    # Twice this rate leads, with the samples of one version of JAX, to adapters under which one unit in the last place
+    # of the weights moves a logit by 3e-4: nothing computed in float32 could be compared at the end.
+    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.01, "steps": 70}
     state, rewards = learn(policy, **settings)
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     chex.assert_trees_all_equal(policy.model.base, before)
