@@ -90,8 +90,8 @@ def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 def _total(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Σ m·x over all tokens, without gradient, row by row first.
 
-    A CPU may add number after number, which in float32 costs a sum of thousands its last digits. But for the barrier XLA
-    would make one sum of the two.
+    A CPU may add number after number, which in float32 costs a sum of thousands its last digits. But for the barrier
+    XLA would make one sum of the two.
     """
     return jnp.sum(jax.lax.optimization_barrier(_row_sum(sg(values), mask)))
 

@@ -164,6 +164,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
         assert left.value.code == 0
         stops.append(newest())
     assert stops == [at for *_, at in moments.values()]
+    assert not any("eval/vowels" in line for line in read_lines(tmp_path / "metrics.jsonl") if line["step"] == 15)
     assert "stopped after step 6 of 18 and saved" in capfd.readouterr().err
     with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
         patch.setattr("grpo_jax.report.RunWriter.report", lambda self, **_: signal.raise_signal(signal.SIGTERM))
