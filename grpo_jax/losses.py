@@ -7,7 +7,7 @@ Leading axes are free: [B, G, T] and [R, T] mean the same, a row is one completi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -87,13 +87,20 @@ def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return _row_sum(values, mask) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
-def _total(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ m·x over all tokens, without gradient, row by row first.
+def _totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
+    """Σ m·x over all tokens for each metric [..., T], without gradient.
 
-    A CPU may add number after number, which in float32 costs a sum of thousands its last digits. But for the barrier
-    XLA would make one sum of the two.
+    The tokens of a row are added pair by pair: a CPU may add number after number, which in float32 costs a sum of
+    thousands its last digits. (Two sums in a row would not help, XLA makes one of them; and a barrier between them lets
+    the devices of a mesh wait for one another for ever, with jax 0.7.2 on CPUs.)
     """
-    return jnp.sum(jax.lax.optimization_barrier(_row_sum(sg(values), mask)))
+    dtype = jnp.result_type(*metrics.values())
+    values = jnp.where(mask[None], jnp.stack([sg(x).astype(dtype) for x in metrics.values()]), 0)
+    while (length := values.shape[-1]) > 1:
+        half = length // 2
+        pairs = values[..., :half] + values[..., half : 2 * half]
+        values = jnp.concatenate([pairs, values[..., 2 * half :]], axis=-1) if length % 2 else pairs
+    return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))
 
 
 def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
@@ -506,7 +513,7 @@ def grpo_loss_terms(
         token_sums["entropy"] = entropies
 
     token_sums |= {"ratio_mean": w, "approx_kl_old": k3(-log_ratio), **_clip_events(surrogate, tokens, settings)}
-    sums |= {name + "_sum": _total(values, mask) for name, values in token_sums.items()}
+    sums |= {name + "_sum": total for name, total in _totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": count, "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
     # Metrics never steer the loss; and they are floats, also the counts, so that they average over steps and devices.

@@ -1150,7 +1150,7 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
 
 
 def test_metrics_of_many_tokens_keep_their_digits():
-    """Sums of rows first: number after number, the mean of these is 9e-7 off, two units in the last place."""
+    """Sums of pairs first: number after number, the mean of these is 9e-7 off, two units in the last place."""
     rng = np.random.default_rng(0)
     entropies = rng.uniform(4.8, 4.9, (8, 4, 70)).astype(np.float32)
     zeros, mask = jnp.zeros(entropies.shape), jnp.ones(entropies.shape, bool)
