@@ -92,7 +92,7 @@ def _totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.
 
     The tokens of a row are added pair by pair: a CPU may add number after number, which in float32 costs a sum of
     thousands its last digits. (Two sums in a row would not help, XLA makes one of them; and a barrier between them lets
-    the devices of a mesh wait for one another for ever, with jax 0.7.2 on CPUs.)
+    the devices of a mesh wait for one another for ever, on CPUs.)
     """
     dtype = jnp.result_type(*metrics.values())
     values = jnp.where(mask[None], jnp.stack([sg(x).astype(dtype) for x in metrics.values()]), 0)
