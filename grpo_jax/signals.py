@@ -23,7 +23,7 @@ class StopSignals:
     ignored or handled outside of Python, and are put back at the end.
 
     Args:
-      enabled: False changes nothing: what cannot be saved need not wait for the end of a step.
+      enabled: False changes nothing: what cannot be saved need not wait for the end of an update.
       alone: False where other processes work at the same arrays: none may leave a rollout that the others wait for.
 
     Attributes:
