@@ -7,6 +7,7 @@ is a `Lane` of blocks; a block holds rows of one prompt only, so that it looks a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
       tokens: [B, G, T] integer.
       mask: [B, G, T] bool; a row ends after its last True, and one without any is left out.
       size: N, a multiple of `block`, at least the longest row.
-      block: tokens of a block.
+      block: tokens of a block; where every row is T long, blocks are as long as rows can be cut into.
 
     Returns:
       Pieces of one shape, at least one.
@@ -88,6 +89,13 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
     lengths = np.where(mask.any(axis=-1), t - np.argmax(mask[:, :, ::-1], axis=-1), 0)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(f"size must be a multiple of {block} and hold the longest row, {lengths.max()}; got {size}.")
+    if t % block == 0 and (lengths == t).all():
+        # Rows that all run to the end, as those of a young policy do, are blocks themselves: no key is copied to the
+        # blocks after it. (One of two layouts, so that few programs are compiled.)
+        block = math.gcd(size, t)
+        reach = t // block - 1
+    else:
+        reach = min(-(-(t - 1) // block), size // block - 1)
     most = max(8, size // 8)
     # Of each piece: the rows of each prompt, their tokens, and the blocks that they take, whole ones for each group.
     pieces: list[dict[int, list[int]]] = []
@@ -112,8 +120,6 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
                     used[at] += more
                     break
     flat, flat_lengths = tokens.reshape(-1, t), lengths.reshape(-1)
-    # Rows of whole blocks begin where a block begins. (One of two values, so that few programs are compiled.)
-    reach = min(-(-t // block) - 1 if (lengths % block == 0).all() else -(-(t - 1) // block), size // block - 1)
     return [
         _lay_out(piece, flat, flat_lengths, size=size, block=block, most=most, reach=reach) for piece in pieces or [{}]
     ]

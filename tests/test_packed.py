@@ -164,6 +164,18 @@ def test_on_a_cpu_a_piece_begins_when_the_one_before_is_through(monkeypatch):
     assert min(sum(name == other for other, _ in begun) for name in ("_add_piece", "_score_piece")) > 4
 
 
+@pytest.mark.parametrize(("tokens", "reach"), [(24, 0), (16, 2)])
+def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach):
+    """Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
+    b = batch(mask=jnp.ones((4, G, T), bool))
+    assert {piece.lane.reach for piece in packed._pieces({}, b.tokens, b.mask, (4, G), tokens)} == {reach}
+    plain, from_pieces = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+    assert float(from_pieces[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
+    chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
+    chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+
+
 def test_scores_are_the_log_probs():
     model, params = tiny_model()
     b = batch()

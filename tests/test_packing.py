@@ -88,6 +88,19 @@ def test_rows_that_end_at_random_leave_little_padding():
     assert np.mean(shares) < 0.15
 
 
+@pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
+def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
+    tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
+    for piece in pack(tokens, mask, size=size):
+        assert piece.lane.prompt.shape == (size // expected,)
+        assert piece.lane.reach == t // expected - 1
+        assert (piece.starts % expected == 0).all()
+    mask[1, 2, -1] = False
+    for piece in pack(tokens, mask, size=size):
+        assert piece.lane.prompt.shape == (size // BLOCK,)
+        assert piece.lane.reach == min(t // BLOCK, size // BLOCK - 1)
+
+
 def test_full_rows_leave_no_padding():
     mask = np.ones((8, 8, 128), bool)
     assert padding_share(pack(np.ones(mask.shape, int), mask, size=1024)) == 0
