@@ -54,14 +54,18 @@ def test_side_by_side_is_one_by_one(settings, seed):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("size", [12, 40])
-def test_end_to_end_is_one_by_one(settings, seed, size):
+@pytest.mark.parametrize(
+    ("full", "size", "block"), [(False, 12, BLOCK), (False, 40, BLOCK), (True, 40, T // 2), (True, 15, T // 2)]
+)
+def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
     q, k, v, prefix, lengths = arrays(seed)
+    if full:
+        lengths[:] = T
     expected = one_by_one(q, k, v, prefix, lengths, **settings).swapaxes(1, 2).reshape(B * G, H, T, R, WIDTH)
     mask = np.arange(T) < lengths[..., None]
     rows = [x.swapaxes(1, 2).reshape(B * G, *x.shape[1:2], *x.shape[3:]) for x in (q, k, v)]
     met = 0
-    for piece in pack(np.zeros(mask.shape, int), mask, size=size, block=BLOCK):
+    for piece in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
         lay_out = [np.zeros((H, size, *x.shape[3:])) for x in rows]
         for row, start, n in zip(piece.rows, piece.starts, piece.lengths, strict=True):
             for lane, x in zip(lay_out, rows, strict=True):
@@ -75,11 +79,12 @@ def test_end_to_end_is_one_by_one(settings, seed, size):
     assert met == lengths.sum()
 
 
-def test_rows_of_whole_blocks_look_no_further_back_than_their_own():
+@pytest.mark.parametrize(("size", "reach"), [(16, 0), (12, 1)])
+def test_full_rows_look_no_further_back_than_their_own(size, reach):
     mask = np.ones((1, 2, 8), bool)
-    assert pack(np.zeros(mask.shape, int), mask, size=16, block=4)[0].lane.reach == 1
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == reach
     mask[0, 0, 5:] = False
-    assert pack(np.zeros(mask.shape, int), mask, size=16, block=4)[0].lane.reach == 2
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == 2
 
 
 def test_infinite_keys_in_padding_give_finite_gradients():
