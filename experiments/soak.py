@@ -12,7 +12,7 @@ Seen over 2,000 iterations and 20 saves: 532 to 543 MB (2.2 %, three quarters of
 as above, 538.5 to 539.5 MB. Some 40 kB a save are tensorstore's (0.1.86): each `KvStore.Spec.to_json()` leaves 4 blocks
 of Python's memory behind, and so do the metrics that orbax asks it for.
 
-Time: about four minutes on an idle core. Expect: memory within 1 % of what it was after the first 200 iterations, no
+Time: one and a half to four minutes. Expect: memory within 1 % of what it was after the first 200 iterations, no
 compilation and no more open files after them, and exit status 0; without `MALLOC_ARENA_MAX`, 1 for the memory alone.
 The last line on standard output is one JSON object.
 """

@@ -90,8 +90,8 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(f"size must be a multiple of {block} and hold the longest row, {lengths.max()}; got {size}.")
     if t % block == 0 and (lengths == t).all():
-        # Rows that all run to the end, as those of a young policy do, are blocks themselves: no key is copied to the
-        # blocks after it. (One of two layouts, so that few programs are compiled.)
+        # Rows that all run to the end, as those of a young policy may, are blocks themselves where the piece is whole
+        # rows: no key is copied for the blocks after. (One of two layouts, so that few programs are compiled.)
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
