@@ -103,38 +103,40 @@ def uniforms(keys: jax.Array) -> jax.Array:
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape(*keys.shape, 2)
 
 
-def _inverse_cdf(u: jax.Array, weights: jax.Array) -> jax.Array:
-    """First index at which the cumulative sum of weights [..., N] passes u · total, for u [...] in [0, 1).
+def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
+    """First index along the axis at which the cumulative sum of weights passes u · total, for u in [0, 1).
 
     An entry of weight zero is never returned, however the sums were rounded, as long as one entry is positive.
     """
-    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
-    total = cumulative.max(axis=-1)
+    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=axis), 0)
+    total = cumulative.max(axis=axis)
     target = jnp.minimum(u * total, jnp.nextafter(total, jnp.zeros_like(total)))
-    return jnp.argmax(cumulative > target[..., None], axis=-1)
+    return jnp.argmax(cumulative > jnp.expand_dims(target, axis), axis=axis)
 
 
-def draw_tokens(u: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_tokens(u: jax.Array, logits: jax.Array, *, axis: int = -1) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, given its two uniforms.
 
     Args:
       u: [..., 2] float32 in [0, 1).
       logits: [..., V] float32; −inf is never drawn.
+      axis: where the vocabulary stands in `logits` instead.
 
     Returns:
       tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
     """
-    vocab = logits.shape[-1]
+    axis %= logits.ndim
+    before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
     width = 1 << max(0, math.ceil(math.log2(max(vocab, 1)) / 2))  # about √V: both levels then cost the same
-    top = logits.max(axis=-1, keepdims=True)
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -vocab % width)]
-    weights = jnp.pad(jnp.exp(logits - top), padding).reshape(*logits.shape[:-1], -1, width)
-    masses = weights.sum(axis=-1)
-    block = _inverse_cdf(u[..., 0], masses)
-    inside = jnp.take_along_axis(weights, block[..., None, None], axis=-2)[..., 0, :]
-    tokens = (block * width + _inverse_cdf(u[..., 1], inside)).astype(jnp.int32)
-    drawn = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return tokens, drawn - top[..., 0] - jnp.log(masses.sum(axis=-1))
+    top = logits.max(axis=axis, keepdims=True)
+    padding = [(0, -vocab % width if i == axis else 0) for i in range(logits.ndim)]
+    weights = jnp.pad(jnp.exp(logits - top), padding).reshape(*before, -1, width, *after)
+    masses = weights.sum(axis=axis + 1)
+    block = _inverse_cdf(u[..., 0], masses, axis)
+    inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
+    tokens = (block * width + _inverse_cdf(u[..., 1], inside, axis)).astype(jnp.int32)
+    drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
+    return tokens, (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

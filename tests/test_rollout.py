@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts, rollout
+from grpo_jax.models.transformer import Transformer, TransformerConfig
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)
@@ -82,6 +83,27 @@ def test_log_probs_agree_under_every_sampling_setting(settings):
     # and these are not the log-probs of the plain distribution: the test would see a setting that is ignored
     plain = completion_log_probs(model, params, make_prompts(PROMPTS), completions)
     assert np.abs(plain - completions.log_probs).max() > 0.05
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
+    """Plain sampling takes a CPU's short way, logits [V, N]; top_k of the whole vocabulary is the same, in rows."""
+    short, long = (sample(temperature=temperature, top_k=k) for k in (0, model_and_params()[0].config.vocab_size))
+    np.testing.assert_array_equal(short.tokens, long.tokens)
+    np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tied", "top_k", "columns"), [(True, 0, True), (True, 2, False), (False, 0, False)])
+def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns):
+    shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
+    model = Transformer(shape)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    text = rollout.lower_decode(model, params, make_prompts(PROMPTS[:3]), 2, 9, top_k=top_k).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert [any(f"-> tensor<{shape}xf32>" in line for line in products) for shape in ("48x6", "6x48")] == [
+        columns,
+        not columns,
+    ]
 
 
 def test_one_long_decode_inside_jit_gives_the_same_completions():

@@ -76,6 +76,16 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
     assert stats.kstest(tail / vocab, "uniform").pvalue > 1e-4
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((100, 500), 0), ((5, 100, 100), 1)])
+def test_the_vocabulary_may_stand_anywhere(shape, axis):
+    logits = jax.random.normal(jax.random.key(0), shape).at[3 if axis == 0 else np.s_[:, 3]].set(-jnp.inf)
+    u = jax.random.uniform(jax.random.key(1), (*np.delete(shape, axis), 2))
+    tokens, log_probs = jax.jit(draw_tokens, static_argnames="axis")(u, logits, axis=axis)
+    same, also = jax.jit(draw_tokens)(u, jnp.moveaxis(logits, axis, -1))
+    np.testing.assert_array_equal(tokens, same)
+    np.testing.assert_allclose(log_probs, also, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_log_prob_is_that_of_the_processed_distribution(name):
     logits = jax.random.normal(jax.random.key(0), (40, 33)) * 3

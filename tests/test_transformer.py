@@ -141,6 +141,25 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
 
 
+def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
+    """The last layer makes one state a prompt; keys and values are those of every token."""
+    model, params = make(config)
+    prompt, _ = batch()
+    last, prefix = model.apply({"params": params}, prompt, LENGTHS, method="prefill")
+    hidden, own = model.apply({"params": params}, prompt[:, None], method="hidden")
+    np.testing.assert_allclose(last, hidden[np.arange(B), 0, LENGTHS - 1], atol=1e-5)
+    for (keys, values), (k, v) in zip(prefix.layers, own, strict=True):
+        np.testing.assert_allclose(keys, k[:, :, 0].swapaxes(-1, -2), atol=1e-6)
+        np.testing.assert_allclose(values, v[:, :, 0], atol=1e-6)
+
+
+def test_columns_of_logits_are_its_rows(config):
+    model, params = make(config)
+    hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
+    rows, columns = (model.apply({"params": params}, hidden, method=f"unembed{of}") for of in ("", "_columns"))
+    np.testing.assert_allclose(columns, rows.T, atol=1e-5)
+
+
 def test_a_shared_prompt_equals_concatenated_sequences(config):
     model, params = make(config)
     prompt, rows = batch()

@@ -93,7 +93,7 @@ def group_attention(
       k: [B, H_kv, G, d, S], the first three merged or not; query t stands at slot `index + t` and sees start..index+t.
       v: [B, H_kv, G, S, d], likewise.
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
-      index: slot of the first query.
+      index: slot of the first query; one, or [B] of them.
       start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
@@ -103,12 +103,11 @@ def group_attention(
       [B, H_kv, G, T, R, d].
     """
     t, s = q.shape[3], v.shape[-2]
-    slot = index + jnp.arange(t)
-    distance = slot[:, None] - jnp.arange(s)[None, :]
+    position = slot = jnp.reshape(index, (-1, 1)) + jnp.arange(t)[None]
+    distance = slot[:, :, None] - jnp.arange(s)[None, None]
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
-    visible, position = visible[None], slot[None]
     if start is not None:
         visible &= jnp.arange(s).reshape(1, 1, s) >= start.reshape(-1, 1, 1)
         position = position - start.reshape(-1, 1)

@@ -67,6 +67,11 @@ class LoraModel:
         """The decoder's method, for those who ask whether there is one; call it by `apply(..., method="prefill")`."""
         return self.model.prefill
 
+    @property
+    def unembed_columns(self) -> Any:
+        """Likewise."""
+        return self.model.unembed_columns
+
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Transformer.apply`, with adapters for params; {} is the base."""
         factor = jnp.float32(self.scale)

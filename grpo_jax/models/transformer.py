@@ -214,10 +214,14 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, 1, T, r/2] float32 of [B, T] positions; the axis of one is G: rows of a prompt agree."""
+    """Factors [B, 1, T, 2, r/2] float32 at [B, T] positions, for each half: on itself, and on the other half.
+
+    The axis of one is G: rows of a prompt agree.
+    """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 def check_rope_length(rope: Rope, length: int) -> None:
@@ -232,10 +236,14 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
-    cos, sin = (t[:, :, :, None] for t in table)
-    half = cos.shape[-1]
-    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
+    own, other = (t[:, :, :, None] for t in table)
+    half = own.shape[-1]
+    halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    halves = halves.reshape(*x.shape[:-1], 2, half)
+    # The halves change places by index: to put them together anew takes XLA's CPU backend four times as long.
+    turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
+    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 class Linear(nn.Module):
@@ -288,9 +296,10 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, start, lane):
+    def __call__(self, x, tables, prefix, cache, index, start, lane, last):
         c = self.config
         b, g, t, _ = x.shape
+        n = t if last is None else 1
         h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
         window = c.windows[self.layer] if c.windows else None
 
@@ -300,19 +309,19 @@ class Attention(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        q = linear("q_proj", h * r * d, c.qkv_bias)(x)
+        q = linear("q_proj", h * r * d, c.qkv_bias)(_pick(x, last))
         k = linear("k_proj", h * d, c.qkv_bias)(x)
         v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
         if c.qk_norm == "flat":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
-        q, k = q.reshape(b, g, t, h * r, d), k.reshape(b, g, t, h, d)
+        q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
         if c.rotary_layers is None or c.rotary_layers[self.layer]:
             table = tables[1] if window is not None and c.local_rope is not None else tables[0]
-            q, k = rotate(q, table), rotate(k, table)
+            q, k = rotate(q, (_pick(table[0], last), _pick(table[1], last))), rotate(k, table)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
-        q = q.reshape(b, g, t, h, r, d).transpose(0, 3, 1, 2, 4, 5)
+        q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
         keys = k.swapaxes(-1, -2)
         if cache is not None:
@@ -324,10 +333,10 @@ class Attention(nn.Module):
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if lane is None:
-            y = group_attention(q, keys, v, prefix, index=index, start=start, **how)
+            y = group_attention(q, keys, v, prefix, index=index if last is None else last, start=start, **how)
         else:
             y = lane_attention(q, k, v, prefix, lane, **how)
-        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, t, h * r * d)
+        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
 
 
@@ -398,13 +407,16 @@ class MixtureOfExperts(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names."""
+    """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names.
+
+    With `last` [B], only the state of that token of each row is made, beside the keys and values of all.
+    """
 
     config: TransformerConfig
     layer: int
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, start, lane):
+    def __call__(self, x, tables, prefix, cache, index, start, lane, last):
         c = self.config
 
         def norm(name):
@@ -414,17 +426,24 @@ class Layer(nn.Module):
         sparse = bool(c.expert_layers) and c.expert_layers[self.layer]
         mlp = MixtureOfExperts(c, name="mlp") if sparse else MLP(c, name="mlp")
         if c.norms == "pre":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane)
-            x = x + y
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane, last)
+            x = _pick(x, last) + y
             return x + mlp(norm("post_attention_layernorm")(x)), kv
         if c.norms == "sandwich":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane)
-            x = x + norm("post_attention_layernorm")(y)
+            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane, last)
+            x = _pick(x, last) + norm("post_attention_layernorm")(y)
             y = mlp(norm("pre_feedforward_layernorm")(x))
             return x + norm("post_feedforward_layernorm")(y), kv
-        y, kv = attention(x, tables, prefix, cache, index, start, lane)
-        x = x + norm("post_attention_layernorm")(y)
+        y, kv = attention(x, tables, prefix, cache, index, start, lane, last)
+        x = _pick(x, last) + norm("post_attention_layernorm")(y)
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
+
+
+def _pick(x: jax.Array, last: jax.Array | None) -> jax.Array:
+    """Token last [B] of x [B, G, T, ...], as [B, G, 1, ...]; None: all tokens."""
+    if last is None:
+        return x
+    return jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -495,6 +514,7 @@ class Transformer(nn.Module):
         index: jax.Array | int = 0,
         start: jax.Array | None = None,
         lane: Lane | None = None,
+        last: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Last hidden states of G rows a prompt.
 
@@ -505,10 +525,11 @@ class Transformer(nn.Module):
           index: slot of the first token.
           start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
           lane: with tokens [1, 1, N], rows of any of the prefix's prompts laid end to end; None: rows side by side.
+          last: [B] int32, the one token of each row whose hidden state is wanted; None: all.
 
         Returns:
-          Hidden states [B, G, T, D] after the last norm, and the own keys and values: the cache with the new ones
-          written, or both [B, H_kv, G, T, d] where there was none.
+          Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and the own keys and values: the cache with
+          the new ones written, or both [B, H_kv, G, T, d] where there was none.
         """
         c = self.config
         b, _, t = tokens.shape
@@ -531,7 +552,9 @@ class Transformer(nn.Module):
         own = []
         for i in range(c.num_layers):
             shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
-            x, kv = self._layer(i)(x, tables, shared, None if cache is None else cache[i], index, start, lane)
+            # Nothing comes after the last layer: there the other tokens give keys and values, and no more.
+            only = last if i == c.num_layers - 1 else None
+            x, kv = self._layer(i)(x, tables, shared, None if cache is None else cache[i], index, start, lane, only)
             own.append(kv)
         return self.norm(x), tuple(own)
 
@@ -553,16 +576,20 @@ class Transformer(nn.Module):
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
         """Read the prompts once: hidden state [B, D] of each prompt's last token, and the `Prefix` for its rows."""
-        hidden, own = self.hidden(tokens[:, None])
-        last = jnp.take_along_axis(hidden[:, 0], lengths[:, None, None] - 1, axis=1)[:, 0]
-        return last, Prefix(tuple((k[:, :, 0].swapaxes(-1, -2), v[:, :, 0]) for k, v in own), lengths)
+        hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
+        return hidden[:, 0, 0], Prefix(tuple((k[:, :, 0].swapaxes(-1, -2), v[:, :, 0]) for k, v in own), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., D]."""
-        c = self.config
-        logits = self.embed_tokens.attend(hidden) if c.tie_word_embeddings else self.lm_head(hidden)
-        logits = logits.astype(jnp.float32)
-        return logits if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
+        return self._cap(self.embed_tokens.attend(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden))
+
+    def unembed_columns(self, hidden: jax.Array) -> jax.Array:
+        """Logits [V, N] float32 of hidden states [N, D], where the head is the embedding."""
+        return self._cap(self.embed_tokens.embedding.astype(hidden.dtype) @ hidden.T)
+
+    def _cap(self, logits: jax.Array) -> jax.Array:
+        logits, cap = logits.astype(jnp.float32), self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
