@@ -49,6 +49,8 @@ RICH = dataclasses.replace(
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
 )
+# The same with the window, and the rotary embedding of its own, in the last layer.
+BACKWARDS = dataclasses.replace(RICH, windows=(None, 3), rotary_layers=(False, True))
 CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE}
 
 B, G, P, T = 2, 3, 6, 5
@@ -141,6 +143,7 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
 
 
+@pytest.mark.parametrize("config", [*CONFIGS.values(), BACKWARDS], ids=[*CONFIGS, "backwards"])
 def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
     """The last layer makes one state a prompt; keys and values are those of every token."""
     model, params = make(config)
@@ -151,6 +154,19 @@ def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
     for (keys, values), (k, v) in zip(prefix.layers, own, strict=True):
         np.testing.assert_allclose(keys, k[:, :, 0].swapaxes(-1, -2), atol=1e-6)
         np.testing.assert_allclose(values, v[:, :, 0], atol=1e-6)
+
+
+def test_one_state_a_row_where_keys_stand_already(config):
+    """`last` counts the tokens of the call, whatever slot of a cache the first of them takes."""
+    model, params = make(config)
+    prompt, rows = batch()
+    variables, last = {"params": params}, np.array([3, 1])
+    _, prefix = model.apply(variables, prompt, LENGTHS, method="prefill")
+    cache = empty_cache(model.config, B, G, T + 2)
+    _, cache = model.apply(variables, rows[:, :, :2], prefix, cache, 0, method="hidden")
+    all_states, _ = model.apply(variables, rows, prefix, cache, 2, method="hidden")
+    states, _ = model.apply(variables, rows, prefix, cache, 2, last=last, method="hidden")
+    np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
 
 
 def test_columns_of_logits_are_its_rows(config):

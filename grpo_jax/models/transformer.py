@@ -240,7 +240,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
     halves = halves.reshape(*x.shape[:-1], 2, half)
-    # The halves change places by index: to put them together anew takes XLA's CPU backend four times as long.
+    # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
     turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
@@ -333,7 +333,7 @@ class Attention(nn.Module):
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if lane is None:
-            y = group_attention(q, keys, v, prefix, index=index if last is None else last, start=start, **how)
+            y = group_attention(q, keys, v, prefix, index=index if last is None else index + last, start=start, **how)
         else:
             y = lane_attention(q, k, v, prefix, lane, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
@@ -525,7 +525,7 @@ class Transformer(nn.Module):
           index: slot of the first token.
           start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
           lane: with tokens [1, 1, N], rows of any of the prefix's prompts laid end to end; None: rows side by side.
-          last: [B] int32, the one token of each row whose hidden state is wanted; None: all.
+          last: [B] int32, the one token of each row whose hidden state is wanted, without a lane; None: all.
 
         Returns:
           Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and the own keys and values: the cache with
