@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts, rollout
+from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer, TransformerConfig
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
@@ -102,6 +103,51 @@ def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns
     products = [line for line in text.splitlines() if "dot_general" in line]
     made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
     assert made == [columns, not columns]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False}, {"num_experts": 4}, {"rank": 2}],
+    ids=["plain", "biases and a head", "experts", "adapters"],
+)
+def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, monkeypatch):
+    settings = dict(settings)
+    rank = settings.pop("rank", None)
+    if "num_experts" in settings:
+        settings.update(num_experts_per_token=2, expert_size=16, expert_layers=(True, False))
+    model, params = tiny_model(**settings)
+    if rank:
+        adapters = init_adapters(jax.random.key(1), params, rank=rank)
+        adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
+        model, params = LoraModel(params, model), adapters
+    plain, variables = rollout._variables, rollout._variables(model, params)
+    how = {"num_generations": 2, "max_completion_length": 12}
+
+    def sampled_with(variables):
+        monkeypatch.setattr(rollout, "_variables", lambda *_: variables)
+        return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
+
+    by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
+    np.testing.assert_array_equal(by_rows.tokens, by_columns.tokens)
+    np.testing.assert_allclose(by_rows.log_probs, by_columns.log_probs, atol=1e-5)
+    # Every kernel is there, and each is read: without it, nothing is as it was.
+    kernels = [
+        path for path, _ in jax.tree.leaves_with_path(getattr(model, "base", params)) if "kernel" in str(path[-1])
+    ]
+    assert [path for path, _ in jax.tree.leaves_with_path(variables["columns"])] == kernels
+    for path in kernels:
+        without = jax.tree.map_with_path(lambda at, x, path=path: x * (at != path), variables["columns"])
+        changed = sampled_with({"params": params, "columns": without})
+        assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3, path
+        np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
+    assert plain(model, params).keys() == {"params", "columns"}, "and so a CPU decodes"
+
+
+def test_kernels_stand_as_they_are_on_several_devices():
+    _, params = model_and_params()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert rollout._variables(None, spread).keys() == {"params"}
 
 
 def test_one_long_decode_inside_jit_gives_the_same_completions():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-__all__ = ["matmul", "matmul_transposed", "scale_columns"]
+__all__ = ["matmul", "matmul_by_columns", "matmul_transposed", "scale_columns"]
 
 
 @jax.custom_vjp
@@ -18,6 +18,16 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 def matmul_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
     """x wᵀ, for x [N, I] and w [O, I]."""
     return x @ w.T
+
+
+def matmul_by_columns(x: jax.Array, turned: jax.Array) -> jax.Array:
+    """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU.
+
+    There the weights come from memory, and a row of wᵀ comes in one piece. XLA would make one product of the product
+    and its transposes, x by the rows of wᵀ, which takes as long as x w; the barriers keep them apart.
+    """
+    apart = jax.lax.optimization_barrier
+    return apart(turned @ apart(x.T)).T
 
 
 @jax.custom_vjp

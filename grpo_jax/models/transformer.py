@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.attention import Cache, Lane, Prefix, group_attention, lane_attention
-from grpo_jax.models.matmul import matmul, matmul_transposed, scale_columns
+from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, scale_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,10 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it."""
+    """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
+
+    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU.
+    """
 
     features: int
     use_bias: bool
@@ -259,7 +262,11 @@ class Linear(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        y = matmul(x.astype(self.dtype), kernel.astype(self.dtype))
+        if self.has_variable("columns", "kernel"):
+            turned: jax.Array = self.get_variable("columns", "kernel")
+            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype))
+        else:
+            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype))
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(self.dtype)[None]
@@ -640,6 +647,17 @@ def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, d
     return tuple(pair() for _ in range(config.num_layers))
 
 
+def kernels_by_columns(params: Any) -> Any:
+    """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in]."""
+    turned = {}
+    for name, node in params.items():
+        if isinstance(node, Mapping) and (below := kernels_by_columns(node)):
+            turned[name] = below
+        elif name == "kernel":
+            turned[name] = node.T
+    return turned
+
+
 def count_parameters(params: Any) -> int:
     """Number of scalars in a tree of parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -652,6 +670,7 @@ __all__: Sequence[str] = [
     "TransformerConfig",
     "count_parameters",
     "empty_cache",
+    "kernels_by_columns",
     "rope_frequencies",
     "router_loss",
 ]
