@@ -120,7 +120,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         adapters = init_adapters(jax.random.key(1), params, rank=rank)
         adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
         model, params = LoraModel(params, model), adapters
-    plain, variables = rollout._variables, rollout._variables(model, params)
+    variables = rollout._variables(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
@@ -140,7 +140,6 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         changed = sampled_with({"params": params, "columns": without})
         assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3, path
         np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
-    assert plain(model, params).keys() == {"params", "columns"}, "and so a CPU decodes"
 
 
 def test_kernels_stand_as_they_are_on_several_devices():

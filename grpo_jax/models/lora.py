@@ -14,14 +14,13 @@ layers_0/mlp/up_proj/kernel      [in, out]     layers_0/mlp/up_proj/a      [in, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.models.transformer import Transformer, TransformerConfig, projections
 from grpo_jax.types import Params
 
 TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)"
@@ -108,14 +107,14 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
         pattern = re.compile(targets)
     except re.error as error:
         raise ValueError(f"targets {targets!r} is no regular expression: {error}.") from error
-    projections = {path: kernel for path, kernel in _projections(base)}
-    chosen = [path for path in projections if pattern.fullmatch("/".join(path))]
+    kernels = dict(projections(base))
+    chosen = [path for path in kernels if pattern.fullmatch("/".join(path))]
     if not chosen:
-        example = "/".join(next(iter(projections)))
+        example = "/".join(next(iter(kernels)))
         raise ValueError(f"targets {targets!r} matches no projection; the whole of a path as {example!r} has to match.")
     adapters: dict[str, Any] = {}
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
-        fan_in, fan_out = projections[path].shape
+        fan_in, fan_out = kernels[path].shape
         node = adapters
         for name in path:
             node = node.setdefault(name, {})
@@ -139,15 +138,6 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
         else:
             merged[name] = merge_adapters(node, extra, scale)
     return merged
-
-
-def _projections(base: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, kernel) of every matrix product of a tree of params."""
-    for name, node in base.items():
-        if name == "kernel":
-            yield path, node
-        elif isinstance(node, dict):
-            yield from _projections(node, (*path, name))
 
 
 __all__ = ["TARGETS", "LoraModel", "init_adapters", "merge_adapters"]

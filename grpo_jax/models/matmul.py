@@ -23,8 +23,8 @@ def matmul_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
 def matmul_by_columns(x: jax.Array, turned: jax.Array) -> jax.Array:
     """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU.
 
-    There the weights come from memory, and a row of wᵀ comes in one piece. XLA would make one product of the product
-    and its transposes, x by the rows of wᵀ, which takes as long as x w; the barriers keep them apart.
+    XLA would make one product of this one and its transposes, x by the rows of wᵀ, which takes about as long as x w;
+    the barriers keep them apart.
     """
     apart = jax.lax.optimization_barrier
     return apart(turned @ apart(x.T)).T

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from grpo_jax.models.attention import Cache, Lane, Prefix, group_attention, lane_attention
 from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, scale_columns
@@ -647,15 +648,18 @@ def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, d
     return tuple(pair() for _ in range(config.num_layers))
 
 
+def projections(params: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, kernel) of every matrix product of a tree of parameters."""
+    for name, node in params.items():
+        if name == "kernel":
+            yield path, node
+        elif isinstance(node, dict):
+            yield from projections(node, (*path, name))
+
+
 def kernels_by_columns(params: Any) -> Any:
     """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in]."""
-    turned = {}
-    for name, node in params.items():
-        if isinstance(node, Mapping) and (below := kernels_by_columns(node)):
-            turned[name] = below
-        elif name == "kernel":
-            turned[name] = node.T
-    return turned
+    return unflatten_dict({(*path, "kernel"): kernel.T for path, kernel in projections(params)})
 
 
 def count_parameters(params: Any) -> int:
@@ -671,6 +675,7 @@ __all__: Sequence[str] = [
     "count_parameters",
     "empty_cache",
     "kernels_by_columns",
+    "projections",
     "rope_frequencies",
     "router_loss",
 ]
