@@ -386,6 +386,88 @@ def test_policy_term_off_policy_is_unbiased_at_trajectory_level_only(level, dtyp
     assert distance < 1e-14 if level == "trajectory" else distance > 1e-2
 
 
+# How far off: four draws of a problem of two tokens over three words, the figures that the documentation quotes -------
+
+WORDS = np.array(list(itertools.product(range(3), repeat=2)))
+
+
+def whole_kl(params, ref):
+    """KL(π‖ref) of completions; params [4, 3]: logits of the first token, and of the second after each word."""
+    kl = np.sum(softmax(params) * (np.log(softmax(params)) - np.log(softmax(ref))), -1)
+    return kl[0] + np.sum(softmax(params)[0] * kl[1:])
+
+
+def kl_by_token(params, ref, old, reverse=True):
+    """The same, each token in the states that π_old comes to: no effect of a token on the state after it."""
+    p, q = (softmax(params), softmax(ref)) if reverse else (softmax(ref), softmax(params))
+    kl = np.sum(p * (np.log(p) - np.log(q)), -1)
+    return kl[0] + np.sum(softmax(old)[0] * kl[1:])
+
+
+def kl_term_gradients(thetas, olds, refs, **settings):
+    """Expected gradient of the KL term of `grpo_loss` (advantages 0), [draws, 4, 3] float64."""
+
+    def tokens(theta):
+        l = jax.nn.log_softmax(theta)
+        return jnp.stack([l[0][WORDS[:, 0]], l[1 + WORDS[:, 0], WORDS[:, 1]]], axis=1)
+
+    def loss(theta, old, ref):
+        one = lambda l, l_old, l_ref: grpo_loss(
+            l[None], l_old[None], l_ref[None], jnp.zeros(1), jnp.ones((1, 2)), loss_type="luspo", beta=1.0, **settings
+        )[0]
+        return jnp.sum(jnp.exp(tokens(old).sum(1)) * jax.vmap(one)(tokens(theta), tokens(old), tokens(ref)))
+
+    with x64():
+        return np.asarray(jax.jit(jax.vmap(jax.grad(loss)))(*(jnp.asarray(x) for x in (thetas, olds, refs))))
+
+
+def off_by(gradients, right):
+    """Norm of the error of each draw's gradient, relative."""
+    right = np.stack(right)
+    return np.linalg.norm(gradients - right, axis=(1, 2)) / np.linalg.norm(right, axis=(1, 2))
+
+
+def four_draws():
+    """(θ_old, θ_ref, a move of θ) of four draws, [4, 4, 3] float64 each; the notebook has the same."""
+    draws = [jax.random.normal(jax.random.key(seed), (3, 4, 3), jnp.float32) for seed in range(4)]
+    return np.stack(draws, axis=1).astype(np.float64)
+
+
+off_policy = pytest.mark.parametrize("far", [0, 1], ids=["on-policy", "off-policy"])
+
+
+@off_policy
+def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whole_completions(far):
+    olds, refs, away = four_draws()
+    thetas = olds + far * away
+    got = kl_term_gradients(thetas, olds, refs)
+    cases = list(zip(thetas, olds, refs, strict=True))
+    by_token = [complex_gradient(lambda x: kl_by_token(x, ref, old), theta) for theta, old, ref in cases]
+    assert off_by(got, by_token).max() < 1e-12
+    whole = [complex_gradient(lambda x: whole_kl(x, ref), theta) for theta, _, ref in cases]
+    documented = [[0.472, 0.373, 0.040, 0.213], [0.543, 0.561, 0.105, 0.101]][far]
+    np.testing.assert_allclose(off_by(got, whole), documented, atol=1e-3)
+
+
+@off_policy
+def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(far):
+    olds, refs, away = four_draws()
+    thetas = olds + far * away
+    got = kl_term_gradients(thetas, olds, refs, kl_placement="reward", importance_sampling_level="trajectory")
+    whole = [complex_gradient(lambda x: whole_kl(x, ref), theta) for theta, ref in zip(thetas, refs, strict=True)]
+    assert off_by(got, whole).max() < 1e-12
+
+
+def test_plain_k3_has_the_gradient_of_the_other_direction_at_the_first_update_already():
+    thetas, refs, _ = four_draws()
+    got = kl_term_gradients(thetas, thetas, refs, use_bias_correction_kl=False)
+    cases = list(zip(thetas, refs, strict=True))
+    other = [complex_gradient(lambda x: kl_by_token(x, ref, theta, reverse=False), theta) for theta, ref in cases]
+    assert off_by(got, other).max() < 1e-12
+    right = [complex_gradient(lambda x: kl_by_token(x, ref, theta), theta) for theta, ref in cases]
+    assert off_by(got, right).min() > 0.15
+
+
 # Groups of four over three actions ----------------------------------------------------------------------------------
 
 G = 4
