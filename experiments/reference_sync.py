@@ -1,16 +1,18 @@
-"""The KL of a policy that keeps moving: to a reference that stays, and to one that follows it (TR-DPO).
+"""A policy that keeps moving, with a KL to a reference that stays and to one that follows it (TR-DPO).
 
     python -m experiments.reference_sync [--steps 160] [--seed N] [--out FILE]
 
 A language model of 10 thousand parameters with fresh weights is rewarded for the vowels in what it writes. Two runs of
-`train`, the same but for `sync_ref_model`: in the second the reference is pulled towards the policy every 16 steps,
-ref ← 0.6·policy + 0.4·ref. Both are measured against their own reference (`kl`) and against the policy that the run
-began with (`kl_initial`; where the reference stays they are the same).
+`train` at a small β and two at a large one, the same but for `sync_ref_model`: in the second of two the reference is
+pulled towards the policy every 16 steps, ref ← 0.6·policy + 0.4·ref. All are measured against their own reference
+(`kl`) and against the policy that the run began with (`kl_initial`; where the reference stays they are the same).
 
-Time: 24 CPU seconds.
-Expect: the KL to the frozen reference rises to about 1.2 nats a token in the last quarter of the run; to the synced one
-it never passes 0.1. The KL to the initial policy is 1.2 in both: sync bounds only the first. On the way a hint
-says that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
+Time: TIME CPU seconds.
+Expect, in the last quarter of the run: at β = 0.02 the KL to the frozen reference is 1.2 nats a token and hardly rises any
+more; to the synced one it has never passed 0.1. The KL to the initial policy is 1.2 in both: sync bounds only the first,
+and the rewards are alike. At β = 0.5 the KL to the frozen reference is flat at 0.08, where the penalty balances the
+reward, and the reward with it, at 0.34; with the synced one it is 0.87 and rises on, 0.94 nats from the start. On the
+way a hint says that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ SYNC_STEPS = 16
 """Optimizer steps between two syncs."""
 ALPHA = 0.6
 """Weight of the policy in a sync."""
-BETA = 0.02
-"""Weight of the KL, in units of (normalised) reward a nat."""
+BETAS = (0.02, 0.5)
+"""Weights of the KL, in units of (normalised) reward a nat: one that lets the policy go, and one that stops it."""
 LONGEST = 16
 """Tokens of a completion at most."""
 ARMS = {"frozen": False, "synced": True}
 
 Line = Mapping[str, Any]
+Runs = Mapping[tuple[float, str], Sequence[Line]]
+"""What each run logged, by β and name of the arm."""
 
 
 def make_tokenizer() -> Any:
@@ -84,8 +88,8 @@ def vowels(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / LONGEST for text in completions]
 
 
-def make_config(*, sync: bool, steps: int, seed: int) -> GRPOConfig:
-    """The settings of both arms."""
+def make_config(*, beta: float, sync: bool, steps: int, seed: int) -> GRPOConfig:
+    """The settings of a run."""
     return GRPOConfig(
         num_generations=8,
         per_device_train_batch_size=64,  # completions of 8 prompts
@@ -93,7 +97,7 @@ def make_config(*, sync: bool, steps: int, seed: int) -> GRPOConfig:
         max_steps=steps,
         learning_rate=5e-4,
         lr_scheduler_type="constant",
-        beta=BETA,
+        beta=beta,
         sync_ref_model=sync,
         ref_model_sync_steps=SYNC_STEPS,
         ref_model_mixup_alpha=ALPHA,
@@ -104,11 +108,11 @@ def make_config(*, sync: bool, steps: int, seed: int) -> GRPOConfig:
     )
 
 
-def run(policy: Policy, *, sync: bool, steps: int, seed: int, mesh: str = "") -> list[Line]:
-    """One arm: what it logged, one line a step, `kl_initial` always among it."""
+def run(policy: Policy, *, beta: float, sync: bool, steps: int, seed: int, mesh: str = "") -> list[Line]:
+    """One run: what it logged, one line a step, `kl_initial` always among it."""
     rows = [{"prompt": f"{a}{b}"} for a in "bcdfghjk" for b in "lmnpqrst"]
     lines: list[dict[str, Any]] = []
-    config = on_mesh(make_config(sync=sync, steps=steps, seed=seed), mesh)
+    config = on_mesh(make_config(beta=beta, sync=sync, steps=steps, seed=seed), mesh)
     keep = lambda step, metrics: lines.append({"step": step, **metrics})
     train(policy, rows, vowels, config, callbacks=[keep])
     # A reference that never moved is the initial policy.
@@ -120,13 +124,14 @@ def curve(lines: Sequence[Line], name: str) -> np.ndarray:
     return np.array([line[name] for line in lines], float)
 
 
-def make_table(arms: Mapping[str, Sequence[Line]]) -> list[dict[str, Any]]:
-    """A row for each arm: means over quarters of the run, the largest `kl`, the reward at both ends."""
+def make_table(runs: Runs) -> list[dict[str, Any]]:
+    """A row for each run: means over its quarters, and the largest `kl`."""
     rows = []
-    for name, lines in arms.items():
+    for (beta, name), lines in runs.items():
         kl, initial, reward = (np.array_split(curve(lines, metric), 4) for metric in ("kl", "kl_initial", "reward"))
         rows.append(
             {
+                "beta": beta,
                 "reference": name,
                 "kl": [float(quarter.mean()) for quarter in kl],
                 "kl_max": float(np.concatenate(kl).max()),
@@ -140,39 +145,44 @@ def make_table(arms: Mapping[str, Sequence[Line]]) -> list[dict[str, Any]]:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table."""
     quarters = " ".join(f"{quarter:>8}" for quarter in ("1st", "2nd", "3rd", "4th", "largest"))
-    print(f"\n{'reference':<10} {'mean over a quarter':<24}   {quarters}")
+    print(f"\n{'β':<5} {'reference':<10} {'mean over a quarter':<24}   {quarters}")
     labels = {"kl": "KL to the reference", "kl_initial": "KL to the initial policy", "reward": "reward"}
     for row in rows:
         for metric, label in labels.items():
             most = f" {row['kl_max']:8.3f}" if metric == "kl" else ""
-            print(f"{row['reference']:<10} {label:<24}   " + " ".join(f"{x:8.3f}" for x in row[metric]) + most)
+            means = " ".join(f"{mean:8.3f}" for mean in row[metric])
+            print(f"{row['beta']:<5} {row['reference']:<10} {label:<24}   {means}{most}")
 
 
-def draw(arms: Mapping[str, Sequence[Line]], out: Path) -> None:
-    """Three panels: KL to the reference, KL to the initial policy, reward."""
+def draw(runs: Runs, out: Path) -> None:
+    """A line of panels for each β: KL to the reference, KL to the initial policy, reward."""
     from matplotlib.figure import Figure
 
     panels = {
         "kl": ("KL to the reference", "nats a token"),
         "kl_initial": ("KL to the initial policy", "nats a token"),
-        "reward": ("Reward", "share of vowels"),
+        "reward": ("reward", "share of vowels"),
     }
     colours = {"frozen": "#d55e00", "synced": "#0072b2"}
-    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained", facecolor="white")
-    figure.suptitle("A synced reference bounds the KL to itself, not to the start", x=0.01, ha="left", weight="bold")
-    for i, (metric, (title, unit)) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, 3, i + 1)
-        for name, lines in arms.items():
-            steps = curve(lines, "step")
+    figure = Figure(figsize=(10, 2.8 * len(BETAS)), dpi=80, layout="constrained", facecolor="white")
+    title = "A synced reference bounds the KL to itself, not to the start; a frozen one stops learning at a large β"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    grid = figure.subplots(len(BETAS), len(panels), sharex=True, squeeze=False)
+    for (beta, name), lines in runs.items():
+        steps = curve(lines, "step")
+        for axes, (metric, (what, unit)) in zip(grid[BETAS.index(beta)], panels.items(), strict=True):
             axes.plot(steps, curve(lines, metric), color=colours[name], lw=1.8, label=f"{name} reference")
             if metric == "kl" and ARMS[name]:
                 for at in range(SYNC_STEPS, len(steps) + 1, SYNC_STEPS):
                     axes.axvline(at + 0.5, color="#cbd2d9", lw=0.8, zorder=0)
-        axes.set(xlabel="optimizer step" + (" (grey: syncs)" if metric == "kl" else ""), ylabel=unit)
+            axes.set_ylabel(unit)
+            axes.set_title(f"β = {beta}: {what}", loc="left", fontsize=10)
+            axes.grid(axis="y", color="#e4e7eb")
+    for axes in grid.flat:
         axes.set_ylim(bottom=0)
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(axis="y", color="#e4e7eb")
-        axes.legend(fontsize=8, loc="upper left" if metric != "reward" else "lower right")
+    for axes, metric in zip(grid[-1], panels, strict=True):
+        axes.set_xlabel("optimizer step" + (" (grey: syncs)" if metric == "kl" else ""))
+    grid[0, 0].legend(fontsize=8, loc="upper left")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
     print(f"\npicture: {out}")
@@ -197,13 +207,15 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     arguments = parse(argv)
     start_processes(arguments)
     policy = make_policy(arguments.seed)
-    arms = {}
-    for name, sync in ARMS.items():
-        print(f"\n{name} reference, {arguments.steps} steps")
-        arms[name] = run(policy, sync=sync, steps=arguments.steps, seed=arguments.seed, mesh=arguments.mesh)
-    rows = make_table(arms)
+    settings = {"steps": arguments.steps, "seed": arguments.seed, "mesh": arguments.mesh}
+    runs = {}
+    for beta in BETAS:
+        for name, sync in ARMS.items():
+            print(f"\nβ = {beta}, {name} reference, {arguments.steps} steps")
+            runs[beta, name] = run(policy, beta=beta, sync=sync, **settings)
+    rows = make_table(runs)
     print_table(rows)
-    draw(arms, arguments.out)
+    draw(runs, arguments.out)
     return rows
 
 

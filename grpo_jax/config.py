@@ -223,11 +223,14 @@ class GRPOConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator of the KL in the loss, see `kl`. TRL has k3 only."""
     use_bias_correction_kl: bool = True
-    """Multiply the estimator by the ratio, so that its gradient is that of KL(π‖ref) at any μ (DeepSeek-V3.2).
+    """Multiply the estimator by the ratio, so that its gradient is, token by token, that of KL(π‖ref) at any μ
+    (DeepSeek-V3.2). Without it the gradient of k3 is that of KL(ref‖π), at μ = 1 already, and is biased off-policy.
 
-    Without it the gradient of k3 is that of KL(ref‖π), and is biased off-policy."""
+    Token by token means: each in a state that is given. For whole completions the effect of a token on the states after
+    it is missing, on-policy too; `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact there."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row. Ours."""
+    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row; there, and with
+    `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""
     sync_ref_model: bool = False
     """Pull the reference towards the policy (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512

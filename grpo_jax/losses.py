@@ -641,15 +641,19 @@ def grpo_loss(
 
     Gradient:
       With respect to `log_probs` and `entropies` only; all else is held constant. Expected gradient of the KL term for
-      one token drawn from π_old:
+      one token drawn from π_old, in a state that is given:
 
       | in the loss | gradient |
       |---|---|
       | k1 | 0 on-policy |
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
-      | k3 | ∇KL(π_ref‖π) on-policy, the other direction; biased off-policy |
+      | k3 | ∇KL(π_ref‖π) on-policy, the other direction, so at the first update already; biased off-policy |
       | w·k3, w·k1, sg(w)·k2 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
+
+      Only the last line is about whole completions. The terms in the loss leave out the effect of a token on the states
+      after it, on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
+      tests/test_enumeration.py. The last line is exact there, and pays with variance.
 
       At the sequence level the correction uses the *sequence* ratio, as TRL does, and is biased for completions of more
       than one token.

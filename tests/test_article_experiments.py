@@ -88,24 +88,23 @@ def test_closed_forms_are_the_maxima_they_are_said_to_be(seed):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """The rows of a short run's table, by arm."""
+    """The rows of a short run's table, by β and arm."""
     out = tmp_path_factory.mktemp("reference_sync") / "picture.png"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_sync, "SYNC_STEPS", 8)
-        rows = reference_sync.main(["--steps", "32", "--seed", "3", "--out", str(out)])
+    rows = reference_sync.main(["--steps", str(4 * reference_sync.SYNC_STEPS), "--seed", "3", "--out", str(out)])
     assert_picture(out)
-    return {row["reference"]: row for row in rows}
+    assert len(rows) == 4
+    return {(row["beta"], row["reference"]): row for row in rows}
 
 
 def test_kl_to_a_frozen_reference_grows(references):
-    kl = references["frozen"]["kl"]
+    kl = references[0.02, "frozen"]["kl"]
     assert kl == sorted(kl)
     assert kl[-1] > 5 * kl[0]
-    assert references["frozen"]["kl_initial"] == kl
+    assert references[0.02, "frozen"]["kl_initial"] == kl
 
 
 def test_sync_bounds_the_kl_to_the_reference_and_not_that_to_the_start(references):
-    frozen, synced = references["frozen"], references["synced"]
+    frozen, synced = references[0.02, "frozen"], references[0.02, "synced"]
     assert synced["kl_max"] < 0.6 * frozen["kl_max"]
     assert synced["kl"][-1] < 0.5 * frozen["kl"][-1]
     initial = synced["kl_initial"]
@@ -114,11 +113,25 @@ def test_sync_bounds_the_kl_to_the_reference_and_not_that_to_the_start(reference
     assert initial[-1] > 0.8 * frozen["kl_initial"][-1]
 
 
+def test_a_far_reference_stops_learning_at_a_large_beta_and_a_synced_one_does_not(references):
+    frozen, synced = references[0.5, "frozen"], references[0.5, "synced"]
+    assert frozen["kl"][-1] < 1.3 * frozen["kl"][-2]  # it has flattened
+    assert frozen["reward"][-1] < frozen["reward"][-2] + 0.05
+    assert synced["reward"][-1] > synced["reward"][-2] + 0.05
+    assert synced["reward"][-1] > frozen["reward"][-1] + 0.1
+    assert synced["kl_initial"][-1] > 2 * frozen["kl_initial"][-1]  # the price
+    # Where β is small neither is held back.
+    rewards = [references[0.02, arm]["reward"][-1] for arm in reference_sync.ARMS]
+    assert rewards[0] == pytest.approx(rewards[1], abs=0.05)
+    assert min(rewards) > synced["reward"][-1]
+
+
 def test_before_the_first_sync_the_arms_are_the_same_run(references):
-    frozen, synced = references["frozen"], references["synced"]
-    assert synced["kl"][0] == frozen["kl"][0] > 0
-    assert synced["kl"][1] < frozen["kl"][1]
-    assert synced["reward"][0] == frozen["reward"][0]
+    for beta in reference_sync.BETAS:
+        frozen, synced = references[beta, "frozen"], references[beta, "synced"]
+        assert synced["kl"][0] == frozen["kl"][0] > 0
+        assert synced["kl"][1] < frozen["kl"][1]
+        assert synced["reward"][0] == frozen["reward"][0]
 
 
 # Old and new policy -------------------------------------------------------------------------------------------------
