@@ -227,7 +227,7 @@ class GRPOConfig:
     (DeepSeek-V3.2). Without it the gradient of k3 is that of KL(ref‖π), at μ = 1 already, and is biased off-policy.
 
     Token by token means: each in a state that is given. For whole completions the effect of a token on the states after
-    it is missing, on-policy too; `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact there."""
+    it is missing, on-policy too; exact is `kl_placement="reward"` with the trajectory level."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row; there, and with
     `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""

@@ -39,7 +39,7 @@ class Migration:
       run_dir: for `train`, of `output_dir`; None where there was none.
       same: names of the fields that were taken as they are.
       translated: name → what it became.
-      left_out: name → why it is not needed.
+      left_out: name → why it is not needed, or what sets it from outside.
       missing: name → why there is no such thing here, and what to do; empty where the run will be the same.
     """
 
@@ -62,7 +62,7 @@ class Migration:
         lines = [f"taken as they are: {', '.join(self.same)}"] if self.same else []
         for title, notes in (
             ("translated", self.translated),
-            ("not needed", self.left_out),
+            ("left out", self.left_out),
             ("NOT HERE", self.missing),
         ):
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
@@ -136,7 +136,8 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
     elif kind == "not here":
         moved.missing[name] = advice
     else:
-        (moved.left_out if kind == "not needed" else moved.missing)[name] = advice.removeprefix("leave it out: ")
+        notes = moved.missing if kind == "other name" else moved.left_out
+        notes[name] = advice.removeprefix("leave it out: ")
     return moved
 
 

@@ -11,7 +11,7 @@ __all__ = ["ELSEWHERE", "OTHER_NAMES", "SAME", "TRL_VERSION", "Elsewhere"]
 
 TRL_VERSION = "1.16"
 
-Kind = Literal["other name", "not needed", "not here"]
+Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
@@ -19,7 +19,8 @@ class Elsewhere(NamedTuple):
 
     Attributes:
       default: TRL's; a value equal to it asks for nothing.
-      kind: whether something else says it, nothing has to, or nothing can.
+      kind: whether another argument says it, something outside of the program's arguments does (the environment, JAX's
+        or Python's own switches), nothing has to, or nothing can.
       advice: what to do, or why there is nothing to do.
     """
 
@@ -30,6 +31,10 @@ class Elsewhere(NamedTuple):
 
 def _other(default: Any, advice: str) -> Elsewhere:
     return Elsewhere(default, "other name", advice)
+
+
+def _outside(default: Any, what: str) -> Elsewhere:
+    return Elsewhere(default, "set outside", f"leave it out: {what}")
 
 
 def _needless(default: Any, why: str) -> Elsewhere:
@@ -75,7 +80,7 @@ SAME: dict[str, str] = {
     "importance_sampling_level": '"trajectory" is ours',
     "epsilon": "",
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
-    "delta": "",
+    "delta": "caps the first term of the min only, as in TRL",
     "sapo_temperature_neg": "",
     "sapo_temperature_pos": "",
     "vespo_k_pos": "",
@@ -126,7 +131,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
     "bf16": _other(None, 'use compute_dtype="bfloat16"'),
     "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),
-    "tf32": _needless(None, "jax.default_matmul_precision is JAX's switch"),
+    "tf32": _outside(None, "JAX_DEFAULT_MATMUL_PRECISION is JAX's switch"),
     "bf16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
     "fp16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
     # Sampling.
@@ -164,7 +169,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "lr_scheduler_kwargs": _absent(
         None, "pass optimizer to train, an optax transformation with a schedule of your own"
     ),
-    "optim": _needless("adamw_torch_fused", "it is AdamW; for another, pass optimizer to train"),
+    "optim": _other("adamw_torch_fused", "leave it out: it is AdamW; for another, pass optimizer to train"),
     "optim_args": _absent(None, "pass optimizer to train, an optax transformation"),
     "optim_target_modules": _absent(None, "pass optimizer to train, with optax.masked"),
     "average_tokens_across_devices": _needless(True, "the loss does not depend on how a batch is cut"),
@@ -184,12 +189,12 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "torch_empty_cache_steps": _needless(None, _PYTORCH),
     # Logging.
     "output_dir": _other(None, "pass run_dir to train"),
-    "logging_strategy": _needless("steps", "logging_steps says it"),
+    "logging_strategy": _other("steps", "leave it out: logging_steps says it"),
     "logging_first_step": _absent(False, "use logging_steps=1 to see the first step"),
     "log_on_each_node": _needless(True, "one process writes"),
     "logging_nan_inf_filter": _needless(True, "what is not finite is left out of means and counted where it arises"),
     "include_num_input_tokens_seen": _needless("no", "num_tokens and num_prompts are logged always"),
-    "log_level": _needless("passive", "use the levels of logging and the filters of warnings"),
+    "log_level": _outside("passive", "use the levels of logging and the filters of warnings"),
     "log_level_replica": _needless("warning", "one process writes"),
     "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
     "report_to": _other("none", "pass callbacks to train, such as those of grpo_jax.trackers"),
@@ -202,7 +207,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "log_unique_prompts": _needless(False, _LOG),
     "log_completions_hub_repo": _absent(None, _HUB),
     # Evaluation.
-    "eval_strategy": _needless("no", "eval_steps says it"),
+    "eval_strategy": _other("no", "leave it out: eval_steps says it"),
     "do_eval": _needless(False, "there is an evaluation where there is an eval_dataset"),
     "eval_delay": _absent(0, "there is one before the first step, every eval_steps and after the last"),
     "eval_on_start": _needless(False, "there is an evaluation before the first step always"),
@@ -212,14 +217,14 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "eval_accumulation_steps": _needless(None, _EVAL_ONCE),
     "include_for_metrics": _needless([], _EVAL_ONCE),
     "batch_eval_metrics": _needless(False, _EVAL_ONCE),
-    "do_predict": _needless(False, "use evaluate"),
+    "do_predict": _needless(False, "it is a script's own flag, which no trainer reads; call evaluate"),
     # Checkpoints.
-    "save_strategy": _needless("steps", "save_steps says it (None: at the end only)"),
+    "save_strategy": _other("steps", "leave it out: save_steps says it (None: at the end only)"),
     "save_only_model": _absent(
         False, "a checkpoint holds all that a run needs to go on; save_pretrained writes the model"
     ),
-    "save_on_each_node": _needless(False, "orbax writes from all processes to one place"),
-    "enable_jit_checkpoint": _needless(False, "a run goes on after its last checkpoint"),
+    "save_on_each_node": _absent(False, "all processes write one checkpoint, to one place that all of them see"),
+    "enable_jit_checkpoint": _needless(False, "SIGTERM saves a checkpoint always"),
     "restore_callback_states_from_checkpoint": _absent(False, "callbacks are functions without a state of the run's"),
     "resume_from_checkpoint": _other(None, "call train again with the same run_dir: it goes on where it stopped"),
     "ignore_data_skip": _needless(False, "a resumed run goes on with the next prompt, at no cost"),
@@ -233,7 +238,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "hub_revision": _absent(None, _HUB),
     # Data.
     "data_seed": _other(None, "use seed: it decides the order of the prompts too"),
-    "full_determinism": _needless(False, "the same seed on the same machine gives the same run"),
+    "full_determinism": _outside(
+        False, "on a CPU the same seed gives the same run; for a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    ),
     "dataloader_drop_last": _needless(False, _LOADER),
     "dataloader_num_workers": _needless(0, _LOADER),
     "dataloader_pin_memory": _needless(True, _LOADER),
@@ -246,7 +253,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "train_sampling_strategy": _other("random", "use shuffle_dataset"),
     "length_column_name": _needless("length", _LOADER),
     # Devices.
-    "use_cpu": _needless(False, "JAX_PLATFORMS=cpu says it"),
+    "use_cpu": _outside(False, "JAX_PLATFORMS=cpu says it"),
     "accelerator_config": _needless(None, _MESH),
     "parallelism_config": _other(None, _MESH),
     "ddp_find_unused_parameters": _needless(None, _MESH),
@@ -260,9 +267,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "deepspeed": _other(None, _CUT),
     "local_rank": _needless(-1, _MESH),
     # Debugging.
-    "debug": _needless("", _PYTORCH),
-    "skip_memory_metrics": _needless(True, _PYTORCH),
-    "do_train": _needless(False, "call train"),
+    "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
+    "skip_memory_metrics": _needless(True, "train's dry_run prints what a run takes"),
+    "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }
 """TRL's fields that are none here, in the order of the page."""
 

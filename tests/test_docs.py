@@ -6,9 +6,11 @@ import functools
 import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny_tokenizer
 
 import grpo_jax
 from grpo_jax import GRPOConfig
@@ -26,6 +28,11 @@ CLASSES = [name for name in grpo_jax.__all__ if inspect.isclass(getattr(grpo_jax
 def prose(page: Path) -> str:
     """A page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def blocks_of_code(page: Path) -> list[str]:
+    """The Python of a page, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
 @functools.cache
@@ -118,10 +125,52 @@ def test_fields_that_are_set_are_fields(page):
 
 
 def test_the_settings_to_start_with_are_a_config():
-    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "recipes.md").read_text(), flags=re.M | re.S)
+    code, _ = blocks_of_code(DOCS / "recipes.md")
     names: dict[str, GRPOConfig] = {}
     exec(compile(code, "recipes.md", "exec"), names)
     assert names["config"].sizes()[:2] == (16, 128)
+
+
+@pytest.fixture
+def small_judge(tmp_path, monkeypatch):
+    """The module of the recipe for a reward model, on a checkpoint for sequence classification made on the spot."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(
+        Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, initializer_range=0.3, **sizes)
+    ).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    )
+    _, code = blocks_of_code(DOCS / "recipes.md")
+    code = re.sub(r"^MODEL = .*$", f"MODEL = {str(tmp_path / 'model')!r}", code, flags=re.M)
+    (tmp_path / "judge.py").write_text(code.replace("BATCH = 16", "BATCH = 3"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "judge", raising=False)
+    return importlib.import_module("judge")
+
+
+def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt(small_judge):
+    prompts = [f"{i} and {i} is" for i in range(7)]
+    completions = [" x" * length for length in (5, 1, 9, 2, 2, 7, 3)]
+    scores = small_judge.judge(prompts, completions)
+    # One at a time there is neither padding nor an order.
+    alone = [small_judge.judge([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    assert scores == pytest.approx(alone, abs=1e-5)
+    assert len({round(score, 4) for score in scores}) == len(scores)
+
+    # Messages go through the model's own template.
+    chats = [[{"role": "user", "content": p}] for p in prompts], [[{"role": "me", "content": c}] for c in completions]
+    as_text = small_judge.judge([f"user: {p}\n" for p in prompts], [f"me: {c}\n" for c in completions])
+    assert small_judge.judge(*chats) == pytest.approx(as_text, abs=1e-5)
+
+    isolated = importlib.import_module("grpo_jax.reward_workers").isolated(small_judge.judge, timeout=120.0)
+    assert isolated(prompts=prompts, completions=completions) == pytest.approx(scores, abs=1e-5)
 
 
 def test_both_readmes_answer_the_same_questions():

@@ -1,6 +1,8 @@
 """The way over from TRL: every field of TRL 1.16 has its place, and nothing is dropped without a word."""
 
+import ast
 import dataclasses
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -30,9 +32,21 @@ def test_fields_that_are_the_same_are_ours_and_the_others_are_not():
     assert set(SAME) <= set(OURS)
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
     assert len(SAME) + len(ELSEWHERE) == 191  # fields of TRL 1.16 with transformers 5.23
-    assert all(field.kind in ("other name", "not needed", "not here") for field in ELSEWHERE.values())
-    unneeded = [field.advice for field in ELSEWHERE.values() if field.kind == "not needed"]
+    assert all(field.kind in ("other name", "set outside", "not needed", "not here") for field in ELSEWHERE.values())
+    unneeded = [field.advice for field in ELSEWHERE.values() if field.kind in ("not needed", "set outside")]
     assert all(advice.startswith("leave it out: ") for advice in unneeded)
+
+
+def test_what_has_to_be_done_elsewhere_is_not_called_needless():
+    """Advice that says what to use is of another name or of a setting outside."""
+    needless = {name: field.advice for name, field in ELSEWHERE.items() if field.kind == "not needed"}
+    told = re.compile(r"^leave it out: (use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_")
+    assert not {name: advice for name, advice in needless.items() if told.search(advice)}
+    for name in ("use_cpu", "tf32", "log_level", "full_determinism"):
+        moved = from_trl({name: not ELSEWHERE[name].default})
+        assert ELSEWHERE[name].kind == "set outside"
+        assert list(moved.left_out) == [name]
+    assert list(from_trl({"save_on_each_node": True}).missing) == ["save_on_each_node"]
 
 
 def test_the_page_holds_the_table():
@@ -48,6 +62,38 @@ def test_the_page_names_things_that_are_there():
         assert (root / name).exists(), name
     fields = set(re.findall(r"`(\w+)(?: ?= ?[^`]+)?`", text)) & (set(ELSEWHERE) | set(OURS))
     assert fields
+
+
+def functions_of_trl() -> list[tuple[set[str], set[str]]]:
+    """The names in each line of the page's table of functions: TRL's, ours."""
+    (table,) = re.findall(r"^\| TRL's function \|.*\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), flags=re.M)
+    cells = [line.split("|")[1:3] for line in table.splitlines()]
+    names = lambda cell: set(re.findall(r"`(?:\w+\.)*(\w+)", cell))
+    return [(names(theirs), names(ours)) for theirs, ours in cells]
+
+
+def test_functions_of_trl_lead_to_functions_of_ours():
+    package = PAGE.parent.parent / "grpo_jax"
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)}
+    fields = set(OURS) | {"ref_params", "params", "log_metric", "log_extra", "callbacks", "run_dir", "metrics"}
+    rows = functions_of_trl()
+    assert len(rows) > 20
+    assert {"compute_loss", "_get_per_token_logps_and_entropies"} <= set().union(*(theirs for theirs, _ in rows))
+    for theirs, ours in rows:
+        assert theirs
+        assert not ours - defined - fields, theirs
+
+
+def test_functions_that_are_said_to_be_trls_are():
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
+        pytest.skip("TRL is not installed")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in Path(spec.origin).parent.rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:async )?(?:def|class) (\w+)", source, flags=re.M))
+    for theirs, _ in functions_of_trl():
+        assert not theirs - defined
 
 
 def test_a_usual_config_carries_over():
