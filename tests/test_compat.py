@@ -172,6 +172,7 @@ def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_p
 
 def test_the_best_model_needs_a_directory_and_an_evaluation():
     args = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 1, "save_steps": 4}
+    args |= {"max_completion_length": 4}
     trainer = GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(**args), train_dataset=[{"prompt": "a"}])
     with pytest.raises(ValueError, match=r"load_best_model_at_end = True: there are no checkpoints .* give run_dir"):
         trainer.train()
