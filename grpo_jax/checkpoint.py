@@ -150,6 +150,29 @@ class Checkpoints:
         measured = [(sign * at.metrics[name], at.step) for at in saved if name in (at.metrics or ())]
         return (max(measured)[1], sign * max(measured)[0]) if measured else None
 
+    def restore_best(self, state: TrainState) -> TrainState:
+        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
+
+        The arrays of `state` are given up before others are read: there is room for one. Where no checkpoint has the
+        metric, `state` stays, and that is a warning.
+        """
+        if not self._config.load_best_model_at_end:
+            return state
+        best = self.best()
+        if best is None:
+            warnings.warn(
+                f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
+                " policy is that of the last step: look for the right name in metrics.jsonl",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if best is None or best[0] == int(state.step):
+            return state
+        like = jax.tree.map(_abstract, state)
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        return self._load(best[0], like, {**self._about_of(best[0]), "batch": None, "ahead": None})[0]
+
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read.
 
@@ -309,7 +332,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=x.sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _shapes(tree: Any) -> Any:

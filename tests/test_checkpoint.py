@@ -112,6 +112,34 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
     assert names_in(tmp_path) == sorted({"8", "10", str(best[0])})
 
 
+BEST = {"metric_for_best_model": "reward", "save_total_limit": 1, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize(("metrics", "step"), [([0.1, 0.9, 0.3], 4), ([0.1, 0.3, 0.9], 6)], ids=["earlier", "last"])
+def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, metrics, step):
+    write(tmp_path, 2, 4, 6, metrics=metrics, **BEST)
+    last = state_at(6)
+    with Checkpoints(tmp_path, GRPOConfig(**BEST)) as checkpoints:
+        best = checkpoints.restore_best(last)
+        assert checkpoints.latest() == 6  # which a longer run goes on from
+    chex.assert_trees_all_equal(as_data(best), as_data(state_at(step)))
+    # There was room for one of them.
+    assert all(leaf.is_deleted() == (step != 6) for leaf in jax.tree.leaves(last))
+
+
+def test_without_a_best_the_last_state_stays(tmp_path):
+    last = state_at(4)
+    with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
+        assert checkpoints.restore_best(last) is last
+    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has not been measured"):
+        write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
+    with (
+        Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints,
+        pytest.warns(RuntimeWarning, match="load_best_model_at_end: no checkpoint has a measured 'rewrd'"),
+    ):
+        assert checkpoints.restore_best(last) is last
+
+
 def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
     settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
     assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
