@@ -20,6 +20,7 @@ import dataclasses
 import gc
 import json
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -64,12 +65,13 @@ class Checkpoints:
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saved_at = time.monotonic()
         self._checkpointer = None
-        self._response: Any = None
+        self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
 
             self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
             self._directory.mkdir(parents=True, exist_ok=True)
+            _clear_away(self._directory)
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory, preservation_policy=_kept(config), cleanup_tmp_directories=True
             )
@@ -116,20 +118,22 @@ class Checkpoints:
         shapes = {name: _shapes(some) for name, some in in_hand.items()}
         about = {"run": self._about, "progress": progress.to_json(), **shapes}
         with self._explained(progress.step):
-            self._response = self._checkpointer.save_checkpointables_async(
+            response = self._checkpointer.save_checkpointables_async(
                 progress.step,
                 arrays,
                 metrics=self._metric(progress),
                 custom_metadata={"about": json.dumps(about)},
                 force=True,
             )
+        self._pending = progress.step, response
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole."""
-        response, self._response = self._response, None
-        if response is not None:
-            with self._explained(self.latest()):
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, response = pending
+            with self._explained(step):
                 response.result()  # not the checkpointer's wait: it would leave an event loop behind
 
     def steps(self) -> list[int]:
@@ -278,7 +282,7 @@ class Checkpoints:
         return {name: progress.metric}
 
     @contextlib.contextmanager
-    def _explained(self, step: int | None) -> Iterator[None]:
+    def _explained(self, step: int) -> Iterator[None]:
         """Say of an error in saving what is lost and what to do."""
         try:
             yield
@@ -305,6 +309,20 @@ def _kept(config: GRPOConfig) -> Any:
     value = lambda metrics: sign * metrics.get(name, -sign * math.inf)
     best = policies.BestN(get_metric_fn=value, n=1, keep_checkpoints_without_metrics=False)
     return policies.AnyPreservationPolicy([newest, best])
+
+
+def _clear_away(directory: Path) -> None:
+    """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
+
+    Orbax would do it too, but beside the first save, which fails with it if a file comes in between.
+    """
+    deadline = time.monotonic() + 10
+    while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # then once more, until nothing is there: a part that comes late makes its directory anew
 
 
 def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:

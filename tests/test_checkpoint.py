@@ -4,6 +4,7 @@ import functools
 import os
 import resource
 import shutil
+import time
 
 import chex
 import jax
@@ -211,11 +212,41 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
 
 
+@pytest.mark.parametrize("then", ["save", "wait", "end"])
+def test_a_save_that_failed_in_the_background_is_told_by_its_own_step(tmp_path, then):
+    """Who asks later, when the failure has long been noted, hears of step 4 and not of the last whole one."""
+    params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+            checkpoints.save(state, Progress(step=3), None)
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+            checkpoints.save(state, Progress(step=4), None)
+            deadline = time.monotonic() + 60
+            while checkpoints.latest() != 3:
+                assert time.monotonic() < deadline, "the failure was never noted"
+                time.sleep(0.01)
+            if then == "save":
+                checkpoints.save(state, Progress(step=5), None)
+            elif then == "wait":
+                checkpoints.wait()
+
+    message = r"^the checkpoint of step 4 could not be written to .*; the last whole one is of step 3\. Make room"
+    try:
+        with pytest.raises(OSError, match=message):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
 def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
     def fail():
         with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
             checkpoints.save(state_at(2), Progress(step=2), None)
-            monkeypatch.setattr(checkpoints._response, "result", broken)
+            monkeypatch.setattr(checkpoints._pending[1], "result", broken)
             raise KeyError("first")
 
     def broken():
