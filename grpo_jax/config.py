@@ -144,7 +144,8 @@ class GRPOConfig:
     num_iterations: Count = 1
     """μ, passes over the completions of one iteration."""
     rollout_batch_size: Count | None = None
-    """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. Ours."""
+    """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. On a mesh so
+    many whole groups on each device, one at least. Ours."""
     rollout_ahead: bool = False
     """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
     one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
@@ -481,7 +482,13 @@ def run_problems(
     context_length: int | None,
 ) -> list[str]:
     """The error lines of `check_run`, which documents the arguments."""
-    problems = list(_split_problems(config, config.data_shards(num_devices)))
+    shards, group = config.data_shards(num_devices), config.num_generations
+    problems = list(_split_problems(config, shards))
+    if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
+        problems.append(
+            f"{_setting(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
+            f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
+        )
     if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
         product = " × ".join(str(size) for size in config.mesh.values())
         problems.append(

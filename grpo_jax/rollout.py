@@ -379,11 +379,15 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, inte
     """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
-    device has its own groups, rows are moved together inside them.
+    device has its own groups, rows are moved together inside them, and those that wait enter when all have ended.
     """
     b, g = keys.shape
     mesh = mesh_of(params)
-    at_once = min(at_once, b) if mesh is None else -(-b // shard_count(mesh)) * shard_count(mesh)
+    if mesh is not None and at_once < b:
+        how = {"length": length, "at_once": at_once, "interrupt": interrupt, **settings}
+        waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
+        done = [_generate_by_segments(model, params, *wave, **how) for wave in waves]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
     table = _Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
     variables = _variables(model, params)
     # Attention looks at all slots, so they grow with the rows, by few sizes.
@@ -464,6 +468,23 @@ def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
     """What the lanes drew, [B', G', steps]."""
     drawn = zip(*(fetch(x) for _, x in results), strict=True)
     return tuple(np.concatenate(parts) for parts in drawn)
+
+
+def places(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
+    """How many groups stand on the devices at a time: at most `batch_size` completions, as many on each device.
+
+    Args:
+      groups: B, all that there are.
+      num_generations: G.
+      batch_size: completions at a time over all devices; None: all.
+      shards: devices that prompts are cut over.
+
+    Example:
+      >>> places(30, 4, None, 8), places(30, 4, 70, 8), places(30, 4, 70, 1)
+      (32, 16, 17)
+    """
+    most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
+    return -(-most // shards) * shards
 
 
 def lower_decode(
@@ -573,7 +594,8 @@ def generate(
       prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its
         samples wherever it stands, if it keeps its number.
       batch_size: completions that are decoded at a time, in whole groups; further prompts wait and take the places of
-        those that have ended, which changes no sample. None: all at once. Not inside a `jit`.
+        those that have ended, which changes no sample. On a mesh as many groups on each device as it holds, one at
+        least, and the next ones begin when all of these have ended. None: all at once. Not inside a `jit`.
       interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
 
     Returns:
@@ -600,8 +622,10 @@ def generate(
     for name, value in (("num_generations", num_generations), ("max_completion_length", max_completion_length)):
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
-    if batch_size is not None and batch_size < num_generations:
-        raise ValueError(f"batch_size must hold a group of {num_generations} completions; got {batch_size!r}.")
+    shards = shard_count(mesh_of(params))
+    if batch_size is not None and batch_size < shards * num_generations:
+        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
+        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
     keys = row_keys(key, jnp.asarray(prompt_indices), num_generations)
@@ -616,6 +640,5 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
-    at_once = len(prompts.lengths) if batch_size is None else batch_size // num_generations
-    how: dict[str, Any] = {"at_once": at_once, "interrupt": interrupt}
+    how: dict[str, Any] = {"at_once": places(len(keys), num_generations, batch_size, shards), "interrupt": interrupt}
     return _generate_by_segments(as_argument(model), params, prompts, keys, **how, **settings)

@@ -142,6 +142,60 @@ def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("axes", "batch_size", "groups"),
+    [
+        ({"data": 8}, 8 * 3, [8, 8, 8]),
+        ({"data": 2, "fsdp": 2}, 10 * 3 + 2, [8, 8, 8]),  # of ten groups, two on each of four devices
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4 * 3, [4] * 5),
+        ({"data": 8}, 100 * 3, [24]),
+        ({"data": 8}, None, [24]),
+    ],
+)
+def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, monkeypatch):
+    """The groups of every program that reads prompts or decodes; the samples are those of one device, all at once."""
+    read, decoded, prefill, decode = [], set(), rollout._prefill, rollout._decode
+    model, params = tiny_model()
+    prompts = make_prompts([[3 + (i * 5 + j) % 20 for j in range(1 + i % 3)] for i in range(18)])
+    settings = {"num_generations": 3, "max_completion_length": 20, "eos_token_ids": (5, 7, 9)}
+    one = generate(model, params, prompts, jax.random.key(0), **settings)
+    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    monkeypatch.setattr(rollout, "_decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how))
+    placed = place(params, make_mesh(axes))
+    other = generate(model, placed, prompts, jax.random.key(0), batch_size=batch_size, **settings)
+    assert read == [(n, 3) for n in groups]
+    assert decoded == set(groups), "and no more of them while they are decoded"
+    for name in ("tokens", "mask", "ended"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+def test_a_run_decodes_so_many_at_a_time_and_learns_the_same(monkeypatch):
+    """Sixteen prompts × 2 completions, half of them at a time."""
+    read, prefill = [], rollout._prefill
+    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": 2}
+    whole = run(tiny_policy(), {"data": 8}, **settings)
+    assert read == [(16, 2)] * 2
+    read.clear()
+    assert_same_run(whole, run(tiny_policy(), {"data": 8}, rollout_batch_size=16, **settings))
+    assert read == [(8, 2)] * 4
+
+
+def test_fewer_completions_than_a_group_on_each_device_are_refused():
+    message = (
+        r"rollout_batch_size = 28: does not hold a group of num_generations = 4 on each of the 8 devices that"
+        r" prompts are cut over; use 32 or more, or None"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(tiny_policy(), {"data": 8}, rollout_batch_size=28)
+    model, params = tiny_model()
+    placed = place(params, make_mesh({"data": 4}))
+    with pytest.raises(ValueError, match=r"a group of 4 completions on each of the 4 devices .* cut over; got 15"):
+        generate(model, placed, make_prompts([[3]]), jax.random.key(0), num_generations=4, max_completion_length=2,
+                 batch_size=15)  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("axes", "message"),
     [
         ({"model": 2}, "mesh has the axis 'model': the axes are data, fsdp, tensor"),
