@@ -20,6 +20,7 @@ import dataclasses
 import gc
 import json
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -64,12 +65,13 @@ class Checkpoints:
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saved_at = time.monotonic()
         self._checkpointer = None
-        self._response: Any = None
+        self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
 
             self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
             self._directory.mkdir(parents=True, exist_ok=True)
+            _clear_away(self._directory)
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory, preservation_policy=_kept(config), cleanup_tmp_directories=True
             )
@@ -116,20 +118,22 @@ class Checkpoints:
         shapes = {name: _shapes(some) for name, some in in_hand.items()}
         about = {"run": self._about, "progress": progress.to_json(), **shapes}
         with self._explained(progress.step):
-            self._response = self._checkpointer.save_checkpointables_async(
+            response = self._checkpointer.save_checkpointables_async(
                 progress.step,
                 arrays,
                 metrics=self._metric(progress),
                 custom_metadata={"about": json.dumps(about)},
                 force=True,
             )
+        self._pending = progress.step, response
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole."""
-        response, self._response = self._response, None
-        if response is not None:
-            with self._explained(self.latest()):
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, response = pending
+            with self._explained(step):
                 response.result()  # not the checkpointer's wait: it would leave an event loop behind
 
     def steps(self) -> list[int]:
@@ -149,6 +153,29 @@ class Checkpoints:
         saved = self._checkpointer.checkpoints
         measured = [(sign * at.metrics[name], at.step) for at in saved if name in (at.metrics or ())]
         return (max(measured)[1], sign * max(measured)[0]) if measured else None
+
+    def restore_best(self, state: TrainState) -> TrainState:
+        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
+
+        The arrays of `state` are given up before others are read: there is room for one. Where no checkpoint has the
+        metric, `state` stays, and that is a warning.
+        """
+        if not self._config.load_best_model_at_end:
+            return state
+        best = self.best()
+        if best is None:
+            warnings.warn(
+                f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
+                " policy is that of the last step: look for the right name in metrics.jsonl",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if best is None or best[0] == int(state.step):
+            return state
+        like = jax.tree.map(_abstract, state)
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        return self._load(best[0], like, {**self._about_of(best[0]), "batch": None, "ahead": None})[0]
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read.
@@ -255,7 +282,7 @@ class Checkpoints:
         return {name: progress.metric}
 
     @contextlib.contextmanager
-    def _explained(self, step: int | None) -> Iterator[None]:
+    def _explained(self, step: int) -> Iterator[None]:
         """Say of an error in saving what is lost and what to do."""
         try:
             yield
@@ -284,6 +311,20 @@ def _kept(config: GRPOConfig) -> Any:
     return policies.AnyPreservationPolicy([newest, best])
 
 
+def _clear_away(directory: Path) -> None:
+    """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
+
+    Orbax would do it too, but beside the first save, which fails with it if a file comes in between.
+    """
+    deadline = time.monotonic() + 10
+    while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # then once more, until nothing is there: a part that comes late makes its directory anew
+
+
 def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """A result and "", or None and why there is none: whatever the storage says of files that are torn or foreign."""
     with warnings.catch_warnings():
@@ -309,7 +350,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=x.sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _shapes(tree: Any) -> Any:

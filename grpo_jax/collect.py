@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -30,11 +29,12 @@ from grpo_jax.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.config import GRPOConfig
 from grpo_jax.objective import sampling_settings
 from grpo_jax.packed import score
-from grpo_jax.prompts import EncodedPrompts, make_prompts, prompt_indices, reward_inputs
-from grpo_jax.reward_calls import Extras, TrainerState
-from grpo_jax.rewards import compute_rewards, reward_names
+from grpo_jax.prompts import EncodedPrompts, make_prompts, prompt_indices
+from grpo_jax.reward_calls import Extras, TrainerState, means_of
+from grpo_jax.rewards import reward_names
 from grpo_jax.rollout import generate
-from grpo_jax.sharding import fetch, gather_objects
+from grpo_jax.scoring import Scores, of_all_processes, score_own
+from grpo_jax.sharding import fetch
 from grpo_jax.state import TrainState
 from grpo_jax.streams import beside
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -81,7 +81,8 @@ class Experience:
     Attributes:
       batch: the whole iteration's `Batch`, [B, G, T].
       cursor: prompts used since the start of the run, after this iteration.
-      metrics: of the rollout: rewards, lengths, counts.
+      metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
+        and `num_tokens`, faults and seconds of all rounds.
       rows: one dict a completion: prompt, completion, rewards, advantage, ended.
       ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
     """
@@ -142,7 +143,7 @@ class _Round(NamedTuple):
 
     Attributes:
       groups: what was sampled and scored.
-      metrics: of the rewards.
+      metrics: of these groups.
       batch: its `Batch` as far as it can be known without rewards; None where they choose among the groups.
       cursor: prompts used since the start of the run, after this round.
       ahead: completions of the next round; None without `look_ahead`.
@@ -190,8 +191,9 @@ def _rounds(
             with phase("rollout"):
                 ahead = None if coming is None else coming.result()
         with phase("rewards"):
-            texts, extra, rewards, metrics = _of_all(own, len(rows))
-        groups = _Groups(rows, prompts, completions, texts, extra, rewards)
+            scores = of_all_processes(own, task.reward_fns)
+        groups = _Groups(rows, prompts, completions, scores.texts, scores.extras, scores.rewards)
+        metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups)
         yield _Round(groups, metrics, batch, cursor, ahead)
 
 
@@ -227,45 +229,10 @@ def _sample(
     return fetch(completions)
 
 
-_Scores = tuple[list[Any], list[dict[str, Any]], np.ndarray, dict[str, float]]
-"""Texts, extras and rewards [B, G, K] of completions, and the rewards' metrics."""
-
-
-def _score(task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras) -> _Scores:
-    """The scores of this process's completions: each process of a run calls the reward functions for its own rows."""
-    config, g, n = task.config, task.config.num_generations, jax.process_count()
-    own = range(len(rows))
-    if n > 1 and len(rows) % n == 0:
-        size = len(rows) // n
-        own = range(jax.process_index() * size, (jax.process_index() + 1) * size)
-    mine = slice(own.start, own.stop)
-    inputs = reward_inputs(task.tokenizer, rows[mine], completions.tokens[mine], completions.mask[mine])
-    rewards, metrics = compute_rewards(
-        task.reward_fns, num_generations=g, on_error=config.on_reward_error, extras=extras.given(), **inputs
-    )
-    texts = inputs["completions"]
-    return texts, extras.rows(len(texts)), rewards, extras.metrics() | metrics
-
-
-def _of_all(own: _Scores, count: int) -> _Scores:
-    """The scores of all `count` prompts, from those of each process."""
-    texts, extra, rewards, metrics = own
-    if len(rewards) == count:
-        return own
-    parts = gather_objects([texts, extra, rewards.tolist(), metrics])
-    texts, extra = (list(itertools.chain.from_iterable(part[i] for part in parts)) for i in (0, 1))
-    scores = np.array([row for part in parts for row in part[2]], np.float32)
-    return texts, extra, scores, _merge([part[3] for part in parts])
-
-
-def _merge(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all processes: counts are added, the slowest one's seconds count, the rest are means."""
-    merged = {}
-    for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
-        values = [part[name] for part in metrics if name in part]
-        how = sum if name.endswith("/errors") else max if name.endswith("/seconds") else np.mean
-        merged[name] = float(how(values))
-    return merged
+def _score(task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras) -> Scores:
+    """The scores of this process's completions."""
+    how: dict[str, Any] = {"on_error": task.config.on_reward_error, "extras": extras}
+    return score_own(task.tokenizer, task.reward_fns, rows, completions, **how)
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -275,19 +242,22 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     which count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
 
     Returns:
-      All rounds as one, with `count` groups; and which of the groups count [count] bool.
+      All rounds as one, with `count` groups; and which of the groups count [count] bool. The metrics are those of the
+      first round, whose prompts nobody has chosen, so that they tell of the policy; what a round costs is added up.
     """
-    first = last = next(rounds)
-    groups, refills = first.groups, 0
+    taken = [next(rounds)]
+    groups = taken[0].groups
     while True:
         kept = ~_silent(config, groups.rewards)
-        if kept.sum() >= count or refills == config.max_refills:
+        if kept.sum() >= count or len(taken) > config.max_refills:
             break
-        last, refills = next(rounds), refills + 1
-        groups = groups.join(last.groups)
+        taken.append(next(rounds))
+        groups = groups.join(taken[-1].groups)
     order = np.argsort(~kept, kind="stable")[:count]
-    metrics = first.metrics  # refills are a biased sample of the policy's rewards
-    metrics["dynamic_sampling/refills"] = float(refills)
+    first, last = taken[0], taken[-1]
+    costs = [name for name in first.metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]
+    metrics = first.metrics | {name: sum(part.metrics[name] for part in taken) for name in ("num_tokens", *costs)}
+    metrics["dynamic_sampling/refills"] = float(len(taken) - 1)
     metrics["dynamic_sampling/groups_without_signal"] = float((~kept).sum())
     return last._replace(groups=groups.take(order), metrics=metrics), kept[order]
 
@@ -358,7 +328,6 @@ def collect(
     # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
     rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
     advantages = _advantages(rewards, scale_rewards=config.scale_rewards, **_aggregation(config))
-    metrics |= _rollout_metrics(config, groups, np.asarray(groups.completions.mask).sum(axis=-1))
     assert batch is not None, "begun by the round, or after all of them"
     with watched("reference"):
         batch = jax.block_until_ready(batch.replace(advantages=advantages))
@@ -399,8 +368,9 @@ def _begin(
     )
 
 
-def _rollout_metrics(config: GRPOConfig, groups: _Groups, lengths: np.ndarray) -> dict[str, float]:
+def _rollout_metrics(config: GRPOConfig, groups: _Groups) -> dict[str, float]:
     """What TRL logs of a rollout, under TRL's names."""
+    lengths = np.asarray(groups.completions.mask).sum(axis=-1)
     weights = np.ones(groups.rewards.shape[2]) if config.reward_weights is None else np.array(config.reward_weights)
     rewards = np.where(
         np.isnan(groups.rewards).all(axis=2), np.nan, np.nansum(groups.rewards * weights.reshape(1, 1, -1), axis=2)

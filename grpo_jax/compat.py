@@ -6,6 +6,7 @@ shorter with `train` itself.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ import jax
 from grpo_jax import config as _config
 from grpo_jax.evaluate import evaluate
 from grpo_jax.migrate import from_trl
-from grpo_jax.models.huggingface import Policy, from_pretrained, save_pretrained
-from grpo_jax.models.lora import TARGETS, LoraModel
-from grpo_jax.models.peft import add_lora, save_lora
+from grpo_jax.models.files import read_json
+from grpo_jax.models.huggingface import Policy, find_checkpoint, from_pretrained
+from grpo_jax.models.lora import TARGETS
+from grpo_jax.models.peft import add_lora
+from grpo_jax.models.publish import Publisher, write_policy
 from grpo_jax.rewards import reward_names
 from grpo_jax.state import TrainState
 from grpo_jax.train import train
@@ -36,6 +39,7 @@ class GRPOConfig:
     Attributes:
       config: the `grpo_jax.GRPOConfig` that it comes to.
       output_dir: the run directory, None for none.
+      dtype: of the params, by `model_init_kwargs`; "auto": that of the checkpoint; None: float32.
 
     Raises:
       ValueError: a field that means something in TRL and cannot be had here, each with what to do; a wrong value.
@@ -43,10 +47,10 @@ class GRPOConfig:
     Example:
       >>> GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=4, use_vllm=True).config.beta
       0.0
-      >>> GRPOConfig(push_to_hub=True)
+      >>> GRPOConfig(repetition_penalty=1.1)
       Traceback (most recent call last):
       ValueError: GRPOConfig asks for what is not here:
-        push_to_hub: save_pretrained writes a directory; huggingface_hub's upload_folder publishes it
+        repetition_penalty: leave it out: the sampler has no such penalty; there is get_repetition_penalty_reward
     """
 
     def __init__(self, output_dir: str | None = None, **values: Any):
@@ -56,6 +60,7 @@ class GRPOConfig:
             raise ValueError("\n  ".join(["GRPOConfig asks for what is not here:", *lines]))
         self.config = moved.config()
         self.output_dir = moved.run_dir
+        self.dtype = moved.dtype
 
 
 class GRPOTrainer:
@@ -108,8 +113,11 @@ class GRPOTrainer:
         self.run_dir = args.output_dir if isinstance(args, GRPOConfig) else None
         if not isinstance(model, str | Path | Policy):
             raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
+        dtype = args.dtype if isinstance(args, GRPOConfig) else None
         if not isinstance(model, Policy):
-            model = from_pretrained(model, dtype=self.config.compute_dtype, param_dtype="float32")
+            model = self._load(model, dtype)
+        elif dtype is not None:
+            raise ValueError(f"model_init_kwargs has the dtype {dtype!r}, and model is a Policy: it is loaded already.")
         if processing_class is not None:
             model = model.replace(tokenizer=processing_class)
         self.policy = model if peft_config is None else _with_adapters(model, peft_config, self.config.seed)
@@ -118,6 +126,16 @@ class GRPOTrainer:
         self._datasets = train_dataset, eval_dataset
         self._callbacks = tuple(callbacks or ())
         self._optimizer = optimizers[0]
+
+    def _load(self, model: str | Path, dtype: str | None) -> Policy:
+        """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
+        if dtype == "auto":
+            raw = read_json(find_checkpoint(model, weights=False) / "config.json") or {}
+            stored = raw.get("dtype", raw.get("torch_dtype"))
+            dtype = "float32" if stored in (None, "float32") else "bfloat16"
+            if dtype == "bfloat16":
+                self.config = dataclasses.replace(self.config, compute_dtype="bfloat16")
+        return from_pretrained(model, dtype=self.config.compute_dtype, param_dtype=dtype or "float32")
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
         """Train; a run that is found in `output_dir` goes on, asked or not.
@@ -173,7 +191,7 @@ class GRPOTrainer:
         return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the policy in Hugging Face's layout, adapters in PEFT's.
+        """Write the policy in Hugging Face's layout, adapters in PEFT's; with `push_to_hub` push it too.
 
         Args:
           output_dir: where to; None, or the run directory, which holds the run's files: `final` in it.
@@ -183,8 +201,15 @@ class GRPOTrainer:
         target = Path(self.run_dir if output_dir is None else output_dir)  # type: ignore[arg-type]
         if self.run_dir is not None and target.absolute() == Path(self.run_dir).absolute():
             target /= "final"
-        save = save_lora if isinstance(self.policy.model, LoraModel) else save_pretrained
-        save(target, self.policy)
+        write_policy(target, self.policy)
+        if self.config.push_to_hub:
+            self.push_to_hub("Model save")
+
+    def push_to_hub(self, commit_message: str = "End of training") -> None:
+        """Push the policy to the repository `hub_model_id` of the hub, and wait until it is there."""
+        publisher = Publisher(dataclasses.replace(self.config, push_to_hub=True), self.policy, self.run_dir)
+        publisher.open()
+        publisher.end(self.policy.params, commit_message)
 
 
 def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:

@@ -21,6 +21,7 @@ from grpo_jax.fields import (
     read,
     read_json,
     read_mesh,
+    read_trackers,
     read_weights,
     show,
     unknown_field,
@@ -283,6 +284,8 @@ class GRPOConfig:
     """Temperature in evaluation; 0: greedy; None: `temperature`. Ours."""
     logging_steps: Count = 10
     """Optimizer steps between two lines of metrics (the mean over them); TRL's ratios below 1 are not taken."""
+    logging_first_step: bool = False
+    """Write a line after the first optimizer step too."""
     log_completions: bool = False
     """Show completions with their rewards at every logging step."""
     num_completions_to_print: Count | None = None
@@ -297,10 +300,32 @@ class GRPOConfig:
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""
     metric_for_best_model: str | None = None
-    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"); the checkpoint with the best is kept beside the newest
-    `save_total_limit`. The last value logged counts, in an evaluation that of the very step; None: none is best."""
+    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": the weighted sum of the functions there);
+    the checkpoint with the best is kept beside the newest `save_total_limit`. The last value logged counts, in an
+    evaluation that of the very step; None: none is best."""
     greater_is_better: bool | None = None
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
+    load_best_model_at_end: bool = False
+    """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
+
+    # Trackers and the hub.
+    report_to: str | Sequence[str] | None = "none"
+    """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
+    installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
+    run_name: str | None = None
+    """Of the run in the trackers; None: they choose one."""
+    project: str = "huggingface"
+    """In trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
+    push_to_hub: bool = False
+    """Push the policy to the Hugging Face hub at every checkpoint, in the background, and at the end, waited for."""
+    hub_model_id: str | None = None
+    """Repository, "name" or "owner/name"; None: the name of the run directory."""
+    hub_private_repo: bool | None = None
+    """Whether a repository that is made is private; None: as its owner's settings say, which mostly is public."""
+    hub_strategy: Literal["end", "every_save"] = "every_save"
+    """When to push; the checkpoints themselves, which TRL's "checkpoint" and "all_checkpoints" push, stay here."""
+    hub_revision: str | None = None
+    """Branch to push to; None: the main one."""
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
@@ -389,6 +414,10 @@ class GRPOConfig:
         if isinstance(self.pad_to_multiple_of, int):
             return self.pad_to_multiple_of
         return 32 if self.pad_to_multiple_of == "auto" else 1
+
+    def logs_at(self, step: int) -> bool:
+        """Return whether there is a line of metrics after this optimizer step; there is one after the last too."""
+        return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
 
     @property
     def eval_temperature(self) -> float:
@@ -505,6 +534,7 @@ _READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "reward_weights": read_weights,
     "chat_template_kwargs": read_json,
     "mesh": read_mesh,
+    "report_to": read_trackers,
 }
 
 
@@ -658,6 +688,16 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
             and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
         ),
         "is not measured at every checkpoint; make save_steps a multiple of eval_steps",
+    ),
+    (
+        "load_best_model_at_end metric_for_best_model",
+        lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
+        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward" (an evaluation has no loss)',
+    ),
+    (
+        "load_best_model_at_end save_steps save_minutes",
+        lambda c: c.load_best_model_at_end and c.save_steps is None and c.save_minutes is None,
+        "there is one checkpoint, at the end, and nothing to choose from; set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from grpo_jax.models.huggingface import Policy
-from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows, make_prompts, reward_inputs
-from grpo_jax.reward_calls import EXTRAS, Extras, TrainerState
-from grpo_jax.rewards import check_reward_fns, compute_rewards, reward_names
+from grpo_jax.prompts import EncodedPrompts, encode_prompts, load_rows, make_prompts
+from grpo_jax.reward_calls import EXTRAS, Extras, TrainerState, means_of
+from grpo_jax.rewards import check_reward_fns, reward_names
 from grpo_jax.rollout import generate
+from grpo_jax.scoring import of_all_processes, score_own
+from grpo_jax.sharding import mesh_of, shard_count
 from grpo_jax.types import Params
 
 __all__ = ["evaluate", "pass_at_k"]
@@ -54,7 +56,8 @@ def evaluate(
       top_k: see `sampling.process_logits`.
       top_p: likewise.
       min_p: likewise.
-      batch_size: prompts at a time. It does not change the samples.
+      batch_size: prompts at a time on each device that prompts are cut over: one device without a mesh, all but for
+        those along "tensor" with one. It does not change the samples.
       pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
         evaluations share their compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
@@ -108,11 +111,12 @@ def evaluate(
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    names, rewards, lengths, ended, texts, extra = reward_names(reward_fns), [], [], [], [], []
-    logged = Extras(trainer_state)
+    names, scored, lengths, ended = reward_names(reward_fns), [], [], []
+    batch_size *= shard_count(mesh_of(params))
+    batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
-        at = [min(i, count - 1) for i in range(start, start + min(batch_size, count))]
+        at = [min(i, count - 1) for i in range(start, start + batch_size)]
         completions = generate(
             policy.model,
             params,
@@ -133,36 +137,32 @@ def evaluate(
         new = min(batch_size, count - start)
         completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
         rows = [data.rows[i] for i in at[:new]]
-        inputs = reward_inputs(policy.tokenizer, rows, completions.tokens, completions.mask)
-        scores, _ = compute_rewards(
-            reward_fns,
-            num_generations=num_generations,
-            on_error=on_reward_error,
-            extras=logged.given(),
-            **inputs,
+        own = score_own(
+            policy.tokenizer, reward_fns, rows, completions, on_error=on_reward_error, extras=Extras(trainer_state)
         )
-        extra += logged.rows(len(scores.reshape(-1, len(names))))
-        rewards.append(scores.reshape(-1, len(names)))
+        scored.append(of_all_processes(own, reward_fns))
         lengths.append(completions.mask.sum(-1).reshape(-1))
         ended.append(completions.ended.reshape(-1))
-        texts += inputs["completions"]
-    scores = np.concatenate(rewards)
+    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
     means = [
         float(column[~np.isnan(column)].mean()) if (~np.isnan(column)).any() else float("nan") for column in scores.T
     ]
-    metrics = logged.metrics() | dict(zip(names, means, strict=True))
+    logged: dict[str, list[float]] = {}
+    for name, values in (item for some in scored for item in some.logged.items()):
+        logged.setdefault(name, []).extend(values)
+    metrics = means_of(logged) | dict(zip(names, means, strict=True))
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     all_ended = np.concatenate(ended)
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
     rows = [
         {
-            **extra[i],
+            **extra,
             "prompt": data.rows[i // num_generations]["prompt"],
             "completion": text,
             "rewards": dict(zip(names, scores[i].tolist(), strict=True)),
             "ended": bool(all_ended[i]),
         }
-        for i, text in enumerate(texts)
+        for i, (text, extra) in enumerate(pair for some in scored for pair in zip(some.texts, some.extras, strict=True))
     ]
     return metrics, rows
 

@@ -145,3 +145,15 @@ def read_mesh(value: Any) -> tuple[Any, str]:
     results = {name: read(Count, size) for name, size in value.items()}
     faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
     return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
+
+
+def read_trackers(value: Any) -> tuple[Any, str]:
+    """Return names of trackers: "none", "all" or one as text, several as a tuple."""
+    names = ("tensorboard", "wandb", "trackio")
+    listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if listed in ((), (None,), ("none",)):
+        return "none", ""
+    if listed == ("all",) or all(name in names for name in listed):
+        return listed[0] if len(listed) == 1 else listed, ""
+    known = ", ".join(map(repr, names)).replace("'", '"')
+    return value, f'must be of {known}, a list of them, "all" or "none"; for another pass callbacks to train'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,22 @@ from grpo_jax.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
 __all__ = ["Migration", "field_table", "from_trl"]
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
-_TRACKERS: tuple[Any, ...] = (None, "none", [], ["none"], ())
+# Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
+_PYTORCH_KWARGS = {
+    "attn_implementation",
+    "device_map",
+    "use_cache",
+    "low_cpu_mem_usage",
+    "use_safetensors",
+    "max_memory",
+}
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
 # Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
     "bf16": (None, False),
-    "report_to": _TRACKERS,
+    "model_init_kwargs": (None, {}),
+    "trackio_static_space_id": (None, False),
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"),
     "include_for_metrics": (None, [], ()),
     "include_num_input_tokens_seen": ("no", False, True, "all", "non_padding"),
@@ -41,6 +52,8 @@ class Migration:
       translated: name → what it became.
       left_out: name → why it is not needed, or what sets it from outside.
       missing: name → why there is no such thing here, and what to do; empty where the run will be the same.
+      dtype: of the params, for `from_pretrained`, of `model_init_kwargs`; "auto": that of the checkpoint; None where
+        there was none.
     """
 
     values: dict[str, Any]
@@ -49,6 +62,7 @@ class Migration:
     translated: dict[str, str]
     left_out: dict[str, str]
     missing: dict[str, str]
+    dtype: str | None = None
 
     def config(self) -> GRPOConfig:
         """The config of what carries over.
@@ -82,9 +96,9 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
       ValueError: a name that neither TRL nor this library has.
 
     Example:
-      >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "push_to_hub": True})
+      >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
       >>> moved.values, moved.run_dir, list(moved.left_out), list(moved.missing)
-      ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['push_to_hub'])
+      ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     ours = {field.name for field in dataclasses.fields(GRPOConfig)}
     moved = Migration({}, None, [], {}, {}, {})
@@ -99,6 +113,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
     for name, value in values.items():
         if name in ELSEWHERE:
             moved = _elsewhere(moved, name, value)
+    _translate_evaluation(moved, values)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
         del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
         moved.same.remove("generation_batch_size")
@@ -114,6 +129,8 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
     if name in ("bf16", "fp16") and value:
         moved.values["compute_dtype"] = "bfloat16"
         moved.translated[name] = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
+    elif name == "model_init_kwargs" and value:
+        return _model_init_kwargs(moved, value)
     elif name == "logging_strategy" and value == "no":
         moved.missing[name] = "metrics are logged always; logging_steps says how often"
     elif name in _STEPS and value == "no":
@@ -139,6 +156,48 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
         notes = moved.missing if kind == "other name" else moved.left_out
         notes[name] = advice.removeprefix("leave it out: ")
     return moved
+
+
+def _model_init_kwargs(moved: Migration, kwargs: Mapping[str, Any]) -> Migration:
+    """Note what `from_pretrained` of transformers was to be called with: the dtype, and what only PyTorch asks."""
+    name, kwargs = "model_init_kwargs", {key: value for key, value in kwargs.items() if value not in (None, False)}
+    given = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
+    kwargs.pop("torch_dtype", None)
+    dtype = _DTYPES.get(given)
+    if dtype is None and given != "None":
+        moved.missing[name] = f"dtype {given!r}: use float32, bfloat16 or auto"
+    if dtype is not None:
+        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + " (no float16)" * (given == "float16")
+    if dtype == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
+        moved.values["compute_dtype"] = dtype
+    unknown = sorted(set(kwargs) - _PYTORCH_KWARGS)
+    if unknown:
+        moved.missing[name] = f"{', '.join(unknown)}: from_pretrained takes dtype, param_dtype and mesh"
+    elif kwargs:
+        moved.left_out[name] = f"{', '.join(sorted(kwargs))}: how a model is run, PyTorch's part of it"
+    return dataclasses.replace(moved, dtype=dtype)
+
+
+def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
+    """Give evaluations the steps and the names that they have in TRL."""
+    evaluates = values.get("eval_strategy") == "steps"
+    if evaluates and moved.values.get("eval_steps") is None:
+        moved.values["eval_steps"] = moved.values.get("logging_steps", GRPOConfig.logging_steps)
+        moved.translated["eval_strategy"] = f"eval_steps={moved.values['eval_steps']}, of logging_steps"
+    name = "metric_for_best_model"
+    best = moved.values.get(name)
+    if not isinstance(best, str) or not (best.startswith("eval_") or evaluates):
+        return
+    plain = best.removeprefix("eval_")
+    found = re.fullmatch(r"rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward)", plain)
+    if found is None and (plain != best or plain == "loss"):
+        moved.missing[name] = f"{best!r}: evaluations measure rewards; name eval_reward or eval_rewards/<function>/mean"
+    if found is None:
+        return
+    ours = f"eval/{next(filter(None, found.groups()))}"
+    moved.values[name] = ours
+    moved.translated[name] = f'"{ours}"'
+    moved.same.remove(name)
 
 
 def field_table() -> str:

@@ -17,6 +17,7 @@ from grpo_jax.models.transformer import count_parameters
 from grpo_jax.progress import Progress
 from grpo_jax.report import Callback, Phases, RunWriter, check_callbacks, describe_run, notify, read_lines
 from grpo_jax.state import TrainState
+from grpo_jax.trackers import Tracker, open_trackers
 
 __all__ = ["Monitor"]
 
@@ -28,7 +29,7 @@ class Monitor:
     """Files, callbacks, stopwatch, hints and display of one run.
 
     A context manager: inside, Python's warnings are shown as ever and kept in `warnings.jsonl` too; at the end the
-    pictures are drawn.
+    pictures are drawn and the trackers of `report_to` closed. A quiet one opens none: it is not the process that logs.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Monitor:
         self._config = config
         self._writer = RunWriter(run_dir)
         self._callbacks = check_callbacks(callbacks)
+        self._trackers: list[Tracker] = []
+        self._reports = not quiet
         self._display = Display(quiet=quiet)
         self._hints = Hints(config)
         self._tokens = 0.0
@@ -57,6 +60,9 @@ class Monitor:
             self._writer.report(picture=not self._hurry)
         finally:
             warnings.showwarning = self._show_warning
+            with contextlib.ExitStack() as trackers:  # all are closed, whatever one of them raises
+                for tracker in self._trackers:
+                    trackers.push(tracker)
 
     def start(
         self,
@@ -80,6 +86,8 @@ class Monitor:
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config)
+        if self._reports:
+            self._trackers = open_trackers(self._config, self._writer.run_dir, step=progress.step if resumed else 0)
         if resumed and self._writer.run_dir is not None:
             for line in read_lines(self._writer.path("metrics.jsonl")):
                 self._hear(line)
@@ -109,7 +117,7 @@ class Monitor:
         """Keep the completions that the update which makes `step` will learn from."""
         self._step = step
         self._writer.completions(step, rows)
-        if self._config.log_completions and step % self._config.logging_steps == 0:
+        if self._config.log_completions and self._config.logs_at(step):
             self._display.completions(rows, self._config.num_completions_to_print)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -143,7 +151,7 @@ class Monitor:
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)
-        notify((self._display, *self._callbacks), step, line)
+        notify((self._display, *self._callbacks, *self._trackers), step, line)
 
     def _hear(self, line: Mapping[str, Any]) -> list[str]:
         """What a line of training gives reason to say; evaluations give none."""

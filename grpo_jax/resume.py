@@ -32,6 +32,7 @@ _ASIDE = {
     "num_generations_eval",
     "temperature_eval",
     "logging_steps",
+    "logging_first_step",
     "log_completions",
     "num_completions_to_print",
     "save_steps",
@@ -39,6 +40,15 @@ _ASIDE = {
     "save_total_limit",
     "metric_for_best_model",
     "greater_is_better",
+    "load_best_model_at_end",
+    "report_to",
+    "run_name",
+    "project",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_revision",
     "max_skipped_updates",
 }
 # Fields that may change in one direction: (old, new) → whether the steps so far would have been the same.

@@ -83,7 +83,7 @@ class Extras:
       >>> extras = Extras(TrainerState(global_step=3))
       >>> extras.log_metric("length", 2.0)
       >>> extras.log_metric("length", 4.0)
-      >>> extras.metrics(), extras.given()["trainer_state"].global_step
+      >>> means_of(extras.values()), extras.given()["trainer_state"].global_step
       ({'length': 3.0}, 3)
     """
 
@@ -104,9 +104,9 @@ class Extras:
         """Keep a value for each completion beside it, in `completions.jsonl`."""
         self._columns[column] = list(values)
 
-    def metrics(self) -> dict[str, float]:
-        """The means of what was logged."""
-        return {name: float(np.mean(values)) for name, values in self._values.items()}
+    def values(self) -> dict[str, list[float]]:
+        """All numbers that were logged, by their names."""
+        return {name: list(values) for name, values in self._values.items()}
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Take what was kept since the last call, as one dict for each of `count` completions."""
@@ -120,6 +120,11 @@ class Extras:
         raise TypeError(
             "log_metric and log_extra work in the process that trains: a reward function in workers cannot take them."
         )
+
+
+def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of the numbers under each name."""
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
 def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:
@@ -286,14 +291,21 @@ def compute_rewards(
                 f"{errors} of {count} completions scored as missing: {explanation}", RuntimeWarning, stacklevel=2
             )
         rewards[:, k] = scores
+        stats[f"rewards/{name}/errors"] = float(errors)
+        stats[f"rewards/{name}/seconds"] = seconds[k]
+    return rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | stats
+
+
+def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
+    """Return what `compute_rewards` says of rewards [B·G, K], but for faults and seconds."""
+    stats: dict[str, float] = {}
+    for name, scores in zip(names, rewards.T, strict=True):
         scored = scores[~np.isnan(scores)]
         stats |= {f"rewards/{name}/mean": float(scored.mean())} if scored.size > 0 else {}
         stats |= {f"rewards/{name}/std": float(scored.std(ddof=1))} if scored.size > 1 else {}
-        stats[f"rewards/{name}/missing"] = 1.0 - scored.size / count
-        stats[f"rewards/{name}/errors"] = float(errors)
-        stats[f"rewards/{name}/seconds"] = seconds[k]
+        stats[f"rewards/{name}/missing"] = 1.0 - scored.size / len(scores)
     stats["rewards/unscored"] = float(np.isnan(rewards).all(axis=1).mean())
-    return rewards.reshape(-1, num_generations, len(fns)), stats
+    return stats
 
 
 def _as_list(reward_fns: Any) -> list[Callable[..., Any]]:

@@ -208,12 +208,15 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """What each process gives, as a list in their order; anything that JSON holds."""
+    """What each process gives, as a list in their order; anything that JSON holds.
+
+    Bytes are padded to a power of two, so that few gathers are compiled: 21 between 1 KiB and 1 GiB.
+    """
     if jax.process_count() == 1:
         return [own]
     data = np.frombuffer(json.dumps(own).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size])))
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded = np.zeros(max(1024, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes.ravel()), -1)
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.ravel(), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ from grpo_jax.config import GRPOConfig, Sizes
 from grpo_jax.dry_run import rehearse
 from grpo_jax.evaluate import evaluate
 from grpo_jax.models.huggingface import Policy
+from grpo_jax.models.publish import Publisher
 from grpo_jax.monitor import Monitor
 from grpo_jax.packed import update
 from grpo_jax.prepare import Run, about, new_state, prepare
 from grpo_jax.progress import Progress
 from grpo_jax.replay import BadBatches
 from grpo_jax.report import Callback
+from grpo_jax.rewards import reward_names
 from grpo_jax.run_dir import locked
 from grpo_jax.sharding import fetch, gather_objects
 from grpo_jax.signals import Interrupted, StopSignals
 from grpo_jax.state import TrainState, begin_iteration
+from grpo_jax.trackers import check_trackers
 from grpo_jax.types import Batch
 from grpo_jax.update import train_step
 
@@ -65,8 +69,8 @@ def train(
       dry_run: try everything once on one group of completions, print what was found, and write nothing.
 
     Returns:
-      The final `TrainState`; `save_pretrained(directory, policy.replace(params=state.params))` exports it. Of a dry run
-      a `dry_run.DryRun`.
+      The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint;
+      `save_pretrained(directory, policy.replace(params=state.params))` exports it. Of a dry run a `dry_run.DryRun`.
 
     Raises:
       ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
@@ -108,6 +112,7 @@ def train(
     if run_dir is None and resume == "must":
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    publisher = check_outlets(run, config, run_dir)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     leads = jax.process_index() == 0
     own_dir = run_dir if leads else None
@@ -128,6 +133,7 @@ def train(
             num_dropped=len(data.dropped),
             resumed=found is not None,
         )
+        publisher.open()
         evaluate_if_due(run, state, progress, monitor, signals)
         while progress.step < run.total_steps and not stopping(signals):
             if batch is None:
@@ -172,7 +178,7 @@ def train(
                 bad_batches.note(state, part, step=progress.step, index=index)
             if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
                 batch, progress.updates_done = None, 0
-            if progress.step % config.logging_steps == 0 or progress.step == run.total_steps:
+            if config.logs_at(progress.step) or progress.step == run.total_steps:
                 line = progress.log_line()
                 progress.measured(config.metric_for_best_model, line)
                 monitor.log(progress.step, line)
@@ -184,14 +190,26 @@ def train(
                 evaluate_if_due(run, state, progress, monitor, signals)
                 if checkpoints.due(progress.step, run.total_steps):
                     checkpoints.save(state, progress, batch, ahead)
+                    publisher.saved(progress.step, state.params, last=run.total_steps)
         stop = stopping(signals)
         if stop:
             checkpoints.save(state, progress, batch, ahead)
         checkpoints.wait()
         monitor.end(progress.step, run.total_steps, best=checkpoints.best(), hurry=signals.hurry)
+        if not stop:
+            state = checkpoints.restore_best(state)
+            publisher.end(state.params)
     if stop or signals.received is not None:  # the second, while the pictures were drawn
         signals.leave()
     return state
+
+
+def check_outlets(run: Run, config: GRPOConfig, run_dir: str | Path | None) -> Publisher:
+    """Refuse what a run could not give out at its end, before it begins; what pushes its policy to the hub."""
+    if run_dir is None and config.load_best_model_at_end:
+        raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
+    check_trackers(config, run_dir)
+    return Publisher(config, run.policy, run_dir)
 
 
 def stopping(signals: StopSignals) -> bool:
@@ -205,6 +223,15 @@ def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
         return batch
     start, stop = index * sizes.prompts_per_update, (index + 1) * sizes.prompts_per_update
     return jax.tree.map(lambda x: x[start:stop], batch)
+
+
+def total_reward(run: Run, metrics: dict[str, float]) -> float:
+    """The weighted sum of the reward functions' means, over those that scored anything; NaN where none did."""
+    names = reward_names(run.task.reward_fns)
+    weights = run.task.config.reward_weights or [1.0] * len(names)
+    scored = [weight * metrics[name] for name, weight in zip(names, weights, strict=True)]
+    scored = [value for value in scored if not math.isnan(value)]
+    return sum(scored) if scored else math.nan
 
 
 def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor, signals: StopSignals) -> None:
@@ -237,7 +264,10 @@ def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Mo
         progress.evaluated = step
     if progress.evaluated != step:
         return
-    best, measured = config.metric_for_best_model, {f"eval/{name}": value for name, value in metrics.items()}
+    best = config.metric_for_best_model
+    if best == "eval/reward" and "reward" not in metrics:
+        metrics["reward"] = total_reward(run, metrics)  # not always: it would repeat a single function's
+    measured = {f"eval/{name}": value for name, value in metrics.items()}
     if best is not None and best.startswith("eval/") and best not in measured:
         raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
     progress.measured(best, measured)

@@ -50,8 +50,8 @@ _LOADER = "prompts are found by counting, without a data loader"
 _VLLM = "the sampler is built in, and there is no vLLM"
 _MESH = "use mesh: there is one process a host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
-_HUB = "save_pretrained writes a directory; huggingface_hub's upload_folder publishes it"
-_LOG = "metrics.jsonl, completions.jsonl and the screen hold it all; for a tracker pass callbacks to train"
+_HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes a directory"
+_TRACKIO = "open it by trackers.trackio(space_id=...) and pass the tracker to train, in callbacks"
 _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
 
 SAME: dict[str, str] = {
@@ -117,14 +117,25 @@ SAME: dict[str, str] = {
     "num_completions_to_print": "",
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
     "save_total_limit": "",
-    "metric_for_best_model": "the best checkpoint is kept beside the newest; training ends with the last policy",
+    "logging_first_step": "",
+    "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
+    "metrics of training count too; no loss is evaluated",
     "greater_is_better": "",
+    "load_best_model_at_end": "name `metric_for_best_model`; the checkpoints keep the last policy too",
+    "report_to": "tensorboard, wandb, trackio; the default is transformers 5's, 4 reported to all",
+    "run_name": "",
+    "project": "wandb's too, unless WANDB_PROJECT is set",
+    "push_to_hub": "pushed from the directory `hub` of the run directory; no model card is written",
+    "hub_model_id": "",
+    "hub_private_repo": "",
+    "hub_strategy": "checkpoints themselves are not pushed",
+    "hub_revision": "",
 }
 """TRL's fields that are fields here, with the same meaning and default, and what to know of them."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
-    "model_init_kwargs": _other(None, "leave it out: from_pretrained takes such settings"),
+    "model_init_kwargs": _other(None, "pass dtype to from_pretrained"),
     "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
     "router_aux_loss_coef": _absent(None, "mixture-of-experts models are trained without a load-balancing loss"),
     "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
@@ -190,21 +201,17 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Logging.
     "output_dir": _other(None, "pass run_dir to train"),
     "logging_strategy": _other("steps", "leave it out: logging_steps says it"),
-    "logging_first_step": _absent(False, "use logging_steps=1 to see the first step"),
     "log_on_each_node": _needless(True, "one process writes"),
     "logging_nan_inf_filter": _needless(True, "what is not finite is left out of means and counted where it arises"),
     "include_num_input_tokens_seen": _needless("no", "num_tokens and num_prompts are logged always"),
     "log_level": _outside("passive", "use the levels of logging and the filters of warnings"),
     "log_level_replica": _needless("warning", "one process writes"),
     "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
-    "report_to": _other("none", "pass callbacks to train, such as those of grpo_jax.trackers"),
-    "run_name": _other(None, "the run directory is the name; a tracker's is given where it is opened"),
-    "project": _needless("huggingface", _LOG),
-    "trackio_space_id": _needless(None, _LOG),
-    "trackio_bucket_id": _needless(None, _LOG),
-    "trackio_static_space_id": _needless(None, _LOG),
+    "trackio_space_id": _absent(None, _TRACKIO),
+    "trackio_bucket_id": _absent(None, _TRACKIO),
+    "trackio_static_space_id": _absent(None, _TRACKIO),
     "log_multimodal": _absent(True, "prompts are text"),
-    "log_unique_prompts": _needless(False, _LOG),
+    "log_unique_prompts": _needless(False, "completions.jsonl holds them all, and report.html filters them"),
     "log_completions_hub_repo": _absent(None, _HUB),
     # Evaluation.
     "eval_strategy": _other("no", "leave it out: eval_steps says it"),
@@ -228,14 +235,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "restore_callback_states_from_checkpoint": _absent(False, "callbacks are functions without a state of the run's"),
     "resume_from_checkpoint": _other(None, "call train again with the same run_dir: it goes on where it stopped"),
     "ignore_data_skip": _needless(False, "a resumed run goes on with the next prompt, at no cost"),
-    "load_best_model_at_end": _absent(False, "keep checkpoints by save_steps and choose by metrics.jsonl"),
-    "push_to_hub": _absent(False, _HUB),
-    "hub_token": _absent(None, _HUB),
-    "hub_private_repo": _absent(None, _HUB),
-    "hub_model_id": _absent(None, _HUB),
-    "hub_strategy": _needless("every_save", _HUB),
-    "hub_always_push": _absent(False, _HUB),
-    "hub_revision": _absent(None, _HUB),
+    "hub_token": _absent(None, "log in by `hf auth login` or set HF_TOKEN: a config is written into the run directory"),
+    "hub_always_push": _absent(
+        False, "a push that is due while one is under way is left out; that of the end never is"
+    ),
     # Data.
     "data_seed": _other(None, "use seed: it decides the order of the prompts too"),
     "full_determinism": _outside(

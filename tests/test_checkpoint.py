@@ -4,6 +4,7 @@ import functools
 import os
 import resource
 import shutil
+import time
 
 import chex
 import jax
@@ -112,6 +113,34 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
     assert names_in(tmp_path) == sorted({"8", "10", str(best[0])})
 
 
+BEST = {"metric_for_best_model": "reward", "save_total_limit": 1, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize(("metrics", "step"), [([0.1, 0.9, 0.3], 4), ([0.1, 0.3, 0.9], 6)], ids=["earlier", "last"])
+def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, metrics, step):
+    write(tmp_path, 2, 4, 6, metrics=metrics, **BEST)
+    last = state_at(6)
+    with Checkpoints(tmp_path, GRPOConfig(**BEST)) as checkpoints:
+        best = checkpoints.restore_best(last)
+        assert checkpoints.latest() == 6  # which a longer run goes on from
+    chex.assert_trees_all_equal(as_data(best), as_data(state_at(step)))
+    # There was room for one of them.
+    assert all(leaf.is_deleted() == (step != 6) for leaf in jax.tree.leaves(last))
+
+
+def test_without_a_best_the_last_state_stays(tmp_path):
+    last = state_at(4)
+    with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
+        assert checkpoints.restore_best(last) is last
+    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has not been measured"):
+        write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
+    with (
+        Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints,
+        pytest.warns(RuntimeWarning, match="load_best_model_at_end: no checkpoint has a measured 'rewrd'"),
+    ):
+        assert checkpoints.restore_best(last) is last
+
+
 def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
     settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
     assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
@@ -183,11 +212,41 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
 
 
+@pytest.mark.parametrize("then", ["save", "wait", "end"])
+def test_a_save_that_failed_in_the_background_is_told_by_its_own_step(tmp_path, then):
+    """Who asks later, when the failure has long been noted, hears of step 4 and not of the last whole one."""
+    params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+            checkpoints.save(state, Progress(step=3), None)
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+            checkpoints.save(state, Progress(step=4), None)
+            deadline = time.monotonic() + 60
+            while checkpoints.latest() != 3:
+                assert time.monotonic() < deadline, "the failure was never noted"
+                time.sleep(0.01)
+            if then == "save":
+                checkpoints.save(state, Progress(step=5), None)
+            elif then == "wait":
+                checkpoints.wait()
+
+    message = r"^the checkpoint of step 4 could not be written to .*; the last whole one is of step 3\. Make room"
+    try:
+        with pytest.raises(OSError, match=message):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
 def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
     def fail():
         with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
             checkpoints.save(state_at(2), Progress(step=2), None)
-            monkeypatch.setattr(checkpoints._response, "result", broken)
+            monkeypatch.setattr(checkpoints._pending[1], "result", broken)
             raise KeyError("first")
 
     def broken():

@@ -12,6 +12,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax import collect as collect_module
 from grpo_jax.collect import Task, bucket_length, collect
+from grpo_jax.hints import Hints
 from grpo_jax.prompts import encode_prompts
 from grpo_jax.state import create_state
 from grpo_jax.train import prepare
@@ -113,6 +114,53 @@ def test_silent_groups_are_replaced_by_further_prompts():
     assert np.asarray(experience.batch.counted).all()
     assert experience.metrics["dynamic_sampling/refills"] == 1
     assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
+
+
+def test_metrics_with_refills_by_hand():
+    """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
+    sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
+    weights = {
+        "reward_weights": [1.0, 0.5],
+        "mask_truncated_completions": True,
+    }  # what is masked was sampled all the same
+    m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, max_refills=1, **weights)).metrics
+    alone = collected(run_of([silent_for(1, 3), length_reward], **weights)).metrics
+    assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward no group is without a signal"
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/fn/mean", "num_tokens"):
+        assert m[name] == alone[name], name
+    assert m["reward"] == pytest.approx(m["rewards/fn/mean"] + 0.5 * m["rewards/length_reward/mean"])
+
+    m = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).metrics
+    # Of the first round two groups have 0.5 four times, and two have 0, 1, 2, 3, of which the variance is 5/3.
+    assert m["reward"] == m["rewards/fn/mean"] == pytest.approx((2 * 0.5 + 2 * 1.5) / 4)
+    assert m["reward_std"] == pytest.approx(2 * (5 / 3) ** 0.5 / 4)
+    assert m["frac_reward_zero_std"] == 0.5
+    lengths = np.asarray(sampled[0], float)
+    assert m["completions/mean_length"] == pytest.approx(lengths.mean())
+    assert (m["completions/min_length"], m["completions/max_length"]) == (lengths.min(), lengths.max())
+    assert m["completions/clipped_ratio"] == collected(run_of()).metrics["completions/clipped_ratio"]
+    assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "what was dropped has been sampled too"
+    assert m["dynamic_sampling/refills"] == 1
+    assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 once more"
+
+
+def test_what_refills_cost_is_added_up():
+    def fails_on_four(completion_ids, number):
+        return [float(i % 4) if n in (0, 2, 5) else float("nan") if n == 4 else 0.5 for i, n in enumerate(number)]
+
+    with pytest.warns(RuntimeWarning, match="4 of 16 completions scored as missing"):
+        m = collected(run_of(fails_on_four, dynamic_sampling=True, on_reward_error="none")).metrics
+    assert m["rewards/fails_on_four/errors"] == 4, "of a refill"
+    assert m["rewards/fails_on_four/missing"] == 0, "of the first round"
+
+
+def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
+    hints = Hints(GRPOConfig(dynamic_sampling=True))
+    experience = collected(run_of(silent_for(0, 1, 2, 3), dynamic_sampling=True))
+    assert np.asarray(experience.batch.counted).all()
+    said = [message for _ in range(10) for message in hints(experience.metrics)]
+    assert len(said) == 1
+    assert "100 % of the groups" in said[0]
 
 
 def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():

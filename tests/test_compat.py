@@ -1,15 +1,18 @@
 """A script written for TRL runs with another import, and what it cannot have it is told."""
 
 import json
+import sys
 import types
 
 import jax
 import pytest
+from hub_server import serving
 from test_readme import chat_checkpoint
+from test_trackers import Fake, scalars
 from tiny import tiny_policy
 
 import grpo_jax
-from grpo_jax import from_pretrained
+from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.compat import GRPOConfig, GRPOTrainer
 from grpo_jax.models.lora import LoraModel
 
@@ -61,6 +64,124 @@ trainer.save_model(training_args.output_dir)
 """
 
 
+def reward(completions):
+    return [0.0 for _ in completions]
+
+
+# The fields that have effects outside of the numbers: trackers, the hub, the best checkpoint, how the model is loaded.
+OUTWARD = """
+from {package} import GRPOConfig, GRPOTrainer
+
+def short(completions, **kwargs):
+    return [float(-len(completion[0]["content"])) for completion in completions]
+
+def even(completion_ids, **kwargs):
+    return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+args = GRPOConfig(
+    output_dir=output_dir,
+    run_name="sums-1",
+    project="sums",
+    report_to=["tensorboard", "wandb", "trackio"],
+    logging_steps=2,
+    logging_first_step=True,
+    per_device_train_batch_size=4,
+    num_generations=4,
+    max_completion_length=4,
+    learning_rate=0.05,
+    max_steps=3,
+    reward_weights=[1.0, 0.5],
+    eval_strategy="steps",
+    eval_steps=1,
+    save_strategy="steps",
+    save_steps=1,
+    save_total_limit=1,
+    load_best_model_at_end=True,
+    metric_for_best_model="eval_reward",
+    greater_is_better=True,
+    model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
+    push_to_hub=True,
+    hub_model_id="me/sums",
+    hub_private_repo=True,
+)
+trainer = GRPOTrainer(model=model, reward_funcs=[short, even], args=args, train_dataset=dataset, eval_dataset=dataset)
+trainer.train()
+trainer.save_model()
+trainer.push_to_hub()
+"""
+
+
+def test_a_script_with_trackers_a_hub_and_the_best_model_runs_with_another_import(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    packages = {name: Fake(name) for name in ("wandb", "trackio")}
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}]} for n in range(2)]
+    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(tmp_path / "out"), "dataset": rows}
+    with serving(monkeypatch) as hub:
+        exec(compile(OUTWARD.replace("{package}", "grpo_jax.compat"), "script.py", "exec"), names)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    # logging_first_step: 1 beside every second and the last.
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert len([line for line in lines if "loss" in line and line["step"] == 1]) == 1
+    # report_to, run_name, project: each tracker has every line, under the name of the run, and is closed.
+    for package in packages.values():
+        (_, settings), *logged, last = package.done
+        assert (settings["project"], settings["name"]) == ("sums", "sums-1")
+        assert [step for _, step, _ in logged] == [line["step"] for line in lines]
+        assert last == ("finish",)
+    (events,) = (tmp_path / "out" / "tensorboard").glob("events.out.tfevents.*")
+    assert {step for step, _ in scalars(events)} == {0, 1, 2, 3}
+    # load_best_model_at_end: the state with the best weighted sum, whose checkpoint is kept beside the last.
+    totals = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    sums = {line["step"]: line["eval/short"] + 0.5 * line["eval/even"] for line in lines if "eval/even" in line}
+    assert totals == pytest.approx(sums)
+    best = max(range(1, 4), key=lambda step: (totals[step], step))
+    trainer = names["trainer"]
+    assert int(trainer.state.step) == best
+    assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {str(best), "3"}
+    # model_init_kwargs: params in bfloat16, with masters for the optimizer, computing in bfloat16.
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(trainer.policy.params)} == {"bfloat16"}
+    assert trainer.config.compute_dtype == "bfloat16"
+    # push_to_hub: at checkpoints, where none is under way, and at the end; save_model and push_to_hub push too.
+    assert hub.private == {"me/sums": True}
+    messages = [message for _, _, message, _ in hub.commits]
+    assert messages[0] == "Training in progress, step 1"
+    assert messages[-3:] == ["End of training", "Model save", "End of training"]
+    assert all(files.keys() >= {"config.json", "model.safetensors", "tokenizer.json"} for *_, files in hub.commits)
+    saved = (tmp_path / "out" / "final" / "model.safetensors").read_bytes()
+    assert [files["model.safetensors"] == saved for *_, files in hub.commits[-3:]] == [True] * 3
+
+
+def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_path):
+    model = chat_checkpoint(tmp_path)
+    save_pretrained(tmp_path / "half", from_pretrained(model), dtype="bfloat16")
+
+    def dtypes(name, **values):
+        trainer = GRPOTrainer(str(name), reward, args=GRPOConfig(**values))
+        params = {leaf.dtype.name for leaf in jax.tree.leaves(trainer.policy.params)}
+        return params, trainer.config.compute_dtype
+
+    auto = {"model_init_kwargs": {"dtype": "auto"}}
+    assert dtypes(model) == dtypes(model, **auto) == dtypes(tmp_path / "half") == ({"float32"}, "float32")
+    assert dtypes(tmp_path / "half", **auto) == ({"bfloat16"}, "bfloat16")
+    assert dtypes(model, model_init_kwargs={"torch_dtype": "float32"}, bf16=True) == ({"float32"}, "bfloat16")
+    with pytest.raises(ValueError, match="model_init_kwargs has the dtype 'float32', and model is a Policy"):
+        GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(model_init_kwargs={"dtype": "float32"}))
+
+
+def test_the_best_model_needs_a_directory_and_an_evaluation():
+    args = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 1, "save_steps": 4}
+    args |= {"max_completion_length": 4}
+    trainer = GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(**args), train_dataset=[{"prompt": "a"}])
+    with pytest.raises(ValueError, match=r"load_best_model_at_end = True: there are no checkpoints .* give run_dir"):
+        trainer.train()
+    args |= {"eval_strategy": "steps", "eval_steps": 4, "output_dir": "never-made"}
+    trainer = GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(**args), train_dataset=[{"prompt": "a"}])
+    with pytest.raises(ValueError, match="eval_steps = 4: there is nothing to evaluate on; pass eval_dataset"):
+        trainer.train()
+
+
 def make_dataset(rows):
     """A `datasets.Dataset` where that is installed; a list has the same rows."""
     try:
@@ -102,15 +223,11 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
     assert args.output_dir == "out"
     assert args.config == grpo_jax.GRPOConfig(compute_dtype="bfloat16", beta=0.1, kl_placement="reward")
     with pytest.raises(
-        ValueError, match=r"asks for what is not here:\n  push_to_hub: .*\n  optim: 'sgd': pass optimizer"
+        ValueError, match=r"asks for what is not here:\n  hub_token: .*\n  optim: 'sgd': pass optimizer"
     ):
-        GRPOConfig(push_to_hub=True, optim="sgd")
+        GRPOConfig(hub_token="hf_secret", optim="sgd")
     with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
         GRPOConfig(num_generations=1)
-
-
-def reward(completions):
-    return [0.0 for _ in completions]
 
 
 @pytest.mark.parametrize(

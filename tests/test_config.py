@@ -126,6 +126,32 @@ BAD = [
     (dict(save_minutes=0), f"save_minutes = 0: {ABOVE}"),
     (dict(metric_for_best_model=1), "metric_for_best_model = 1: must be text"),
     (
+        dict(load_best_model_at_end=True),
+        'load_best_model_at_end = True: what is best? set metric_for_best_model, such as "eval/<function>" or "reward"'
+        " (an evaluation has no loss)",
+    ),
+    (
+        dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),
+        "load_best_model_at_end = True: there is one checkpoint, at the end, and nothing to choose from; set"
+        " save_steps",
+    ),
+    (
+        dict(report_to="mlflow"),
+        'report_to = \'mlflow\': must be of "tensorboard", "wandb", "trackio", a list of them, "all" or "none"; for'
+        " another pass callbacks to train",
+    ),
+    (
+        dict(report_to=["wandb", "all"]),
+        'report_to = [\'wandb\', \'all\']: must be of "tensorboard", "wandb", "trackio", a list of them, "all" or'
+        ' "none"; for another pass callbacks to train',
+    ),
+    (dict(run_name=1), "run_name = 1: must be text"),
+    (dict(project=None), "project = None: must be text"),
+    (dict(hub_model_id=1), "hub_model_id = 1: must be text"),
+    (dict(hub_private_repo="yes"), "hub_private_repo = 'yes': must be True or False"),
+    (dict(hub_strategy="checkpoint"), 'hub_strategy = \'checkpoint\': must be "end" or "every_save"'),
+    (dict(hub_revision=1), "hub_revision = 1: must be text"),
+    (
         dict(metric_for_best_model="eval/right", eval_steps=3, save_steps=4),
         "metric_for_best_model = 'eval/right': is not measured at every checkpoint; make save_steps a multiple of"
         " eval_steps",
@@ -355,6 +381,8 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
         "gradient_checkpointing",
         "master_params",
         "log_completions",
+        "logging_first_step",
+        "push_to_hub",
         "per_device_eval_batch_size",
         "entropy_coef_max",
     }
@@ -415,6 +443,8 @@ GOOD = [
     dict(mesh={"data": 2, "fsdp": 2, "tensor": 2}),
     dict(pad_to_multiple_of=None),
     dict(save_steps=None, eval_steps=5, temperature_eval=0, num_generations_eval=1),
+    dict(report_to=["wandb", "tensorboard"], run_name="sums", push_to_hub=True, hub_model_id="me/sums"),
+    dict(report_to="all", load_best_model_at_end=True, metric_for_best_model="reward", save_steps=3),
 ]
 
 
@@ -528,6 +558,16 @@ TRL = dict(
     save_total_limit=None,
     metric_for_best_model=None,
     greater_is_better=None,
+    logging_first_step=False,
+    load_best_model_at_end=False,
+    report_to="none",
+    run_name=None,
+    project="huggingface",
+    push_to_hub=False,
+    hub_model_id=None,
+    hub_private_repo=None,
+    hub_strategy="every_save",
+    hub_revision=None,
 )
 OURS = dict(
     max_prompt_length=None,
@@ -698,6 +738,19 @@ def test_what_is_better():
     assert not better(metric_for_best_model="loss")
     assert better(metric_for_best_model="loss", greater_is_better=True)
     assert not better(metric_for_best_model="completions/mean_length", greater_is_better=False)
+
+
+def test_which_trackers_are_asked_for():
+    for nothing in (None, "none", [], ["none"], ()):
+        assert GRPOConfig(report_to=nothing).report_to == "none"
+    assert GRPOConfig(report_to=["wandb"]).report_to == "wandb"
+    assert GRPOConfig(report_to=["wandb", "trackio"]).report_to == ("wandb", "trackio")
+
+
+def test_when_there_is_a_line_of_metrics():
+    steps = range(1, 13)
+    assert [step for step in steps if GRPOConfig(logging_steps=5).logs_at(step)] == [5, 10]
+    assert [step for step in steps if GRPOConfig(logging_steps=5, logging_first_step=True).logs_at(step)] == [1, 5, 10]
 
 
 def test_padding():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import evaluate
+from grpo_jax import GRPOConfig, evaluate, rollout, train
 from grpo_jax.evaluate import pass_at_k
+from grpo_jax.sharding import make_mesh, place
 
 module = importlib.import_module("grpo_jax.evaluate")  # the package has the function under that name
 
@@ -41,6 +42,57 @@ def test_the_batch_size_changes_nothing(temperature):
     by_two, others = evaluate(tiny_policy(), ROWS, length, batch_size=2, **settings)
     assert [row["completion"] for row in rows] == [row["completion"] for row in others]
     assert all_at_once == by_two
+
+
+def on_mesh(**axes):
+    policy = tiny_policy()
+    return policy.replace(params=place(policy.params, make_mesh(axes)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch_size", "rows", "rollouts", "groups"),
+    [
+        (None, 2, 5, 3, 6),
+        (None, 4, 5, 2, 6),  # 3 + 2, and not 4 + 1
+        ({"data": 8}, 1, 16, 2, 16),
+        ({"data": 2, "fsdp": 4}, 2, 16, 1, 16),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 16, 2, 16),  # four devices cut the batch
+        ({"data": 8}, 1, 4, 1, 8),
+        ({"data": 4}, 2, 9, 2, 16),
+    ],
+)
+def test_each_device_of_a_mesh_has_its_own_batch(axes, batch_size, rows, rollouts, groups, monkeypatch):
+    """The groups of all rollouts, filler among them, and the same numbers as on one device."""
+    dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(rows)]
+    sizes, prefill = [], rollout._prefill
+    spy = lambda *args, **how: sizes.append(args[3].shape[0]) or prefill(*args, **how)
+    settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
+    alone = evaluate(tiny_policy(), dataset, length, **settings)
+    monkeypatch.setattr(rollout, "_prefill", spy)
+    policy = tiny_policy() if axes is None else on_mesh(**axes)
+    found = evaluate(policy, dataset, length, batch_size=batch_size, **settings)
+    assert (len(sizes), sum(sizes)) == (rollouts, groups)
+    assert found == alone
+
+
+def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
+    """Eight prompts × 4 completions with per_device_eval_batch_size = 4, on eight devices: one rollout of no filler."""
+    sizes, plain = [], module.generate
+    spy = lambda model, params, prompts, *rest, **how: (
+        sizes.append(len(prompts.lengths)) or plain(model, params, prompts, *rest, **how)
+    )
+    monkeypatch.setattr(module, "generate", spy)
+    rows = [{"prompt": letter} for letter in "abcdefgh"]
+    config = GRPOConfig(
+        mesh={"data": 8},
+        num_generations=4,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    train(tiny_policy(), rows, length, config, eval_dataset=rows)
+    assert sizes == [8, 8], "before the first step and after the last"
 
 
 def test_other_params_and_another_seed_give_other_samples():

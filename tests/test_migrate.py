@@ -130,14 +130,15 @@ def test_a_usual_config_carries_over():
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
-        ({"push_to_hub": True}, "upload_folder"),
+        ({"hub_token": "hf_secret"}, "HF_TOKEN"),
         ({"optim": "adafactor"}, "pass optimizer to train"),
         ({"eval_strategy": "epoch"}, "give eval_steps a number"),
         ({"save_strategy": "best"}, "give save_steps a number"),
         ({"logging_strategy": "no"}, "logged always"),
         ({"repetition_penalty": 1.1}, "no such penalty"),
-        ({"report_to": ["wandb"]}, "pass callbacks to train"),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "from_pretrained takes such settings"),
+        ({"trackio_space_id": "me/space"}, "trackers.trackio(space_id=...)"),
+        ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained takes"),
+        ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
         ({"deepspeed": "zero3.json"}, "mesh says how params are cut"),
     ],
     ids=str,
@@ -147,6 +148,63 @@ def test_what_is_not_here_is_said(values, advice):
     assert moved.values == {}
     assert list(moved.missing) == list(values)
     assert advice in str(moved).partition("NOT HERE:")[2]
+
+
+class Named:
+    """What a dtype of PyTorch looks like."""
+
+    def __str__(self):
+        return "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "dtype", "values"),
+    [
+        ({"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}, "bfloat16", {"compute_dtype": "bfloat16"}),
+        ({"torch_dtype": Named()}, "bfloat16", {"compute_dtype": "bfloat16"}),
+        ({"dtype": "float16", "device_map": "auto"}, "bfloat16", {"compute_dtype": "bfloat16"}),
+        ({"dtype": "float32", "trust_remote_code": False}, "float32", {}),
+        ({"dtype": "auto", "torch_dtype": None}, "auto", {}),
+        ({"attn_implementation": "sdpa"}, None, {}),
+        ({}, None, {}),
+    ],
+    ids=str,
+)
+def test_the_dtype_that_a_model_is_loaded_with(kwargs, dtype, values):
+    moved = from_trl({"model_init_kwargs": kwargs, "bf16": False})
+    assert (moved.dtype, moved.values, moved.missing) == (dtype, values, {})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("eval_reward", "eval/reward"),
+        ("reward", "eval/reward"),
+        ("eval_rewards/right/mean", "eval/right"),
+        ("rewards/right/mean", "eval/right"),
+        ("eval_completions/mean_length", "eval/mean_length"),
+        ("eval/right", "eval/right"),
+        ("kl", "kl"),
+    ],
+)
+def test_the_name_of_the_best_metric_is_that_of_an_evaluation(theirs, ours):
+    steps = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    moved = from_trl({"metric_for_best_model": theirs, **steps})
+    assert moved.missing == {}
+    assert moved.config() == GRPOConfig(metric_for_best_model=ours, eval_steps=4, save_steps=4)
+    assert ("metric_for_best_model" in moved.same) == (theirs == ours)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "loss", "eval_rewards/right/std"])
+def test_what_no_evaluation_measures_cannot_be_best(name):
+    moved = from_trl({"metric_for_best_model": name, "eval_strategy": "steps", "eval_steps": 4})
+    assert "name eval_reward or" in moved.missing["metric_for_best_model"]
+
+
+def test_evaluations_without_steps_of_their_own_come_with_the_lines_of_the_log():
+    assert from_trl({"eval_strategy": "steps"}).config().eval_steps == 10
+    assert from_trl({"eval_strategy": "steps", "logging_steps": 3}).config().eval_steps == 3
+    assert from_trl({"eval_strategy": "no", "logging_steps": 3}).config().eval_steps is None
 
 
 def test_every_default_of_trl_asks_for_nothing():
@@ -174,11 +232,11 @@ def test_a_name_of_neither_is_refused(name, hint):
 
 
 def test_the_script_prints_what_becomes_of_a_file(tmp_path, capsys):
-    (tmp_path / "trl.json").write_text('{"output_dir": "out", "beta": 0.04, "bf16": true, "push_to_hub": true}')
+    (tmp_path / "trl.json").write_text('{"output_dir": "out", "beta": 0.04, "bf16": true, "hub_token": "hf_"}')
     moved = from_trl_script.main([str(tmp_path / "trl.json")])
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == {"beta": 0.04, "compute_dtype": "bfloat16"}
-    assert list(moved.missing) == ["push_to_hub"]
+    assert list(moved.missing) == ["hub_token"]
     for text, message in (("[1]", "holds a list"), ("{", "Expecting"), ('{"bta": 1}', "did you mean beta")):
         (tmp_path / "trl.json").write_text(text)
         with pytest.raises(SystemExit, match=message):

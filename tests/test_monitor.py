@@ -1,5 +1,6 @@
 """The monitor: lines in the right files under the right step, rates, warnings and hints that survive a resume."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -7,10 +8,12 @@ import optax
 import pytest
 
 from grpo_jax import GRPOConfig
+from grpo_jax import monitor as monitor_module
 from grpo_jax.monitor import MOST_WARNINGS, Monitor
 from grpo_jax.progress import Progress
 from grpo_jax.report import read_lines
 from grpo_jax.state import create_state
+from grpo_jax.trackers import Tracker
 
 STATE = create_state({"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0))
 CONFIG = GRPOConfig(beta=0.1)
@@ -35,6 +38,30 @@ def test_lines_go_to_files_and_callbacks_alike(tmp_path):
     assert seen[1][1]["reward"] == 0.25
     assert (tmp_path / "report.png").exists()
     assert (tmp_path / "report.html").exists()
+
+
+def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
+    done = []
+    tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
+    opening = lambda config, run_dir, *, step: done.append((config.report_to, run_dir, step)) or [tracker]
+    monkeypatch.setattr(monitor_module, "open_trackers", opening)
+    config = dataclasses.replace(CONFIG, report_to="wandb")
+    for quiet in (False, True):
+        with Monitor(tmp_path, config, quiet=quiet) as monitor:
+            monitor.start(STATE, Progress(step=3), total_steps=5, num_rows=4, resumed=True)
+            monitor.log(4, {"num_tokens": 60, "reward": 0.25})
+    assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
+
+
+def test_completions_are_shown_at_the_first_step_where_that_is_logged(tmp_path, capsys):
+    row = {"prompt": "what", "completion": "this", "rewards": {"r": 1.0}, "advantage": 0.0}
+    for first in (False, True):
+        config = GRPOConfig(log_completions=True, logging_first_step=first)
+        with Monitor(None, config) as monitor:
+            monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
+            capsys.readouterr()
+            monitor.completions(1, [row])
+            assert ("this" in capsys.readouterr().err) == first
 
 
 def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):

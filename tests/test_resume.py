@@ -212,6 +212,16 @@ HARMLESS = {
     "save_total_limit",
     "metric_for_best_model",
     "greater_is_better",
+    "logging_first_step",
+    "load_best_model_at_end",
+    "report_to",
+    "run_name",
+    "project",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_revision",
     "max_skipped_updates",
 }
 CUTS = {

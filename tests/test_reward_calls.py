@@ -20,6 +20,7 @@ from grpo_jax.reward_calls import (
     TrainerState,
     check_reward_fns,
     compute_rewards,
+    means_of,
     reward_names,
 )
 
@@ -108,7 +109,7 @@ def test_extras_take_metrics_and_columns_once():
     inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
     assert set(extras.given()) == set(EXTRAS)
     compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
-    assert extras.metrics() == {"step": 6.5}
+    assert means_of(extras.values()) == {"step": 6.5}
     assert extras.rows(2) == [{"length": 1}, {"length": 2}]
     assert extras.rows(3) == [{}, {}, {}]
     extras.log_extra("length", [1])

@@ -1,5 +1,7 @@
 """The sharding table: it knows every parameter of every shape of decoder, and loading puts shards where it says."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_model, tiny_policy
 
-from grpo_jax import from_pretrained, save_pretrained
-from grpo_jax.sharding import parameter_sharding
+from grpo_jax import from_pretrained, save_pretrained, sharding
+from grpo_jax.sharding import gather_objects, parameter_sharding
 
 
 def mesh_of(**axes):
@@ -57,3 +59,26 @@ def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     tokens = np.arange(12).reshape(2, 6)
     apply = jax.jit(lambda params: loaded.model.apply({"params": params}, tokens))
     np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
+
+
+def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
+    """Two processes, of which this is the first: whatever their texts weigh, what is gathered has one of few shapes."""
+    shapes, other = set(), [""]
+
+    def allgather(own):
+        if own.dtype == np.uint8:
+            shapes.add(own.shape)
+            theirs = np.zeros_like(own)
+            theirs[: len(other[0])] = np.frombuffer(other[0], np.uint8)
+        else:
+            theirs = np.array([len(other[0])])
+        return np.stack([own, theirs])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharding.multihost_utils, "process_allgather", allgather)
+    for size in [*range(40), 1021, 1022, 1023, 1024, *range(1025, 200_000, 997)]:
+        own, theirs = ["é" + "x" * size, None], {"n": list(range(size % 50))}
+        other[0] = json.dumps(theirs).encode()
+        assert gather_objects(own) == [own, theirs]
+        assert gather_objects(theirs["n"]) == [theirs["n"], theirs]
+    assert sorted(shapes) == [(1024 << i,) for i in range(9)], "200 kB are gathered as 256 KiB"

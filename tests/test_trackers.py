@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from grpo_jax import trackers
+from grpo_jax import GRPOConfig, trackers
 from grpo_jax.report import notify
 
 LINES = [(10, {"reward": 0.25, "kl": math.nan, "note": "text"}), (20, {"reward": 0.5, "kl": 0.125, "seconds/total": 3})]
@@ -21,6 +21,9 @@ def feed(tracker):
 
 class Fake(types.ModuleType):
     """A package with `init`, as wandb and trackio are; it notes what is done to it."""
+
+    run = None  # the one that is active, in wandb
+    id, name = "id-7", "brave-sun"
 
     def __init__(self, name):
         super().__init__(name)
@@ -56,6 +59,93 @@ def test_a_run_that_fails_is_closed_too(monkeypatch):
     with pytest.raises(KeyError), trackers.wandb():
         raise KeyError
     assert package.done[-1] == ("finish",)
+
+
+# `report_to` ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """The three packages, faked."""
+    fakes = {name: Fake(name) for name in ("tensorboardX", "wandb", "trackio")}
+    fakes["tensorboardX"].SummaryWriter = lambda directory, **settings: types.SimpleNamespace(
+        add_scalar=lambda *value: fakes["tensorboardX"].done.append(value),
+        flush=lambda: None,
+        close=lambda: fakes["tensorboardX"].done.append(("close", directory, settings)),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    for name in ("WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return fakes
+
+
+def report(config, run_dir, step=0):
+    opened = trackers.open_trackers(config, run_dir, step=step)
+    for tracker in opened:
+        tracker(step + 1, {"reward": 0.5})
+        tracker.__exit__()
+    return len(opened)
+
+
+@pytest.mark.parametrize("names", [["tensorboard", "wandb", "trackio"], "all"], ids=str)
+def test_the_trackers_that_are_asked_for_are_opened_under_the_name_of_the_run(names, packages, tmp_path):
+    config = GRPOConfig(report_to=names, run_name="sums-1", project="sums")
+    assert report(config, tmp_path) == 3
+    same = {"project": "sums", "name": "sums-1", "config": config.to_dict()}
+    logged = [("log", 1, {"reward": 0.5}), ("finish",)]
+    assert packages["wandb"].done == [("init", same), *logged]
+    assert packages["trackio"].done == [("init", same | {"resume": "allow"}), *logged]
+    assert packages["tensorboardX"].done == [
+        ("reward", 0.5, 1),
+        ("close", str(tmp_path / "tensorboard"), {"purge_step": 0}),
+    ]
+
+
+def test_a_run_that_goes_on_goes_on_in_its_trackers(packages, tmp_path):
+    config = GRPOConfig(report_to=["tensorboard", "wandb", "trackio"])
+    report(config, tmp_path)
+    packages["wandb"].id, packages["trackio"].name = "another", "another"
+    for fake in packages.values():
+        fake.done.clear()
+    report(config, tmp_path, step=4)
+    assert packages["wandb"].done[0][1].items() >= {"id": "id-7", "resume": "allow", "name": None}.items()
+    assert packages["trackio"].done[0][1].items() >= {"name": "brave-sun", "resume": "allow"}.items()
+    assert packages["tensorboardX"].done[-1][2] == {"purge_step": 5}
+    report(config, tmp_path)  # and one that begins anew begins anew
+    assert "id" not in packages["wandb"].done[-3][1]
+
+
+def test_where_transformers_variables_are_set_they_count(packages, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "of the shell")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "elsewhere"))
+    assert report(GRPOConfig(report_to=["wandb", "tensorboard"], project="sums"), None) == 2
+    assert packages["wandb"].done[0][1]["project"] == "of the shell"
+    assert packages["tensorboardX"].done[-1][1] == str(tmp_path / "elsewhere")
+
+
+def test_a_run_of_wandb_that_is_active_is_used_and_left_open(packages, tmp_path):
+    packages["wandb"].run = packages["wandb"]
+    report(GRPOConfig(report_to="wandb"), tmp_path)
+    assert packages["wandb"].done == [("log", 1, {"reward": 0.5})]
+    assert not (tmp_path / trackers.RUNS).exists()
+
+
+def test_one_that_cannot_be_opened_closes_those_before_it(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(packages["trackio"], "init", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trackers.open_trackers(GRPOConfig(report_to=["wandb", "trackio"]), tmp_path)
+    assert packages["wandb"].done[-1] == ("finish",)
+
+
+def test_what_cannot_be_opened_is_said_before_the_run(packages, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="report_to = 'tensorboard': there is no directory"):
+        trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"wandb cannot be imported .*: pip install 'grpo_jax\[wandb\]'"):
+        trackers.check_trackers(GRPOConfig(report_to=["trackio", "wandb"]), tmp_path)
+    assert trackers.check_trackers(GRPOConfig(report_to="all"), tmp_path) == ["tensorboard", "trackio"]
+    assert trackers.check_trackers(GRPOConfig(), None) == []
 
 
 class Screen(types.ModuleType):

@@ -1,6 +1,7 @@
 """Two processes on loopback train what one does, write one checkpoint together, and survive the loss of one of them."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -49,16 +50,25 @@ def arrays(run_dir):
 
 
 def test_two_processes_train_what_one_does(tmp_path):
-    """With a rollout ahead, whose collectives run in a thread beside the rewards."""
-    alone, run_dir = tmp_path / "alone", tmp_path / "run"
-    finish([start(alone, 6, "--rollout-ahead")])
-    calls = finish(together(run_dir, 6, "--rollout-ahead"))
-    assert [sum(some) for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32 completions"
+    """With a rollout ahead, whose collectives run in a thread beside the rewards, and an evaluation at either end."""
+    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--rollout-ahead", "--evaluate")
+    (one,) = finish([start(alone, 6, *flags)])
+    assert one == {"training": 3 * 32, "evaluation": 2 * 20}
+    calls = finish(together(run_dir, 6, *flags))
+    assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
+    # Five prompts × 4 completions in rollouts of 3 and 2 prompts, of which the second process has 2 and 1.
+    assert [some["evaluation"] for some in calls] == [2 * 8, 2 * 12], "and for its own of 20 held-out completions"
     for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))
+    held_out = [[line for line in some if "eval/lower_case" in line] for some in (lines, others)]
+    assert [line["step"] for line in held_out[0]] == [0, 6]
+    assert held_out[0] == held_out[1]
+    lines, others = ([line for line in some if "loss" in line] for some in (lines, others))
     assert [line["step"] for line in others] == [1, 2, 3, 4, 5, 6], "one process logs"
     for line, other in zip(lines, others, strict=True):
+        for name in [name for name in line if re.fullmatch("rewards/.+/(mean|std|missing|errors)", name)]:
+            assert line[name] == pytest.approx(other[name], rel=1e-6), name
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert line.get("reward") == pytest.approx(other.get("reward"))
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32

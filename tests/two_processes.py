@@ -5,6 +5,7 @@ import json
 import os
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
+HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
     "num_generations": 4,
     "per_device_train_batch_size": 8,
@@ -16,6 +17,7 @@ SETTINGS = {
     "num_iterations": 2,
     "seed": 0,
     "save_steps": 1,
+    "per_device_eval_batch_size": 4,
     "mesh": {"data": 2, "fsdp": 2},
 }
 
@@ -33,6 +35,7 @@ def main():
     parser.add_argument("run_dir")
     parser.add_argument("steps", type=int)
     parser.add_argument("--rollout-ahead", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
@@ -42,13 +45,14 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
 
-    calls = []
+    calls = {"training": 0, "evaluation": 0}
 
-    def lower_case(completions):
-        calls.append(len(completions))
+    def lower_case(prompts, completions):
+        calls["evaluation" if prompts[0].startswith("held out") else "training"] += len(completions)
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
-    state = train(tiny_policy(), ROWS, lower_case, config, run_dir=run_dir)
+    held_out = HELD_OUT if arguments.evaluate else None
+    state = train(tiny_policy(), ROWS, lower_case, config, eval_dataset=held_out, run_dir=run_dir)
     whole = fetch({"params": state.params, "ref": state.ref_params})
     if jax.process_index() == 0:
         np.savez(run_dir + ".npz", *jax.tree.leaves(whole))
