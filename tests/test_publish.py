@@ -111,7 +111,7 @@ def test_a_push_that_is_due_while_one_is_under_way_is_left_out(tmp_path, monkeyp
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
         publisher, gate, answer = opened(CONFIG, tmp_path), threading.Event(), hub.answer
-        monkeypatch.setattr(hub, "answer", lambda path, body: gate.wait() and answer(path, body))
+        monkeypatch.setattr(hub, "answer", lambda path, body: gate.wait(20) and answer(path, body))
         for step in (1, 2, 3):
             publisher.saved(step, params, last=4)
         gate.set()
