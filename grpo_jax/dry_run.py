@@ -22,7 +22,7 @@ from grpo_jax.diagnosis import diagnose
 from grpo_jax.models.huggingface import Policy
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.objective import sampling_settings
-from grpo_jax.packed import lower_update, update
+from grpo_jax.packed import kept_bytes, lower_update, update
 from grpo_jax.prepare import Run, new_state, prepare
 from grpo_jax.report import Phases, describe_run, short
 from grpo_jax.rewards import reward_names
@@ -45,7 +45,8 @@ class DryRun:
 
     Attributes:
       sizes: what the sizes of the run come to, in words.
-      memory: bytes of the training state, and of each program with its arguments, results and temporaries.
+      memory: bytes of the training state, and of each program with its arguments, results and temporaries, and with
+        what is kept beside it.
       seconds: of each phase, compilation included.
       suspicious: what looks wrong, a sentence each; empty if nothing does.
       rows: the group that was sampled, as `completions.jsonl` has it.
@@ -127,7 +128,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Bytes of the largest programs with all that they hold, by XLA's own account."""
+    """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
     config, sizes, task = run.task.config, run.sizes, run.task
     shape: Any = jax.ShapeDtypeStruct
     b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
@@ -155,13 +156,14 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
         on_policy=task.config.on_policy,
         micro=run.micro,
     )
-    programs = {"decode": decode, "update": update}
+    kept = kept_bytes(state, batch, model=task.model, micro=run.micro)
+    programs = {"decode": (decode, 0), "update": (update, kept)}
     memory = {}
-    for name, lowered in programs.items():
+    for name, (lowered, beside) in programs.items():
         stats = None if lowered is None else lowered.compile().memory_analysis()
         if stats is not None:
             held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            memory[name] = int(held + stats.temp_size_in_bytes)
+            memory[name] = int(held + stats.temp_size_in_bytes + beside)
     return memory
 
 

@@ -10,6 +10,9 @@ prompts ─► last states, keys and values ─► piece 1 ─► loss ─► gr
 ```
 
 One program serves all pieces, and the loop over them is on the host: it never waits for the device.
+
+From the reading of the prompts to the backward pass through them, only activations are kept. What that pass needs of
+the weights alone, themselves or cast to the compute dtype, is made anew there: kept, it would be a copy for each part.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.log_probs import read_prompts, score_piece
@@ -34,7 +38,7 @@ from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
 from grpo_jax.update import gradients as gradients_of_batch
 from grpo_jax.update import score_batch, train_step, zeros_like
 
-__all__ = ["gradients", "lower_score", "lower_update", "score", "update"]
+__all__ = ["gradients", "kept_bytes", "lower_score", "lower_update", "score", "update"]
 
 CPU_TOKENS = 512
 """Tokens of a piece on a CPU at most: enough to fill the matrix products of all cores; with more, activations leave the
@@ -128,7 +132,7 @@ def _gradients(
     totals = _jit_totals(batch, config=config, entropies=entropies)
     dropout = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
 
-    read, pullbacks = _read(state.params, batch.prompts, dropout, fixed["model"], pieces, backward=True)
+    read, kept = _read(state.params, batch.prompts, dropout, fixed["model"], pieces, backward=True)
 
     def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
         grads, sums = _zeros((state.params, read)), []
@@ -146,13 +150,14 @@ def _gradients(
     def with_prompts(share: tuple[Params, range]) -> Params:
         total, numbers = share
         for i in numbers:
-            total = _add_prompts(in_turn(total), pullbacks[i], of_read, read, i, parts=len(pullbacks))
+            given = (state.params, batch.prompts, dropout, fixed["model"], i)
+            total = _add_prompts(in_turn(total), kept[i], of_read, read, *given, parts=len(kept))
         return total
 
     # One stream's part of the prompts goes on top of the same stream's pieces; a stream may have none.
-    shares = [range(i, len(pullbacks), len(totals_of)) for i in range(len(totals_of))]
+    shares = [range(i, len(kept), len(totals_of)) for i in range(len(totals_of))]
     shared = list(zip(totals_of, shares, strict=True))
-    program = ("prompts", *_shape(pieces, read), jax.tree.structure(fixed["model"]), len(pullbacks))
+    program = ("prompts", *_shape(pieces, read), jax.tree.structure(fixed["model"]), len(kept))
     return _sum(run_in_streams(with_prompts, shared, program=program)), sums, pieces
 
 
@@ -175,17 +180,47 @@ def lower_update(
     how: dict[str, Any] = {"model": as_argument(model), "config": config, "on_policy": on_policy}
     if mesh is not None or not _packs(model, state.params):
         return _jit_train_step.lower(state, batch, optimizer=optimizer, micro=micro, mesh=mesh, **how)
-    full: Any = np.ones(batch.mask.shape, bool)
-    pieces = _pieces(state.params, full.astype(np.int32), full, micro, tokens)
-    parts = _parts(batch.prompts, pieces)
-    dropout = state.key if getattr(model, "dropout", 0) else None
-    read_part = functools.partial(_read_part, parts=parts, backward=True)
-    read, _ = jax.eval_shape(read_part, state.params, batch.prompts, dropout, how["model"], 0)
+    pieces = _full_pieces(state, batch, micro, tokens)
+    parts, read, _ = _read_shapes(state, batch, model, pieces)
     read = jax.eval_shape(_join, [read] * parts)
+    dropout = state.key if getattr(model, "dropout", 0) else None
     entropies = batch.sampling_log_probs if config.top_entropy_quantile < 1 else None
     totals = jax.eval_shape(lambda batch, x: count_totals(batch, config, x), batch, entropies)
     zeros = jax.eval_shape(_zeros, (state.params, read))
     return _add_piece.lower(zeros, state, read, batch, pieces[0], totals, dropout, 0, **how)
+
+
+def kept_bytes(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    micro: tuple[int, int],
+    mesh: Any = None,
+    tokens: int | None = None,
+) -> int:
+    """Bytes that `update` holds beside the program of `lower_update`: activations of all prompts, for the way back.
+
+    Only shapes are looked at; arguments as there. 0 on a mesh, and for a model whose batches are not packed.
+    """
+    if mesh is not None or not _packs(model, state.params):
+        return 0
+    parts, _, kept = _read_shapes(state, batch, model, _full_pieces(state, batch, micro, tokens))
+    return parts * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+
+def _full_pieces(state: TrainState, batch: Batch, micro: tuple[int, int], tokens: int | None) -> list[Piece]:
+    """The pieces of a batch whose rows are all T long."""
+    full: Any = np.ones(batch.mask.shape, bool)
+    return _pieces(state.params, full.astype(np.int32), full, micro, tokens)
+
+
+def _read_shapes(state: TrainState, batch: Batch, model: Model, pieces: list[Piece]) -> tuple[int, Any, Any]:
+    """How many parts the prompts are read in, and the shapes of what `_read_part` returns of each."""
+    parts = _parts(batch.prompts, pieces)
+    dropout = state.key if getattr(model, "dropout", 0) else None
+    read_part = functools.partial(_read_part, parts=parts, backward=True)
+    return parts, *jax.eval_shape(read_part, state.params, batch.prompts, dropout, as_argument(model), 0)
 
 
 def lower_score(
@@ -236,7 +271,7 @@ def _shape(pieces: list[Piece], read: Any) -> tuple[Any, ...]:
 def _read(
     params: Params, prompts: Prompts, dropout: jax.Array | None, model: Any, pieces: list[Piece], *, backward: bool
 ) -> tuple[Any, list[Any]]:
-    """`read_prompts` of all prompts, in parts of a piece's size; and, for the way back, the pullback of each part."""
+    """`read_prompts` of all prompts, in parts of a piece's size; and what each part keeps for the way back."""
     count = _parts(prompts, pieces)
 
     def read_some(numbers: range) -> list[Any]:
@@ -247,7 +282,7 @@ def _read(
     shares = _shares(params, count)
     results = run_in_streams(read_some, shares, program=program)
     parts = [results[i % len(shares)][i // len(shares)] for i in range(count)]
-    return _join([read for read, _ in parts]), [pullback for _, pullback in parts]
+    return _join([read for read, _ in parts]), [kept for _, kept in parts]
 
 
 def _parts(prompts: Prompts, pieces: list[Piece]) -> int:
@@ -266,10 +301,52 @@ def _keys(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, jax
     return None if dropout is None else {"dropout": functools.reduce(jax.random.fold_in, numbers, dropout)}
 
 
+def _read_one(params, prompts, dropout, model, number, *, parts):
+    return read_prompts(model, params, _part(prompts, number, parts), rngs=_keys(dropout, 0, number))
+
+
 @functools.partial(jax.jit, static_argnames=("parts", "backward"))
 def _read_part(params, prompts, dropout, model, number, *, parts, backward):
-    read = lambda params: read_prompts(model, params, _part(prompts, number, parts), rngs=_keys(dropout, 0, number))
-    return jax.vjp(read, params) if backward else (read(params), None)
+    """`read_prompts` of one part, and what it keeps for the way back: the pullback's leaves that are activations."""
+    if not backward:
+        return _read_one(params, prompts, dropout, model, number, parts=parts), None
+    read, leaves, activation, _ = _linearize(params, prompts, dropout, model, number, parts=parts)
+    return read, [leaf for leaf, keep in zip(leaves, activation, strict=True) if keep]
+
+
+def _linearize(params, prompts, dropout, model, number, *, parts):
+    """What is read from one part; of its pullback the leaves, which of them are activations, and the structure."""
+    structure = []
+
+    def forward(params, model, *given):
+        read = lambda params: _read_one(params, *given[:2], model, given[2], parts=parts)
+        result, pullback = jax.vjp(read, params)
+        leaves, tree = jax.tree.flatten(pullback)
+        structure.append(tree)
+        return result, leaves
+
+    weights, given = (params, model), (prompts, dropout, number)
+    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*weights, *given)
+    of_given = [False] * len(jax.tree.leaves(weights)) + [True] * len(jax.tree.leaves(given))
+    depends = _depend(traced.jaxpr, of_given)
+    results = jaxpr_as_fun(traced)(*jax.tree.leaves((*weights, *given)))
+    read, leaves = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    return read, leaves, depends[len(depends) - len(leaves) :], structure[0]
+
+
+def _depend(jaxpr: Any, given: list[bool]) -> list[bool]:
+    """Which results of a jaxpr depend on those of its arguments that are marked; in doubt they do."""
+    marked = {x for x, mark in zip(jaxpr.invars, given, strict=True) if mark}
+    marks_of = lambda values: [not isinstance(x, Literal) and x in marked for x in values]
+    for step in jaxpr.eqns:
+        marks = marks_of(step.invars)
+        if step.primitive.name in ("jit", "pjit", "checkpoint"):  # calls: what goes in is what the inner jaxpr is given
+            inner = step.params["jaxpr"]
+            marks = _depend(getattr(inner, "jaxpr", inner), marks)
+        else:
+            marks = [any(marks)] * len(step.outvars)
+        marked.update(x for x, mark in zip(step.outvars, marks, strict=True) if mark)
+    return marks_of(jaxpr.outvars)
 
 
 @jax.jit
@@ -312,8 +389,14 @@ def _add_piece(gradients, state, read, batch, piece, totals, dropout, number, *,
 
 
 @functools.partial(jax.jit, static_argnames=("parts",), donate_argnums=(0,))
-def _add_prompts(total, pullback, of_read, read, number, *, parts):
+def _add_prompts(total, kept, of_read, read, params, prompts, dropout, model, number, *, parts):
     """The gradient of the params with what comes through one part of the prompts added to it."""
+    # Traced once more for what comes of weights alone; XLA drops the rest of it.
+    _, leaves, activation, tree = _linearize(params, prompts, dropout, model, number, parts=parts)
+    rest = iter(kept)
+    pullback = jax.tree.unflatten(
+        tree, [next(rest) if keep else leaf for leaf, keep in zip(leaves, activation, strict=True)]
+    )
     of_read = jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read)
     (more,) = pullback(_part(of_read, number, parts))
     return jax.tree.map(jnp.add, total, more)

@@ -18,7 +18,6 @@ group 1     · · x y z · · ·     start 2, in the place of a group that ended
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.bounds import DecodeStep
 from grpo_jax.log_probs import join_rows
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.transformer import kernels_by_columns
@@ -49,6 +49,9 @@ FEWEST_SLOTS = 64
 
 SEGMENT = 16
 """Decode steps between two looks at which rows have ended."""
+
+WORTH_A_MOVE = 0.8
+"""Share of the present layout's cost that another may have at most: a move costs a copy of the cache, and a program."""
 
 
 @functools.partial(jax.jit, static_argnames=("num_generations",))
@@ -268,27 +271,10 @@ def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
     return min(smallest, largest)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Costs:
-    """What a decode step of a layout costs, in bytes read: each prompt's keys once, each row's own, and its products.
-
-    Attributes:
-      prompt: bytes of one prompt's keys and values.
-      row: bytes of one row's own keys and values, and of what could be read while its products are computed.
-    """
-
-    prompt: float
-    row: float
-
-    def of(self, groups: int, width: int) -> float:
-        """Cost of a layout [groups, width]."""
-        return groups * (self.prompt + width * self.row)
-
-
-def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray] | None:
+def _survivors(alive: np.ndarray, step: DecodeStep) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None to leave the layout as it is.
 
-    One of three layouts: the present one, unless another saves a third; every row by itself with a prompt of its own;
+    One of three layouts: the present one, unless another saves a fifth; every row by itself with a prompt of its own;
     the groups that live, as wide as the widest of them has to be, where that is cheaper by a quarter. So, and by sizes
     that are far apart, there are few layouts, and few programs are compiled.
     """
@@ -300,8 +286,8 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
     width = _bucket(int(counts.max()), g)
     groups = _bucket(len(living), b, smallest=min(b, max(1, FEWEST // width)))
     single = _bucket(int(counts.sum()), b * g, smallest=FEWEST, factor=4)
-    grouped, apart = costs.of(groups, width), costs.of(single, 1)
-    if min(grouped, apart) > 0.65 * costs.of(b, g):
+    grouped, apart = step.cost(groups, width), step.cost(single, 1)
+    if min(grouped, apart) > WORTH_A_MOVE * step.cost(b, g):
         return None
     if grouped <= 0.75 * apart:
         chosen = np.argsort(counts == 0, kind="stable")[:groups]
@@ -311,26 +297,31 @@ def _survivors(alive: np.ndarray, costs: _Costs) -> tuple[np.ndarray, np.ndarray
     return flat // g, (flat % g)[:, None]
 
 
-def _narrower(alive: np.ndarray, costs: _Costs) -> np.ndarray | None:
+def _narrower(alive: np.ndarray, step: DecodeStep, shards: int) -> np.ndarray | None:
     """Which rows of each group of alive [B', G'] to keep, as order [B', G'']; None to leave the layout as it is.
 
-    For a mesh, where no group leaves its device: all are as wide as the widest has to be.
+    For a mesh, where no group leaves its device, of which each has its share: all are as wide as the widest has to be.
     """
     b, g = alive.shape
     width = _bucket(int(alive.sum(axis=1).max()), g)
-    if costs.of(b, width) > 0.65 * costs.of(b, g):
+    if step.cost(b // shards, width) > WORTH_A_MOVE * step.cost(b // shards, g):
         return None
     return np.argsort(~alive, axis=1, kind="stable")[:, :width]
 
 
-def _costs(model: Any, params: Params, rows: _Rows) -> _Costs:
-    """Costs of layouts of these rows; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
-    b, p = rows.token.shape[0], rows.prefix.layers[0][1].shape[2]
-    prompt = sum(x.nbytes for x in jax.tree.leaves(rows.prefix.layers)) / b
-    weights = sum(x.size for x in jax.tree.leaves((model, params)))
+def _decode_step(model: Any, params: Params, rows: _Rows) -> DecodeStep:
+    """What a step of these rows costs; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+    values, cache = rows.prefix.layers[0][1], rows.cache[0][1]
+    held = jax.tree.leaves((model, params))
     on_cpu = all(device.platform == "cpu" for device in devices_of(params))
-    slots = rows.cache[0][1].shape[-2]
-    return _Costs(prompt=prompt, row=prompt * slots / p + 2 * weights * (0.13 if on_cpu else 0.01))
+    return DecodeStep.of(
+        model.config,
+        prompt_length=values.shape[2],
+        row_length=cache.shape[-2],
+        itemsize=values.dtype.itemsize,
+        weight_itemsize=sum(x.nbytes for x in held) / sum(x.size for x in held),
+        bytes_per_operation=0.13 if on_cpu else 0.01,
+    )
 
 
 def _streams(params: Params, groups: int, width: int) -> int:
@@ -417,10 +408,10 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, inte
         empty = ~(rows >= 0).any(axis=1)
         order, survivors = None, None
         if entered >= b and not empty.all():
-            costs = _costs(model, params, lanes[0])
+            step = _decode_step(model, params, lanes[0])
             if mesh is None:
-                survivors = _survivors(rows >= 0, costs)
-            elif (kept := _narrower(rows >= 0, costs)) is not None:
+                survivors = _survivors(rows >= 0, step)
+            elif (kept := _narrower(rows >= 0, step, shard_count(mesh))) is not None:
                 lanes = [_narrow(lane, kept, mesh=mesh) for lane in lanes]
                 rows = np.take_along_axis(rows, kept, axis=1)
         if entered < b and empty.sum() >= some:

@@ -15,7 +15,9 @@ from grpo_jax.packed import lower_update
 from grpo_jax.rollout import lower_decode
 
 
-def test_a_run_without_a_fault(tmp_path, capsys):
+def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
+    beside, kept_bytes = 10**9, dry_run.kept_bytes
+    monkeypatch.setattr(dry_run, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
     # Half of all tokens end a completion: one that never does would be suspicious.
     policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
     before = jax.tree.map(np.array, policy.params)
@@ -44,7 +46,7 @@ def test_a_run_without_a_fault(tmp_path, capsys):
     assert report.memory["policy"] == one
     assert report.memory["training state"] == pytest.approx(5 * one, rel=0.01)
     assert report.memory["decode"] > one
-    assert report.memory["update"] > 2 * one
+    assert 2 * one < report.memory["update"] - beside < beside, "with what is kept beside its program"
     assert len(report.rows) == 4
     assert np.isfinite(report.metrics["grad_norm"])
 

@@ -24,6 +24,7 @@ PURE = [
     "models.matmul",
     "models.transformer",
     "models.lora",
+    "bounds",
 ]
 COMPOSED = ["rollout", "state", "streams", "objective", "update", "packed"]
 OUTSIDE = {"jax", "flax", "chex", "optax", "numpy"}

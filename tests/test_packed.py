@@ -1,5 +1,7 @@
 """The packed update: the gradient of the plain `train_step`, whatever the lengths, the settings and the model."""
 
+import gc
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,11 @@ import pytest
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, completion_log_probs, make_prompts, packed, packing
+from grpo_jax.models.lora import LoraModel, init_adapters
+from grpo_jax.models.transformer import Transformer, TransformerConfig
 from grpo_jax.packed import score, update
 from grpo_jax.state import create_state
-from grpo_jax.types import as_argument
+from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update import train_step
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
@@ -174,6 +178,53 @@ def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach
     assert float(from_pieces[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
     chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
     chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+
+
+class _PromptsAreRead(Exception):
+    pass
+
+
+def grown(monkeypatch, model, params, config, b):
+    """Bytes that are live once b prompts of sixteen tokens are read, one a part, beside what was there before."""
+
+    def stop(*_, **__):
+        raise _PromptsAreRead
+
+    monkeypatch.setattr(packed, "_add_piece", stop)
+    one = batch()
+    repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
+    prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))
+    given = jax.tree.map(repeat, one.replace(prompts=None)).replace(prompts=prompts)
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    at = {"model": model, "micro": (b, G)}
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    with pytest.raises(_PromptsAreRead) as found:
+        packed.gradients(state, given, config=config, on_policy=True, **at)
+    after = sum(x.nbytes for x in jax.live_arrays())
+    del found  # it holds the frames, and they what was kept
+    return after - before, packed.kept_bytes(state, given, **at)
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "remat", "experts", "lora"])
+def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(monkeypatch, case):
+    """What each further prompt keeps is what `kept_bytes` counts, and far less than a copy or a cast of the weights."""
+    shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 512, "expert_layers": (True,)}
+    shape = shape if case == "experts" else {"remat": case == "remat"}
+    dtype = "float32" if case == "float32" else "bfloat16"
+    settings = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": dtype, **shape}
+    model = Transformer(TransformerConfig(24, 64, 2048, num_layers=1, **settings))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if case == "lora":
+        adapters = init_adapters(jax.random.key(1), params, rank=2)
+        model, params = LoraModel(params, model, 2.0, 0.1), adapters
+    config = GRPOConfig(max_completion_length=T)
+    (two, counted_two), (four, counted_four) = (grown(monkeypatch, model, params, config, b) for b in (2, 4))
+    read = (64 + 2 * 2 * 16 * 16) * 4 * 2  # state, keys and values of a prompt; and where their gradients are summed
+    assert counted_four == 2 * counted_two
+    assert (four - two) / 2 == pytest.approx(counted_two / 2, abs=read + 1024)
+    assert (four - two) / 2 < weights / 4
 
 
 def test_scores_are_the_log_probs():

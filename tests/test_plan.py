@@ -51,6 +51,22 @@ def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
+def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
+    """Smaller micro-batches do not make them fewer: they grow with the prompts, and by nothing of the weights' size."""
+    name, kept = "activations of all prompts", []
+    for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
+        config = GRPOConfig(max_completion_length=8, gradient_accumulation_steps=accumulate)
+        found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, "float32")
+        assert found.sizes["prompts"] == accumulate
+        beside = found.parts["gradients, activations and batch"] + found.parts[name]
+        assert found.peaks["update"] == sum(found.held.values()) + beside
+        kept.append(found.parts[name])
+    assert kept[1] == 4 * kept[0]
+    # Of one recomputed layer: a few arrays of [tokens, width], float32.
+    assert 4 * 8 * 4 * 64 < kept[2] < 8 * (4 * 8 * 4 * 64)
+    assert name not in plan(MODEL, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8).parts
+
+
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     """Of each layer a device keeps what its own prompts need; once, the activations of all devices stood on each."""
     model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}

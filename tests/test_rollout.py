@@ -1,5 +1,6 @@
 """The rollout: the same tokens however rows are laid out, the log-probs they were drawn with, and honest endings."""
 
+import dataclasses
 import functools
 
 import chex
@@ -11,8 +12,10 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts, rollout
+from grpo_jax.bounds import DecodeStep, Work
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.types import as_argument
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)
@@ -315,16 +318,61 @@ def layouts_met(costs, seeds=300):
 
 def test_compaction_only_ever_meets_a_few_layouts():
     """The programs of a run are bounded by this."""
-    layouts = layouts_met(rollout._Costs(prompt=0.5, row=2.0))
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=0.5, row=1.0, products=1.0))
     assert all(b * g >= rollout.FEWEST for b, g in layouts), "fewer rows take as long"
     assert layouts <= {(8, 8), (8, 4), (8, 2), (4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (1, 8), (32, 1), (16, 1), (8, 1)}
 
 
 def test_long_prompts_keep_rows_with_their_group():
     """A row by itself has a prompt of its own to read: with prompts that cost more than rows, groups stay whole."""
-    layouts = layouts_met(rollout._Costs(prompt=50.0, row=1.0))
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=50.0, row=1.0))
     assert (32, 1) not in layouts
     assert layouts <= {(b, g) for b in (8, 4, 2, 1) for g in (8, 4, 2, 1)}, layouts
+
+
+@pytest.mark.parametrize(("weights", "moves"), [(0, 3), (20, 3), (2000, 0)])
+def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(weights, moves):
+    """Weights are read whatever the rows: 20 and 1.5 a row is a model of 5M parameters on a CPU."""
+    step = DecodeStep(weights=weights, prompt=0.25, row=0.25, products=1.3)
+    alive, layouts = np.ones((8, 8), bool), [(8, 8)]
+    for _ in range(63):
+        alive[np.unravel_index(np.flatnonzero(alive)[0], alive.shape)] = False
+        kept = rollout._survivors(alive, step)
+        if kept is not None:
+            alive = alive[kept[0][:, None], kept[1]]
+            layouts.append(alive.shape)
+    assert len(layouts) == 1 + moves, layouts
+
+
+def test_a_mesh_counts_the_rows_of_one_device():
+    """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
+    alive = np.zeros((8, 8), bool)
+    alive[:, :4] = True
+    step = DecodeStep(weights=30.0, prompt=0.0, row=1.0)
+    assert rollout._narrower(alive, step, 1).shape == (8, 4)
+    assert rollout._narrower(alive, step, 4) is None
+
+
+def test_the_cost_of_a_step_is_that_of_the_bound():
+    """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
+    model, params = tiny_model()
+    prompts = make_prompts([[5, 6, 7], [7, 3]])
+    keys = rollout.row_keys(jax.random.key(0), jnp.arange(2), 4)
+    settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": rollout.Sampling()}
+    rows, _ = rollout._prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
+    step = rollout._decode_step(model, params, rows)
+    norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
+    weights = sum(x.size for x in jax.tree.leaves(params)) - norms
+    nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert step == DecodeStep(
+        weights=4 * weights,
+        prompt=nbytes(rows.prefix.layers) / 2,
+        row=nbytes(rows.cache) / 8,
+        products=pytest.approx(2 * weights * 0.13),
+    )
+    # Nine tokens a row: five slots on average.
+    work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
+    assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from grpo_jax.models.huggingface import find_checkpoint
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.objective import sampling_settings
 from grpo_jax.optimizer import make_optimizer
-from grpo_jax.packed import lower_score, lower_update
+from grpo_jax.packed import kept_bytes, lower_score, lower_update
 from grpo_jax.prepare import with_settings
 from grpo_jax.report import short
 from grpo_jax.rollout import lower_decode
@@ -52,7 +52,8 @@ class Plan:
       held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
         params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
-      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients and activations", ….
+      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
+        "activations of all prompts" (which one device keeps from reading them to the last backward pass), ….
       operations: of each phase of one iteration, over all devices.
       sizes: prompts and completions of an iteration, and tokens.
       largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
@@ -243,22 +244,18 @@ def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, pa
     )
     micro = (sizes.micro_prompts, sizes.micro_completions)
     how: dict[str, Any] = {"model": model, "config": config, "micro": micro}
-    update = lower_update(
-        state,
-        batch,
-        optimizer=optimizer,
-        on_policy=config.on_policy,
-        mesh=several,
-        tokens=micro[0] * micro[1] * t,
-        **how,
-    ).compile()
+    at: dict[str, Any] = {"mesh": several, "tokens": micro[0] * micro[1] * t}
+    update = lower_update(state, batch, optimizer=optimizer, on_policy=config.on_policy, **at, **how).compile()
     stats = update.memory_analysis()
     given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # On one device it is the program of a piece, which is given the params and the gradients so far (`packed`).
     taken = on_device(state if several else state.params)
     beside = max(0, given - taken) + stats.temp_size_in_bytes
     parts["gradients, activations and batch"] = beside
-    peaks["update"] = total + beside
+    kept = kept_bytes(state, batch, model=model, micro=micro, **at)
+    if kept:
+        parts["activations of all prompts"] = kept
+    peaks["update"] = total + beside + kept
     if config.beta > 0:
         scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how)
         stats = scored.compile().memory_analysis()
