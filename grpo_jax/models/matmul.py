@@ -1,74 +1,92 @@
-"""Products whose gradients are fast on CPUs too."""
+"""Products whose gradients are fast on CPUs too.
+
+Each is written as a value and its tangent, from which JAX makes the gradient by transposing: so they can be
+differentiated forwards, backwards and both, and mapped.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 __all__ = ["matmul", "matmul_by_columns", "matmul_transposed", "scale_columns"]
 
 
-@jax.custom_vjp
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x w, for x [N, I] and w [I, O]."""
-    return x @ w
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def matmul(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+    """x w, for x [N, I] and w [I, O].
+
+    The sums are returned in `dtype`, without being rounded to that of x and w before; None: in that of x and w.
+    Gradients are made, and come back, in the dtype of x and w.
+    """
+    return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
-@jax.custom_vjp
-def matmul_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x wᵀ, for x [N, I] and w [O, I]."""
-    return x @ w.T
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def matmul_transposed(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+    """x wᵀ, for x [N, I] and w [O, I]; `dtype` as in `matmul`."""
+    return jnp.matmul(x, w.T, preferred_element_type=dtype)
 
 
-def matmul_by_columns(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU.
+def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: Any = None) -> jax.Array:
+    """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU; `dtype` as in `matmul`.
 
     XLA would make one product of this one and its transposes, x by the rows of wᵀ, which takes about as long as x w;
     the barriers keep them apart.
     """
     apart = jax.lax.optimization_barrier
-    return apart(turned @ apart(x.T)).T
+    return apart(jnp.matmul(turned, apart(x.T), preferred_element_type=dtype)).T
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x · scale, for x [N, I] and scale [I]."""
     return x * scale[None]
 
 
-def _product_over_rows(x, g):
-    """xᵀ g.
+def _written_out(x: jax.Array) -> jax.Array:
+    """x [N, M], its transpose being written to memory on the way; on a CPU only.
 
-    XLA's CPU backend multiplies a transposed left side at half its speed, and at full speed once the transpose is
-    written out, which a batch axis makes it do: here the columns of g in two halves. That pays where x is at least as
-    wide as g.
+    Around the part of a product's tangent that is linear in the weights, these two are what the gradient of the weights
+    needs: XLA's CPU backend multiplies a transposed left side, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed once
+    both transposes are written out.
     """
-    if x.shape[1] < g.shape[1]:
-        return x.T @ g
-    return jax.lax.platform_dependent(x, g, cpu=_in_two_halves, default=lambda x, g: x.T @ g)
+    apart = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cpu=lambda x: apart(x.T).T, default=lambda x: x)
 
 
-def _in_two_halves(x, g):
-    n, wide = g.shape
-    if wide % 2:
-        return x.T @ g
-    return jnp.einsum("ni,nbo->bio", x, g.reshape(n, 2, wide // 2)).swapaxes(0, 1).reshape(-1, wide)
+def _tangent(y: jax.Array, *terms: tuple[Any, Any]) -> jax.Array:
+    """Sum of the terms (linear function, tangent), as the tangent of y."""
+    parts = [linear(tangent) for linear, tangent in terms if not isinstance(tangent, SymbolicZero)]
+    return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
 
-def _keep(product):
-    return lambda x, w: (product(x, w), (x, w))
+@functools.partial(matmul.defjvp, symbolic_zeros=True)
+def _matmul_jvp(dtype, primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = matmul(x, w, dtype)
+    # Writing out pays where x is at least as wide as the product.
+    apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
+    return y, _tangent(y, (lambda dx: dx @ w, dx), (lambda dw: apart(x @ apart(dw)), dw))
 
 
-matmul.defvjp(
-    _keep(lambda x, w: x @ w),
-    lambda kept, g: (g @ kept[1].T, _product_over_rows(kept[0], g)),
-)
-matmul_transposed.defvjp(
-    _keep(lambda x, w: x @ w.T),
-    lambda kept, g: (g @ kept[1], _product_over_rows(g, kept[0])),
-)
-scale_columns.defvjp(
-    _keep(lambda x, scale: x * scale[None]),
-    # The sum over rows as a product with ones: a plain sum of columns takes a CPU ten times as long.
-    lambda kept, g: (g * kept[1][None], jnp.ones(g.shape[0], g.dtype) @ (g * kept[0])),
-)
+@functools.partial(matmul_transposed.defjvp, symbolic_zeros=True)
+def _matmul_transposed_jvp(dtype, primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = matmul_transposed(x, w, dtype)
+    apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
+    return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: apart(x) @ apart(dw).T, dw))
+
+
+@functools.partial(scale_columns.defjvp, symbolic_zeros=True)
+def _scale_columns_jvp(primals, tangents):
+    (x, scale), (dx, ds) = primals, tangents
+    y = scale_columns(x, scale)
+    # A row is spread over all rows by a product with ones, so that the gradient sums rows by one: a plain sum of columns
+    # takes a CPU ten times as long.
+    spread = lambda ds: jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
+    return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))

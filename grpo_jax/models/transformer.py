@@ -250,27 +250,30 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 class Linear(nn.Module):
     """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
 
-    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU.
+    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU. Products
+    of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype` before; None: in `dtype`.
     """
 
     features: int
     use_bias: bool
     dtype: Any
     stddev: float
+    result_dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        out = self.dtype if self.result_dtype is None else self.result_dtype
         kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if self.has_variable("columns", "kernel"):
             turned: jax.Array = self.get_variable("columns", "kernel")
-            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype))
+            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
         else:
-            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype))
+            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
-            y = y + bias.astype(self.dtype)[None]
+            y = y + bias.astype(out)[None]
         if self.has_variable("lora", "a"):
             if self.has_variable("lora", "rate") and self.has_rng("dropout"):
                 keep = jnp.asarray(1 - self.get_variable("lora", "rate"))
@@ -278,7 +281,7 @@ class Linear(nn.Module):
                 x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
             a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
             b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + (x.astype(self.dtype) @ a) @ b
+            y = y + matmul(x.astype(self.dtype) @ a, b, out)
         return y.reshape(*shape[:-1], self.features)
 
 
@@ -477,7 +480,8 @@ class Embedding(nn.Module):
 
     def attend(self, x):
         shape = x.shape
-        return matmul_transposed(x.reshape(-1, shape[-1]), self.embedding.astype(x.dtype)).reshape(*shape[:-1], -1)
+        x = x.reshape(-1, shape[-1])
+        return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32).reshape(*shape[:-1], -1)
 
 
 class Transformer(nn.Module):
@@ -505,7 +509,7 @@ class Transformer(nn.Module):
         self.layers = [layer(c, i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
-            self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range)
+            self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range, jnp.float32)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [B, T, V] float32 of tokens [B, T]."""
@@ -593,10 +597,11 @@ class Transformer(nn.Module):
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Logits [V, N] float32 of hidden states [N, D], where the head is the embedding."""
-        return self._cap(self.embed_tokens.embedding.astype(hidden.dtype) @ hidden.T)
+        table = self.embed_tokens.embedding.astype(hidden.dtype)
+        return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
 
     def _cap(self, logits: jax.Array) -> jax.Array:
-        logits, cap = logits.astype(jnp.float32), self.config.logit_soft_cap
+        cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
