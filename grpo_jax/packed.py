@@ -318,8 +318,8 @@ def _linearize(params, prompts, dropout, model, number, *, parts):
     """What is read from one part; of its pullback the leaves, which of them are activations, and the structure."""
     structure = []
 
-    def forward(params, model, *given):
-        read = lambda params: _read_one(params, *given[:2], model, given[2], parts=parts)
+    def forward(params, model, prompts, dropout, number):
+        read = lambda params: _read_one(params, prompts, dropout, model, number, parts=parts)
         result, pullback = jax.vjp(read, params)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
