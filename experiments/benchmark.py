@@ -39,7 +39,7 @@ import numpy as np
 
 from experiments.common import use_compile_cache
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, train
-from grpo_jax.bounds import Work, peaks_of
+from grpo_jax.models.bounds import Work, peaks_of
 
 WORKLOAD: dict[str, Any] = {
     "num_prompts": 8,

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax import GRPOConfig, Policy, distributed, evaluate
-from grpo_jax.rewards import completion_text, reward_names
-from grpo_jax.sharding import gather_objects, parse_mesh
+from grpo_jax import GRPOConfig, Policy, evaluate
+from grpo_jax.devices import distributed
+from grpo_jax.devices.sharding import gather_objects, parse_mesh
+from grpo_jax.rewards.contract import reward_names
+from grpo_jax.rewards.shipped import completion_text
 
 __all__ = [
     "Rates",

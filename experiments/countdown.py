@@ -49,8 +49,8 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
-from grpo_jax.rewards import from_row
-from grpo_jax.sharding import make_mesh
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.rewards.combine import from_row
 
 LONGEST_EXPRESSION = 100
 """Characters; six numbers of three digits with all their brackets need about 50."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_jax.migrate import Migration, from_trl
+from grpo_jax.compat.migrate import Migration, from_trl
 
 
 def main(argv: Sequence[str] | None = None) -> Migration:

@@ -3,9 +3,9 @@
     python -m experiments.gsm8k --data DIRECTORY [--model DIRECTORY_OR_NAME] [--lora RANK] [--seed N] [--random-rewards]
 
 DIRECTORY holds train.jsonl and test.jsonl of GSM8K; `--data hub` fetches them with the package `datasets`. Two rewards:
-the answer, found and compared as `grpo_jax.answers` does, and a last line `#### <number>`. The test set is answered
-before and after, greedily and by several samples of each problem (mean and pass@k), and greedily every --eval-steps.
-`--random-rewards` rewards by coin flips instead, and logs the two others: what is gained then is no learning.
+the answer, found and compared as `grpo_jax.rewards.answers` does, and a last line `#### <number>`. The test set is
+answered before and after, greedily and by several samples of each problem (mean and pass@k), and greedily every
+--eval-steps. `--random-rewards` rewards by coin flips instead, and logs the two others: what is gained then is no learning.
 
 Time and figures for Qwen2.5-0.5B-Instruct: to be measured on a GPU. What should be seen, and has not been yet: accuracy
 and format rise, pass@k less than the mean; with --random-rewards nothing does.
@@ -56,11 +56,11 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.answers import number_reward
-from grpo_jax.evaluate import pass_at_k
-from grpo_jax.report import Callback
-from grpo_jax.rewards import format_reward
-from grpo_jax.sharding import make_mesh
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.rewards.answers import number_reward
+from grpo_jax.rewards.shipped import format_reward
+from grpo_jax.run.evaluate import pass_at_k
+from grpo_jax.watch.writer import Callback
 
 GROUP = 8
 """Completions of each prompt in training."""

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.losses import grpo_loss
+from grpo_jax.maths.losses import grpo_loss
 
 UPDATES = 8000
 """Gradient steps of a run; a multiple of 4."""

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from grpo_jax.models.families import read_config, tensor_plan
-from grpo_jax.models.huggingface import from_pretrained
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.huggingface import from_pretrained
+from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.transformer import count_parameters
 
 SHAPE = {

@@ -33,7 +33,8 @@ import numpy as np
 import optax
 
 from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_loss
-from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Completions, Params, Prompts
 
 VOCABULARY = 12

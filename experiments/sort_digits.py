@@ -39,7 +39,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
-from grpo_jax.rewards import accuracy_reward, format_reward
+from grpo_jax.rewards.shipped import accuracy_reward, format_reward
 
 DIGITS = 5
 """Digits of a prompt."""

@@ -34,7 +34,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
-from grpo_jax.rewards import from_row
+from grpo_jax.rewards.combine import from_row
 
 # fmt: off
 WORDS = ("cat", "dog", "ball", "tree", "bird", "cake", "hat", "car", "fish", "sun", "box", "toy", "bed", "boat", "bear",

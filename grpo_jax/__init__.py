@@ -3,23 +3,26 @@
 Importing this does no work: transformers, orbax and matplotlib are imported when something needs them.
 """
 
-from grpo_jax.advantages import compute_advantages, zero_signal_groups
-from grpo_jax.config import GRPOConfig
-from grpo_jax.evaluate import evaluate
-from grpo_jax.kl import kl_divergence
-from grpo_jax.log_probs import completion_log_probs, token_log_probs
-from grpo_jax.losses import grpo_loss
-from grpo_jax.models.huggingface import Policy, from_pretrained, init_policy, save_pretrained
-from grpo_jax.models.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.plan import Plan, plan
-from grpo_jax.prompts import make_prompts
-from grpo_jax.reference import mixup, sync_reference
-from grpo_jax.replay import replay
-from grpo_jax.rollout import generate
-from grpo_jax.sampling import sample_tokens
-from grpo_jax.state import TrainState
-from grpo_jax.train import train, train_step
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
+from grpo_jax.hub.policy import Policy, init_policy
+from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.log_probs import token_log_probs
+from grpo_jax.maths.losses import grpo_loss
+from grpo_jax.maths.reference import mixup, sync_reference
+from grpo_jax.maths.sampling import sample_tokens
+from grpo_jax.models.scoring import completion_log_probs
+from grpo_jax.plan.estimate import Plan, plan
+from grpo_jax.rollout.generate import generate
+from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.replay import replay
+from grpo_jax.run.train import train
+from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Batch, Completions, Prompts
+from grpo_jax.update.state import TrainState
+from grpo_jax.update.step import train_step
 
 __all__ = [
     "Batch",

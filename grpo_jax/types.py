@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 Params = Any
 """A pytree of arrays: nested dicts for the models of this package."""
@@ -131,3 +132,15 @@ class RewardFn(Protocol):
     """
 
     def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
+
+
+def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Prompt and completion as one right-padded row: [B·G, P+T] tokens, and where each completion starts [B·G]."""
+    b, g, t = tokens.shape
+    p = prompts.tokens.shape[1]
+    position = jnp.arange(p + t)[None]
+    lengths = jnp.repeat(prompts.lengths, g)[:, None]
+    prompt = jnp.pad(jnp.repeat(prompts.tokens, g, axis=0), ((0, 0), (0, t)))
+    at = jnp.clip(position - lengths, 0, t - 1)
+    completion = jnp.take_along_axis(tokens.reshape(b * g, t), at, axis=1)
+    return jnp.where(position < lengths, prompt, completion), lengths[:, 0]

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 chex.set_n_cpu_devices(8)
+
+# Tests share helpers across the rooms: each folder of tests can be imported from.
+sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -263,7 +263,7 @@ def quick_check(module: str) -> bool:
     import numpy as np
 
     try:
-        grpo_loss = importlib.import_module("grpo_jax.losses").grpo_loss
+        grpo_loss = importlib.import_module("grpo_jax.maths.losses").grpo_loss
         for case, (loss, metrics, gradient), jax_loss in cases_of_the_loss():
             got = jax_loss(case, loss=grpo_loss)
             close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

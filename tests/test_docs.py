@@ -115,11 +115,11 @@ def test_names_are_those_of_the_code(page):
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_fields_that_are_set_are_fields(page):
-    functions = [importlib.import_module("grpo_jax.reward_workers").isolated]
+    functions = [importlib.import_module("grpo_jax.rewards.workers").isolated]
     functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
-    known |= set(importlib.import_module("grpo_jax.trl_fields").ELSEWHERE)  # what TRL has, on its page
+    known |= set(importlib.import_module("grpo_jax.config.trl_fields").ELSEWHERE)  # what TRL has, on its page
     written = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in re.findall(r"\b([a-z_]+)=", code)}
     assert not written - known
 
@@ -169,7 +169,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
     as_text = small_judge.judge([f"user: {p}\n" for p in prompts], [f"me: {c}\n" for c in completions])
     assert small_judge.judge(*chats) == pytest.approx(as_text, abs=1e-5)
 
-    isolated = importlib.import_module("grpo_jax.reward_workers").isolated(small_judge.judge, timeout=120.0)
+    isolated = importlib.import_module("grpo_jax.rewards.workers").isolated(small_judge.judge, timeout=120.0)
     assert isolated(prompts=prompts, completions=completions) == pytest.approx(scores, abs=1e-5)
 
 

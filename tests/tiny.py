@@ -6,7 +6,8 @@ import jax
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import Policy, init_policy
-from grpo_jax.models.transformer import Transformer, TransformerConfig
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
 
 EOS = "<eos>"
 PAD = "<pad>"

@@ -20,7 +20,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.transformer import Transformer, TransformerConfig, projections
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
 TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)"
@@ -42,7 +43,7 @@ class LoraModel:
 
     Example:
       >>> import jax
-      >>> from grpo_jax.models.transformer import TransformerConfig
+      >>> from grpo_jax.models.layers import TransformerConfig
       >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> tokens = jax.numpy.zeros((1, 3), "int32")
       >>> base = model.init(jax.random.key(0), tokens)["params"]

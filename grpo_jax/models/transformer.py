@@ -7,297 +7,29 @@ stack. Softmax, norms and logits are float32 whatever the compute dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from grpo_jax.models.attention import Cache, Lane, Prefix, group_attention, lane_attention
-from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, scale_columns
+from grpo_jax.models.experts import MixtureOfExperts
+from grpo_jax.models.layers import ACTIVATIONS, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.matmul import matmul_transposed
+from grpo_jax.models.rope import check_rope_length, rope_table, rotate
 
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), by `kind` scaled for longer contexts.
-
-    Attributes:
-      theta: base of the frequencies.
-      kind: "default", or a scaling named as in Hugging Face's `rope_type`; one of `ROPE_KINDS`.
-      scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
-      fraction: of the head's width that is rotated, the first part of it.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    scaling: tuple[tuple[str, Any], ...] = ()
-    fraction: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
-
-    Attributes:
-      vocab_size: V.
-      hidden_size: D.
-      intermediate_size: width of the gated MLP.
-      num_layers: decoder layers.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; divides `num_heads`.
-      head_dim: width of one head.
-      rms_norm_eps: added to the mean square.
-      tie_word_embeddings: the output head is the embedding.
-      max_position_embeddings: context length the checkpoint was made for.
-      rope: rotary embedding of full-attention layers.
-      local_rope: that of sliding-window layers, where it differs.
-      rotary_layers: one bool a layer, False for a layer without rotary embedding; None means all.
-      windows: one entry a layer, the sliding window in tokens or None; None means full attention everywhere.
-      qkv_bias, o_bias, mlp_bias: biases of the projections.
-      qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
-      norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
-      norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
-      activation: "silu", "gelu" or "gelu_tanh".
-      query_scale: factor on the attention scores; None means head_dim^(−1/2).
-      attention_soft_cap: c in c·tanh(score/c), or None.
-      logit_soft_cap: the same on the logits.
-      embedding_scale: factor on the embeddings.
-      num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
-      num_experts_per_token: experts that a token is sent to.
-      expert_size: width of one expert's gated MLP.
-      expert_layers: one bool a layer, True for a mixture of experts in place of the MLP.
-      normalize_expert_weights: the weights of a token's experts sum to one.
-      router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
-      initializer_range: standard deviation of freshly made weights.
-      dtype: compute dtype of the matrix products, "float32" or "bfloat16".
-      remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    max_position_embeddings: int = 32768
-    rope: Rope = Rope()
-    local_rope: Rope | None = None
-    rotary_layers: tuple[bool, ...] | None = None
-    windows: tuple[int | None, ...] | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: str = "none"
-    norms: str = "pre"
-    norm_offset: float = 0.0
-    activation: str = "silu"
-    query_scale: float | None = None
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    embedding_scale: float = 1.0
-    num_experts: int = 0
-    num_experts_per_token: int = 0
-    expert_size: int = 0
-    expert_layers: tuple[bool, ...] = ()
-    normalize_expert_weights: bool = False
-    router_loss_coef: float = 0.0
-    initializer_range: float = 0.02
-    dtype: str = "float32"
-    remat: bool = False
-    remat_policy: str = "nothing_saveable"
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": nn.silu,
-    "gelu": lambda x: nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
-}
-
-
-def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Positions divided by `factor` (position interpolation)."""
-    return inverse / n["factor"], 1.0
-
-
-def _dynamic(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """NTK-aware: a larger base once the sequence is longer than the context that the model was made for."""
-    longest, d = n["max_position_embeddings"], 2 * len(inverse)
-    growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
-    return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
-
-
-def _llama3(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Long wavelengths interpolated, short ones kept, a linear passage between the two."""
-    turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
-    return inverse * (kept + (1 - kept) / n["factor"]), 1.0
-
-
-def _yarn(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """As llama3 with the passage counted in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
-    d, original = 2 * len(inverse), n["original_max_position_embeddings"]
-    factor = n["factor"] or n["max_position_embeddings"] / original
-
-    def dimension(turns):
-        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    def temperature(mscale):
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    low, high = dimension(n["beta_fast"]), dimension(n["beta_slow"])
-    if n["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, d - 1)
-    interpolated = np.clip((np.arange(d // 2) - low) / (high - low if high != low else 0.001), 0, 1)
-    attention = n["attention_factor"]
-    if attention is None and n["mscale"] and n["mscale_all_dim"]:
-        attention = temperature(n["mscale"]) / temperature(n["mscale_all_dim"])
-    elif attention is None:
-        attention = temperature(1.0)
-    return inverse * (1 - interpolated + interpolated / factor), attention
-
-
-def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """A factor for each frequency, of two sets: one up to the original context, one beyond (Ding et al. 2024)."""
-    original = n["original_max_position_embeddings"]
-    factor = n["factor"] or n["max_position_embeddings"] / original
-    attention = n["attention_factor"]
-    if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
-
-
-ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np.ndarray, float]]] = {
-    "default": lambda inverse, numbers, rope, length: (inverse, 1.0),
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
-"""Scalings: from frequencies, the numbers of the scaling, and the length of the sequence, to frequencies and factor."""
-
-ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Scalings that change for the whole sequence when it grows beyond this number."""
-
-
-def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
-    """Angular frequencies of a rotary embedding.
-
-    Args:
-      rope: the embedding.
-      head_dim: width d of a head, of which the first `rope.fraction` is rotated.
-      length: tokens of the sequence; only "dynamic" and "longrope" depend on it.
-
-    Returns:
-      Frequencies [r/2] float32 in radians a position, r the rotated width; and the factor on cosines and sines.
-
-    Example:
-      >>> rope_frequencies(Rope(theta=100.0, kind="linear", scaling=(("factor", 2.0),)), 4)
-      (array([0.5 , 0.05], dtype=float32), 1.0)
-    """
-    if rope.kind not in ROPE_KINDS:
-        raise ValueError(f"rope kind {rope.kind!r} is not supported; one of {list(ROPE_KINDS)} is.")
-    rotated = int(head_dim * rope.fraction)
-    inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-    frequencies, factor = ROPE_KINDS[rope.kind](inverse, dict(rope.scaling), rope, length)
-    return frequencies.astype(np.float32), factor
-
-
-def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Factors [B, 1, T, 2, r/2] float32 at [B, T] positions, for each half: on itself, and on the other half.
-
-    The axis of one is G: rows of a prompt agree.
-    """
-    frequencies, factor = rope_frequencies(rope, head_dim, length)
-    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
-    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
-
-
-def check_rope_length(rope: Rope, length: int) -> None:
-    """Refuse cached keys where a longer sequence would change the frequencies that they were already rotated by."""
-    limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
-    if limit is not None and length > limit:
-        raise ValueError(
-            f"prompts and completions together take up to {length} tokens, but beyond {limit} rope_type {rope.kind!r} "
-            "turns with the length of the whole sequence, so keys cannot be kept; use shorter prompts or completions."
-        )
-
-
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
-    own, other = (t[:, :, :, None] for t in table)
-    half = own.shape[-1]
-    halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
-    halves = halves.reshape(*x.shape[:-1], 2, half)
-    # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
-    turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
-    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
-
-
-class Linear(nn.Module):
-    """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
-
-    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU. Products
-    of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype` before; None: in `dtype`.
-    """
-
-    features: int
-    use_bias: bool
-    dtype: Any
-    stddev: float
-    result_dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        out = self.dtype if self.result_dtype is None else self.result_dtype
-        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
-        # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
-        shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        if self.has_variable("columns", "kernel"):
-            turned: jax.Array = self.get_variable("columns", "kernel")
-            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
-        else:
-            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out)
-        if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.features,))
-            y = y + bias.astype(out)[None]
-        if self.has_variable("lora", "a"):
-            if self.has_variable("lora", "rate") and self.has_rng("dropout"):
-                keep = jnp.asarray(1 - self.get_variable("lora", "rate"))
-                kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
-                x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
-            a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
-            b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + matmul(x.astype(self.dtype) @ a, b, out)
-        return y.reshape(*shape[:-1], self.features)
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
-
-    eps: float
-    offset: float = 0.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        init = nn.initializers.zeros if self.offset else nn.initializers.ones
-        scale = self.param("scale", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return scale_columns(y.reshape(-1, x.shape[-1]), scale).reshape(x.shape).astype(x.dtype)
+__all__ = [
+    "Transformer",
+    "count_parameters",
+    "empty_cache",
+    "kernels_by_columns",
+    "projections",
+]
 
 
 class Attention(nn.Module):
@@ -367,54 +99,6 @@ class MLP(nn.Module):
         gated = lambda gate, up: ACTIVATIONS[c.activation](gate) * up
         # What lies between the products is cheaper to make again in the backward pass than to write and to keep.
         return linear("down_proj", c.hidden_size)(jax.checkpoint(gated)(gate, up))
-
-
-class Experts(nn.Module):
-    """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
-
-    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: no expert has a capacity, no
-    token is dropped, and a row does not depend on its neighbours.
-    """
-
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """x [N, D], weights and chosen [N, k] to [N, D]."""
-        c = self.config
-        dtype = jnp.dtype(c.dtype)
-
-        def kernel(name, fan_in, fan_out):
-            init = nn.initializers.normal(c.initializer_range)
-            return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
-
-        gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
-        down = kernel("down_proj", c.expert_size, c.hidden_size)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
-        row = order // chosen.shape[1]
-        y = jnp.take(x.astype(dtype), row, axis=0)
-        y = ACTIVATIONS[c.activation](jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
-        y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None].astype(dtype)
-        return jnp.zeros(x.shape, y.dtype).at[row].add(y)
-
-
-class MixtureOfExperts(nn.Module):
-    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`."""
-
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="gate")(x)
-        logits = logits.astype(jnp.float32)
-        self.sow("router", "logits", logits)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
-        if c.normalize_expert_weights:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
-        flat = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
-        return Experts(c, name="experts")(*flat).reshape(x.shape)
 
 
 class Layer(nn.Module):
@@ -605,46 +289,6 @@ class Transformer(nn.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
-    """Load-balancing loss of a mixture of experts: E Σ_e f_e p_e.
-
-    f_e is the number of tokens sent to expert e, and p_e the mean probability that the router gave it, both over the
-    masked-in tokens of all sparse layers; a router without preferences has the least loss, `num_experts_per_token`.
-
-    Args:
-      router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
-      mask: [B, T] or [B, G, T], as the tokens were; the tokens that count.
-      num_experts_per_token: k of the config.
-
-    Returns:
-      [] float32; minimise, times `config.router_loss_coef`.
-
-    Gradient:
-      Through p only; f counts.
-
-    References:
-      Fedus et al. 2021, Switch Transformers, eq. 4 to 6, as transformers' `load_balancing_loss_func` has it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> router = {"layers_0": {"mlp": {"logits": (jnp.zeros((1, 1, 2, 4)),)}}}
-      >>> float(router_loss(router, jnp.ones((1, 2)), num_experts_per_token=1))
-      1.0
-    """
-    layers = jax.tree.leaves(router)
-    used = given = jnp.zeros(layers[0].shape[-1:])
-    count = jnp.zeros(())
-    flat = mask.reshape(-1, 1).astype(jnp.float32)
-    for logits in layers:
-        probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
-        _, chosen = jax.lax.top_k(probs, num_experts_per_token)
-        used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
-        given += (probs * flat).sum(axis=0)
-        count += flat.sum()
-    count = jnp.maximum(count, 1.0)
-    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))
-
-
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
     """Own keys and values for `slots` decode steps of [batch, group] rows, zeros."""
     heads, d = (batch, config.num_kv_heads, group), config.head_dim
@@ -670,17 +314,3 @@ def kernels_by_columns(params: Any) -> Any:
 def count_parameters(params: Any) -> int:
     """Number of scalars in a tree of parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-__all__: Sequence[str] = [
-    "ROPE_KINDS",
-    "Rope",
-    "Transformer",
-    "TransformerConfig",
-    "count_parameters",
-    "empty_cache",
-    "kernels_by_columns",
-    "projections",
-    "rope_frequencies",
-    "router_loss",
-]

@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from grpo_jax.config import GRPOConfig
-from grpo_jax.plan import answer, plan
-from grpo_jax.sharding import parse_mesh
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import parse_mesh
+from grpo_jax.plan.estimate import answer, plan
 
 __all__ = ["main"]
 

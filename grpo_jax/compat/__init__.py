@@ -1,0 +1,10 @@
+"""For those who come from TRL: its trainer's interface, and a translation of its settings."""
+
+from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
+
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "from_trl",
+]

@@ -1,0 +1,212 @@
+"""The way over from TRL: what of its `GRPOConfig` carries over, what says the rest here, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
+
+__all__ = ["Migration", "field_table", "from_trl"]
+
+_STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
+# Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
+_PYTORCH_KWARGS = {
+    "attn_implementation",
+    "device_map",
+    "use_cache",
+    "low_cpu_mem_usage",
+    "use_safetensors",
+    "max_memory",
+}
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
+# Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_STEPS, ("steps",)),
+    "bf16": (None, False),
+    "model_init_kwargs": (None, {}),
+    "trackio_static_space_id": (None, False),
+    "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"),
+    "include_for_metrics": (None, [], ()),
+    "include_num_input_tokens_seen": ("no", False, True, "all", "non_padding"),
+    "fsdp": (None, False, "", []),
+    "fsdp_config": (None, {}),
+    "debug": ("", []),
+    "hub_token": (None, "<HUB_TOKEN>"),  # what a dump shows in the place of any
+    "train_sampling_strategy": ("random", None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """What became of a TRL config.
+
+    Attributes:
+      values: fields for `GRPOConfig`.
+      run_dir: for `train`, of `output_dir`; None where there was none.
+      same: names of the fields that were taken as they are.
+      translated: name → what it became.
+      left_out: name → why it is not needed, or what sets it from outside.
+      missing: name → why there is no such thing here, and what to do; empty where the run will be the same.
+      dtype: of the params, for `from_pretrained`, of `model_init_kwargs`; "auto": that of the checkpoint; None where
+        there was none.
+    """
+
+    values: dict[str, Any]
+    run_dir: str | None
+    same: list[str]
+    translated: dict[str, str]
+    left_out: dict[str, str]
+    missing: dict[str, str]
+    dtype: str | None = None
+
+    def config(self) -> GRPOConfig:
+        """The config of what carries over.
+
+        Raises:
+          ValueError: a value that `GRPOConfig` does not take, such as another scheduler.
+        """
+        return GRPOConfig(**self.values)
+
+    def __str__(self) -> str:
+        lines = [f"taken as they are: {', '.join(self.same)}"] if self.same else []
+        for title, notes in (
+            ("translated", self.translated),
+            ("left out", self.left_out),
+            ("NOT HERE", self.missing),
+        ):
+            lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
+        return "\n".join(lines) or "nothing to carry over: every value is TRL's default"
+
+
+def from_trl(values: Mapping[str, Any]) -> Migration:
+    """Translate the fields of a TRL GRPO config.
+
+    Args:
+      values: names and values, as they stand in a script's `GRPOConfig(...)` or in its `to_dict()`.
+
+    Returns:
+      A `Migration`; nothing is dropped without a word, but for values that are TRL's defaults.
+
+    Raises:
+      ValueError: a name that neither TRL nor this library has.
+
+    Example:
+      >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
+      >>> moved.values, moved.run_dir, list(moved.left_out), list(moved.missing)
+      ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
+    """
+    ours = {field.name for field in dataclasses.fields(GRPOConfig)}
+    moved = Migration({}, None, [], {}, {}, {})
+    for name, value in values.items():
+        if name in ours:
+            moved.values[name] = value
+            moved.same.append(name)
+        elif name not in ELSEWHERE:
+            near = difflib.get_close_matches(name, [*ours, *ELSEWHERE], n=1)
+            hint = f"; {OTHER_NAMES.get(name) or f'did you mean {near[0]}?'}" if near or name in OTHER_NAMES else ""
+            raise ValueError(f"{name} is no field of GRPOConfig, of TRL {TRL_VERSION} or of grpo_jax{hint}")
+    for name, value in values.items():
+        if name in ELSEWHERE:
+            moved = _elsewhere(moved, name, value)
+    _translate_evaluation(moved, values)
+    if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
+        del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
+        moved.same.remove("generation_batch_size")
+    return moved
+
+
+def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
+    """Note one field that is none here."""
+    default, kind, advice = ELSEWHERE[name]
+    if name == "output_dir" and value is not None:
+        moved.translated[name] = f"run_dir={str(value)!r} of train"
+        return dataclasses.replace(moved, run_dir=str(value))
+    if name in ("bf16", "fp16") and value:
+        moved.values["compute_dtype"] = "bfloat16"
+        moved.translated[name] = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
+    elif name == "model_init_kwargs" and value:
+        return _model_init_kwargs(moved, value)
+    elif name == "logging_strategy" and value == "no":
+        moved.missing[name] = "metrics are logged always; logging_steps says how often"
+    elif name in _STEPS and value == "no":
+        steps = _STEPS[name]
+        # TRL's default of eval_strategy: eval_steps count for nothing then. A run saves unless it is told not to.
+        if name == "save_strategy" or moved.values.get(steps) is not None:
+            moved.values[steps] = None
+            moved.translated[name] = f"{steps}=None" + ": one checkpoint, at the end" * (name == "save_strategy")
+            if steps in moved.same:
+                moved.same.remove(steps)
+    elif name in _STEPS and value not in ("steps", default):
+        moved.missing[name] = f"{value!r} counts otherwise than by steps: give {_STEPS[name]} a number of them"
+    elif name == "activation_checkpointing" and value is not None:
+        moved.values["gradient_checkpointing"] = bool(value)
+        moved.translated[name] = f"gradient_checkpointing={bool(value)}"
+    elif name == "optim" and value not in _NOTHING["optim"]:
+        moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
+    elif value == default or value in _NOTHING.get(name, ()):
+        pass
+    elif kind == "not here":
+        moved.missing[name] = advice
+    else:
+        notes = moved.missing if kind == "other name" else moved.left_out
+        notes[name] = advice.removeprefix("leave it out: ")
+    return moved
+
+
+def _model_init_kwargs(moved: Migration, kwargs: Mapping[str, Any]) -> Migration:
+    """Note what `from_pretrained` of transformers was to be called with: the dtype, and what only PyTorch asks."""
+    name, kwargs = "model_init_kwargs", {key: value for key, value in kwargs.items() if value not in (None, False)}
+    given = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
+    kwargs.pop("torch_dtype", None)
+    dtype = _DTYPES.get(given)
+    if dtype is None and given != "None":
+        moved.missing[name] = f"dtype {given!r}: use float32, bfloat16 or auto"
+    if dtype is not None:
+        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + " (no float16)" * (given == "float16")
+    if dtype == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
+        moved.values["compute_dtype"] = dtype
+    unknown = sorted(set(kwargs) - _PYTORCH_KWARGS)
+    if unknown:
+        moved.missing[name] = f"{', '.join(unknown)}: from_pretrained takes dtype, param_dtype and mesh"
+    elif kwargs:
+        moved.left_out[name] = f"{', '.join(sorted(kwargs))}: how a model is run, PyTorch's part of it"
+    return dataclasses.replace(moved, dtype=dtype)
+
+
+def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
+    """Give evaluations the steps and the names that they have in TRL."""
+    evaluates = values.get("eval_strategy") == "steps"
+    if evaluates and moved.values.get("eval_steps") is None:
+        moved.values["eval_steps"] = moved.values.get("logging_steps", GRPOConfig.logging_steps)
+        moved.translated["eval_strategy"] = f"eval_steps={moved.values['eval_steps']}, of logging_steps"
+    name = "metric_for_best_model"
+    best = moved.values.get(name)
+    if not isinstance(best, str) or not (best.startswith("eval_") or evaluates):
+        return
+    plain = best.removeprefix("eval_")
+    found = re.fullmatch(r"rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward)", plain)
+    if found is None and (plain != best or plain == "loss"):
+        moved.missing[name] = f"{best!r}: evaluations measure rewards; name eval_reward or eval_rewards/<function>/mean"
+    if found is None:
+        return
+    ours = f"eval/{next(filter(None, found.groups()))}"
+    moved.values[name] = ours
+    moved.translated[name] = f'"{ours}"'
+    moved.same.remove(name)
+
+
+def field_table() -> str:
+    """The table of `docs/coming_from_trl.md`: every field of TRL's, and what it is here.
+
+    Example:
+      >>> field_table().splitlines()[2]
+      '| `num_generations` | same |  |'
+    """
+    rows = [(name, "same", note) for name, note in SAME.items()]
+    rows += [(name, kind, advice.removeprefix("leave it out: ")) for name, (_, kind, advice) in ELSEWHERE.items()]
+    return "\n".join(["| TRL's field | here | |", "|---|---|---|", *(f"| `{a}` | {b} | {c} |" for a, b, c in rows)])

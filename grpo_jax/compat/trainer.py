@@ -1,0 +1,239 @@
+"""A TRL script as it stands, with another import: `from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer`.
+
+A thin shell around `train`, for scripts that come from TRL; what it does not take, it refuses by name. New code is
+shorter with `train` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax.compat.migrate import from_trl
+from grpo_jax.config import config as _config
+from grpo_jax.hub.files import read_json
+from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
+from grpo_jax.hub.peft import add_lora
+from grpo_jax.hub.policy import Policy
+from grpo_jax.hub.publish import Publisher, write_policy
+from grpo_jax.models.lora import TARGETS
+from grpo_jax.rewards.contract import reward_names
+from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.train import train
+from grpo_jax.update.state import TrainState
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+_PEFT_ELSEWHERE = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
+
+_PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+class GRPOConfig:
+    """TRL's `GRPOConfig`: its fields and ours, by keyword.
+
+    Attributes:
+      config: the `grpo_jax.GRPOConfig` that it comes to.
+      output_dir: the run directory, None for none.
+      dtype: of the params, by `model_init_kwargs`; "auto": that of the checkpoint; None: float32.
+
+    Raises:
+      ValueError: a field that means something in TRL and cannot be had here, each with what to do; a wrong value.
+
+    Example:
+      >>> GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=4, use_vllm=True).config.beta
+      0.0
+      >>> GRPOConfig(repetition_penalty=1.1)
+      Traceback (most recent call last):
+      ValueError: GRPOConfig asks for what is not here:
+        repetition_penalty: leave it out: the sampler has no such penalty; there is get_repetition_penalty_reward
+    """
+
+    def __init__(self, output_dir: str | None = None, **values: Any):
+        moved = from_trl({"output_dir": output_dir, **values})
+        if moved.missing:
+            lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
+            raise ValueError("\n  ".join(["GRPOConfig asks for what is not here:", *lines]))
+        self.config = moved.config()
+        self.output_dir = moved.run_dir
+        self.dtype = moved.dtype
+
+
+class GRPOTrainer:
+    """TRL's `GRPOTrainer` over `train`: the same arguments, and `train`, `evaluate` and `save_model`.
+
+    Args:
+      model: a name on the hub, a directory or a `Policy`; models of PyTorch are refused.
+      reward_funcs: one or more reward functions; models are refused.
+      args: a `GRPOConfig` of this module, or the library's own.
+      train_dataset: rows.
+      eval_dataset: rows, or None.
+      processing_class: a tokenizer in the place of the checkpoint's.
+      callbacks: functions called as `callback(step, metrics)`; TRL's objects are refused.
+      optimizers: an optax transformation and None.
+      peft_config: PEFT's `LoraConfig`, or anything with its `r`, `lora_alpha`, `lora_dropout` and `target_modules`.
+      others: TRL's further arguments, all refused but for None.
+
+    Attributes:
+      policy: the policy; after `train` the trained one.
+      state: what `train` returned, None before.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Policy,
+        reward_funcs: Any = None,
+        args: GRPOConfig | _config.GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **others: Any,
+    ):
+        asked = [name for name, value in others.items() if value is not None]
+        if asked:
+            raise ValueError(f"GRPOTrainer takes no {', '.join(asked)} here: leave it out, or write it with `train`.")
+        if optimizers[1] is not None:
+            raise ValueError("optimizers has a scheduler: an optax transformation has its schedule inside, give None.")
+        if isinstance(eval_dataset, Mapping):
+            raise ValueError("eval_dataset is a dict: give one dataset; evaluate() takes the others.")
+        args = GRPOConfig() if args is None else args
+        if not isinstance(args, GRPOConfig | _config.GRPOConfig):
+            raise ValueError(
+                f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
+            )
+        self.config = args.config if isinstance(args, GRPOConfig) else args
+        self.run_dir = args.output_dir if isinstance(args, GRPOConfig) else None
+        if not isinstance(model, str | Path | Policy):
+            raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
+        dtype = args.dtype if isinstance(args, GRPOConfig) else None
+        if not isinstance(model, Policy):
+            model = self._load(model, dtype)
+        elif dtype is not None:
+            raise ValueError(f"model_init_kwargs has the dtype {dtype!r}, and model is a Policy: it is loaded already.")
+        if processing_class is not None:
+            model = model.replace(tokenizer=processing_class)
+        self.policy = model if peft_config is None else _with_adapters(model, peft_config, self.config.seed)
+        self.state: TrainState | None = None
+        self._reward_funcs = reward_funcs
+        self._datasets = train_dataset, eval_dataset
+        self._callbacks = tuple(callbacks or ())
+        self._optimizer = optimizers[0]
+
+    def _load(self, model: str | Path, dtype: str | None) -> Policy:
+        """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
+        if dtype == "auto":
+            raw = read_json(find_checkpoint(model, weights=False) / "config.json") or {}
+            stored = raw.get("dtype", raw.get("torch_dtype"))
+            dtype = "float32" if stored in (None, "float32") else "bfloat16"
+            if dtype == "bfloat16":
+                self.config = dataclasses.replace(self.config, compute_dtype="bfloat16")
+        return from_pretrained(model, dtype=self.config.compute_dtype, param_dtype=dtype or "float32")
+
+    def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
+        """Train; a run that is found in `output_dir` goes on, asked or not.
+
+        Args:
+          resume_from_checkpoint: None or True; a directory of choice is refused.
+        """
+        if resume_from_checkpoint not in (None, True):
+            raise ValueError(
+                f"resume_from_checkpoint is {resume_from_checkpoint!r}: a run goes on after its newest checkpoint in "
+                "output_dir; for a fresh one give another output_dir."
+            )
+        data, eval_data = self._datasets
+        self.state = train(
+            self.policy,
+            data,
+            self._reward_funcs,
+            self.config,
+            eval_dataset=eval_data,
+            run_dir=self.run_dir,
+            callbacks=self._callbacks,
+            optimizer=self._optimizer,
+        )
+        self.policy = self.policy.replace(params=self.state.params)
+        return self.state
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Mean reward of each function on held-out rows, under TRL's names: `eval_rewards/<function>/mean`."""
+        data = self._datasets[1] if eval_dataset is None else eval_dataset
+        if data is None:
+            raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
+        config = self.config
+        metrics, _ = evaluate(
+            self.policy,
+            data,
+            self._reward_funcs,
+            num_generations=config.eval_generations,
+            max_completion_length=config.max_completion_length,
+            temperature=config.eval_temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
+            pad_to_multiple_of=config.padding,
+            seed=config.seed,
+            max_prompt_length=config.max_prompt_length,
+            on_long_prompt=config.on_long_prompt,
+            chat_template_kwargs=config.chat_template_kwargs,
+            on_reward_error=config.on_reward_error,
+        )
+        names = reward_names(self._reward_funcs)
+        scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in names}
+        return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the policy in Hugging Face's layout, adapters in PEFT's; with `push_to_hub` push it too.
+
+        Args:
+          output_dir: where to; None, or the run directory, which holds the run's files: `final` in it.
+        """
+        if output_dir is None and self.run_dir is None:
+            raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
+        target = Path(self.run_dir if output_dir is None else output_dir)  # type: ignore[arg-type]
+        if self.run_dir is not None and target.absolute() == Path(self.run_dir).absolute():
+            target /= "final"
+        write_policy(target, self.policy)
+        if self.config.push_to_hub:
+            self.push_to_hub("Model save")
+
+    def push_to_hub(self, commit_message: str = "End of training") -> None:
+        """Push the policy to the repository `hub_model_id` of the hub, and wait until it is there."""
+        publisher = Publisher(dataclasses.replace(self.config, push_to_hub=True), self.policy, self.run_dir)
+        publisher.open()
+        publisher.end(self.policy.params, commit_message)
+
+
+def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:
+    """Adapters as a `LoraConfig` asks for them."""
+    for name, plain in _PEFT_ELSEWHERE.items():
+        if getattr(peft, name, plain) != plain:
+            raise ValueError(
+                f"peft_config.{name} is {getattr(peft, name)!r}: there is no such thing here, leave it out."
+            )
+    targets = getattr(peft, "target_modules", None)
+    if targets is None:
+        targets = ("q_proj", "v_proj")  # PEFT's choice for these families
+    if isinstance(targets, str) and targets != "all-linear":
+        raise ValueError(f"peft_config.target_modules is {targets!r}: give a list of names, or 'all-linear'.")
+    unknown = set() if isinstance(targets, str) else set(targets) - _PROJECTIONS
+    if unknown:
+        raise ValueError(f"peft_config.target_modules has {sorted(unknown)}: choose of {sorted(_PROJECTIONS)}.")
+    pattern = TARGETS if isinstance(targets, str) else rf"layers_\d+/\w+/({'|'.join(map(re.escape, sorted(targets)))})"
+    return add_lora(
+        policy,
+        jax.random.key(seed),
+        rank=peft.r,
+        alpha=float(peft.lora_alpha),
+        targets=pattern,
+        dropout=float(getattr(peft, "lora_dropout", 0.0)),
+    )

@@ -1,0 +1,268 @@
+"""Settings held against each other, and against the data, the devices and the model of a run."""
+
+import math
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+from grpo_jax.config.fields import nearest, raise_all, show
+
+
+def check_run(
+    config: Any,
+    *,
+    num_devices: int,
+    num_rows: int,
+    num_reward_fns: int,
+    num_eval_rows: int | None = None,
+    longest_prompt: int | None = None,
+    context_length: int | None = None,
+) -> None:
+    """Check a config against what it is to be run with; what the config alone can tell is known to be right.
+
+    Args:
+      config: the run's settings.
+      num_devices: devices of the run (1 without a mesh).
+      num_rows: rows of the dataset that are left after long prompts were dropped.
+      num_reward_fns: K, reward functions.
+      num_eval_rows: rows of the evaluation dataset; None: there is none.
+      longest_prompt: tokens of the longest prompt; None: not known.
+      context_length: positions that the model has; None: not known.
+
+    Raises:
+      ValueError: with one line an error, each with the field, the value that came and what to do.
+
+    Example:
+      >>> check_run(GRPOConfig(reward_weights=[1.0, 0.5]), num_devices=1, num_rows=100, num_reward_fns=1)
+      Traceback (most recent call last):
+      ValueError: this run has 1 error:
+        reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
+    """
+    raise_all("this run", run_problems(**locals()))
+
+
+def run_problems(
+    config: Any,
+    *,
+    num_devices: int,
+    num_rows: int,
+    num_reward_fns: int,
+    num_eval_rows: int | None,
+    longest_prompt: int | None,
+    context_length: int | None,
+) -> list[str]:
+    """The error lines of `check_run`, which documents the arguments."""
+    shards, group = config.data_shards(num_devices), config.num_generations
+    problems = list(_split_problems(config, shards))
+    if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
+        problems.append(
+            f"{_setting(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
+            f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
+        )
+    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
+        product = " × ".join(str(size) for size in config.mesh.values())
+        problems.append(
+            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+            " that, or leave mesh at None for one device"
+        )
+    if num_rows < 1:
+        problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
+    if num_reward_fns < 1:
+        problems.append("reward_fns: there is no reward function; give at least one")
+    elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
+        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
+        problems.append(
+            f"{_setting(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
+            " give one weight a function, or None for 1.0 each"
+        )
+    if num_eval_rows is not None:
+        if num_eval_rows < 1:
+            problems.append("eval_dataset: there is no row to evaluate on; give rows, or leave the argument out")
+        batch, group = config.per_device_eval_batch_size, config.eval_generations
+        if batch % group:
+            problems.append(
+                f"{_setting(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
+                f" (num_generations_eval); {nearest(batch, lambda size: size % group == 0)}"
+            )
+    elif config.eval_steps is not None:
+        problems.append(
+            f"{_setting(config, 'eval_steps')}: there is nothing to evaluate on; pass eval_dataset to train"
+        )
+    elif (config.metric_for_best_model or "").startswith("eval/"):
+        problems.append(
+            f"{_setting(config, 'metric_for_best_model')}: there is nothing to evaluate on; pass eval_dataset to train"
+        )
+    if context_length is not None:
+        prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
+        if (prompt or 1) + config.max_completion_length > context_length:
+            problems.append(
+                f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt or 1} tokens this passes"
+                f" the {context_length} positions of the model; lower it, or max_prompt_length"
+            )
+    return problems
+
+
+def _setting(config: Any, name: str) -> str:
+    """Return "name = value", the head of an error line."""
+    return f"{name} = {show(getattr(config, name))}"
+
+
+def _batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
+    """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
+    names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
+    if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size"]):
+        return
+    group, micro, accumulated = (getattr(config, name) for name in names)
+
+    def whole_groups(size: int) -> bool:
+        return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
+
+    if not whole_groups(micro):
+        yield (
+            f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
+            f" it makes {micro * accumulated} completions a device and update, which cannot be cut into whole"
+            f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
+        )
+    steps = config.steps_per_generation
+    if steps is not None and steps % accumulated:
+        yield (
+            f"{_setting(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
+            f" {accumulated}; {nearest(steps, lambda size: size % accumulated == 0)}"
+        )
+    if steps is not None and config.generation_batch_size is not None:
+        yield (
+            f"{_setting(config, 'generation_batch_size')}: steps_per_generation = {steps} says the same in another way;"
+            " set one of the two"
+        )
+    elif whole_groups(micro):
+        yield from _split_problems(config, shards=1)
+
+
+def _split_problems(config: Any, shards: int) -> Iterator[str]:
+    """Yield the error line of a generation batch that does not split into the optimizer batches of so many shards."""
+    micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    update = micro * accumulated * shards
+    if config.generation_batch_size is not None and config.generation_batch_size % update:
+        devices = f" × {shards} devices" if shards > 1 else ""
+        product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
+        yield (
+            f"{_setting(config, 'generation_batch_size')}: does not split into optimizer batches of {update}"
+            f" completions ({product}); {nearest(config.generation_batch_size, lambda size: size % update == 0)}"
+        )
+
+
+_CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
+
+
+_PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
+
+
+# Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
+_CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
+        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it {_PAPER}",
+    ),
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high < 1,
+        f"{_CAP}; below 1 it scales every gradient down; use 1 or more {_PAPER}",
+    ),
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
+        "sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
+    ),
+    (
+        "delta loss_type",
+        lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
+        "cispo, sapo and vespo have no such cap; leave it at None",
+    ),
+    (
+        "importance_sampling_level loss_type",
+        lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
+        'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
+    ),
+    (
+        "rollout_batch_size num_generations",
+        lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
+        "must hold a group of num_generations completions; raise it or use None",
+    ),
+    (
+        "sync_ref_model beta",
+        lambda c: c.sync_ref_model and c.beta == 0,
+        "with beta = 0 there is no reference to pull along; set beta above 0, or sync_ref_model=False",
+    ),
+    (
+        "entropy_coef_min entropy_coef_max",
+        lambda c: c.entropy_coef_min > c.entropy_coef_max,
+        "must not be above entropy_coef_max; lower the one or raise the other",
+    ),
+    (
+        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
+        lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
+        "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+    ),
+    (
+        "reward_weights",
+        lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
+        "no reward would count; give at least one weight that is not 0",
+    ),
+    (
+        "max_steps",
+        lambda c: c.max_steps == 0,
+        "nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
+    ),
+    (
+        "warmup_steps",
+        lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
+        "must be a whole number of steps, or a share of all steps below 1",
+    ),
+    (
+        "warmup_steps max_steps",
+        lambda c: 0 < c.max_steps < c.warmup_steps,
+        "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
+    ),
+    (
+        "warmup_steps lr_scheduler_type",
+        lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
+        'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
+    ),
+    (
+        "greater_is_better metric_for_best_model",
+        lambda c: c.greater_is_better is not None and c.metric_for_best_model is None,
+        "there is nothing that could be better; set metric_for_best_model, or leave it at None",
+    ),
+    (
+        "metric_for_best_model save_steps eval_steps",
+        lambda c: (
+            c.save_steps is not None
+            and (c.metric_for_best_model or "").startswith("eval/")
+            and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
+        ),
+        "is not measured at every checkpoint; make save_steps a multiple of eval_steps",
+    ),
+    (
+        "load_best_model_at_end metric_for_best_model",
+        lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
+        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward" (an evaluation has no loss)',
+    ),
+    (
+        "load_best_model_at_end save_steps save_minutes",
+        lambda c: c.load_best_model_at_end and c.save_steps is None and c.save_minutes is None,
+        "there is one checkpoint, at the end, and nothing to choose from; set save_steps",
+    ),
+    (
+        "num_generations_eval temperature_eval",
+        lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
+        "greedy completions of one prompt (temperature_eval = 0) are all the same; use 1 or None",
+    ),
+)
+
+
+def _contradictions(config: Any, wrong: Container[str]) -> Iterator[str]:
+    """Yield an error line for each contradiction between fields that are right by themselves."""
+    for names, holds, mend in _CONTRADICTIONS:
+        fields = names.split()
+        if not any(field in wrong for field in fields) and holds(config):
+            yield f"{_setting(config, fields[0])}: {mend}"

@@ -1,0 +1,434 @@
+"""`GRPOConfig`: every setting of a run, its default stated once, wrong values refused before anything runs.
+
+A field that TRL 1.16's `GRPOConfig` (or `transformers.TrainingArguments` under it) has keeps its name, meaning and
+default here; the docs below say "ours" where it does not exist there. Defaults live in this file only: the functions
+of the library take plain keyword arguments, which the loop reads from a config and hands on.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from grpo_jax.config.checks import _batch_problems, _contradictions, _setting, _split_problems
+from grpo_jax.config.fields import (
+    Count,
+    In,
+    NotNegative,
+    Positive,
+    raise_all,
+    read,
+    read_json,
+    read_mesh,
+    read_trackers,
+    read_weights,
+    show,
+    unknown_field,
+)
+from grpo_jax.config.sizes import Sizes
+from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
+
+# What people write who come from elsewhere, and what it is here.
+_MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _checked(cls: _Class) -> _Class:
+    """Give a dataclass an `__init__` that reports unknown fields and bad values together, in one `ValueError`."""
+    plain_init: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(plain_init)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        if args:
+            raise ValueError(
+                f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
+            )
+        known = {f.name for f in dataclasses.fields(cls)}
+        problems = [unknown_field(name, known, _MENDS) for name in values if name not in known]
+        plain_init(self, **{name: value for name, value in values.items() if name in known})
+        raise_all(cls.__name__, problems + _normalize(self))
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+@_checked
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """Settings of a GRPO run; one that exists is valid.
+
+    All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
+    that contradict each other. What depends on the data or the devices is looked at by `check_run`.
+
+    Raises:
+      ValueError: with one line an error, each with the field, the value that came and what to do.
+
+    Example:
+      >>> config = GRPOConfig(num_generations=4, per_device_train_batch_size=16)
+      >>> config.sizes().prompts
+      4
+      >>> GRPOConfig(num_generation=4)
+      Traceback (most recent call last):
+      ValueError: GRPOConfig has 1 error:
+        num_generation: no such field; did you mean num_generations?
+      >>> GRPOConfig.from_dict(config.to_dict()) == config
+      True
+    """
+
+    # Sampling.
+    num_generations: Annotated[int, In("[2, inf)", "a group of one has nothing to be compared with: use 2 or more")] = 8
+    """G, completions of each prompt."""
+    max_completion_length: Count = 512
+    """T, tokens; a completion that reaches it without an EOS is truncated."""
+    max_prompt_length: Count | None = None
+    """Tokens; None: bounded by the model's context only. Ours."""
+    on_long_prompt: Literal["error", "drop"] = "error"
+    """What happens to a row whose prompt is longer than `max_prompt_length`: never cut; "drop" counts it. Ours."""
+    temperature: Annotated[float, In("(0, inf)", "sampling needs more than 0 (greedy is for evaluation)")] = 1.0
+    """Logits are divided by it, in sampling and in every log-prob of the loss alike."""
+    top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
+    """Probability mass of the most probable tokens that are kept."""
+    top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
+    """How many of the most probable tokens are kept; 0: all."""
+    min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
+    """Tokens less probable than this share of the most probable one are dropped; None: off."""
+    chat_template_kwargs: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
+    pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
+    """Tokens; prompts are padded to a multiple of it, so that few shapes are compiled; "auto": 32; None: the longest.
+
+    TRL's "auto" pads on Trainium only, the one target that compiles per shape there; XLA does so everywhere."""
+
+    # Batches (see `Sizes`).
+    per_device_train_batch_size: Count = 8
+    """Completions (not prompts) of one micro-batch on one device: whole groups, or a whole fraction of one."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches of one optimizer step; how a batch is cut does not change the gradient."""
+    steps_per_generation: Count | None = None
+    """Micro-batches that one generation batch is cut into; None: `gradient_accumulation_steps`, one update a pass."""
+    generation_batch_size: Count | None = None
+    """Completions of one iteration over all devices: another way to say `steps_per_generation`; set one of the two."""
+    num_iterations: Count = 1
+    """μ, passes over the completions of one iteration."""
+    rollout_batch_size: Count | None = None
+    """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. On a mesh so
+    many whole groups on each device, one at least. Ours."""
+    rollout_ahead: bool = False
+    """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
+    one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
+    max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
+    """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
+    num_train_epochs: Positive = 3.0
+    """Times the dataset is gone through, where `max_steps` is -1."""
+    shuffle_dataset: bool = True
+    """Shuffle the prompts, anew in every epoch."""
+    seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
+    """Of every key of the run: sampling, shuffling."""
+
+    # Rewards and advantages.
+    reward_weights: Sequence[float] | None = None
+    """One weight a reward function; None: 1.0 each."""
+    on_reward_error: Literal["raise", "none"] = "raise"
+    """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
+    mask_truncated_completions: bool = False
+    """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
+    max_refills: Count = 4
+    """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
+
+    # The policy loss.
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    """Surrogate and reduction, see `losses`."""
+    importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
+    """Of the ratio: a token's own, the row's geometric mean (GSPO, arXiv 2507.18071), the row's product (ours)."""
+    epsilon: Positive = 0.2
+    """Lower clip: ratios below 1 − ε."""
+    epsilon_high: Positive | None = None
+    """Upper clip: ratios above 1 + ε_high; None: `epsilon` (DAPO: 0.28). In cispo the cap itself (ScaleRL: 5.0)."""
+    delta: Annotated[float, In("(1, inf)", "at 1 it stops the on-policy gradient: use 1 + ε or more")] | None = None
+    """Cap of the unclipped ratio where the advantage is negative; None: off (INTELLECT-2, arXiv 2505.07291)."""
+    sapo_temperature_neg: Positive = 1.05
+    """τ of sapo where A ≤ 0 (arXiv 2511.20347)."""
+    sapo_temperature_pos: Positive = 1.0
+    """τ of sapo where A > 0."""
+    vespo_k_pos: NotNegative = 2.0
+    """Exponent of vespo's weight where A ≥ 0 (arXiv 2602.10693)."""
+    vespo_lambda_pos: NotNegative = 3.0
+    """Decay of vespo's weight where A ≥ 0."""
+    vespo_k_neg: NotNegative = 3.0
+    """Exponent of vespo's weight where A < 0."""
+    vespo_lambda_neg: NotNegative = 2.0
+    """Decay of vespo's weight where A < 0."""
+    top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
+    """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
+    off_policy_mask_threshold: Positive | None = None
+    """Nats a token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
+    max_kl_old: Positive | None = None
+    """Nats a token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
+    `moved_too_far` is 1 there; None: never. Ours."""
+
+    # Entropy bonus.
+    entropy_coef: NotNegative = 0.0
+    """Weight of the mean token entropy (nats) that is subtracted from the loss; the first one if adaptive."""
+    use_adaptive_entropy: bool = False
+    """Move `entropy_coef` at every optimizer step towards `entropy_target` (Skywork-OR1, arXiv 2505.22312)."""
+    entropy_coef_min: NotNegative = 0.0
+    """Lowest adaptive coefficient."""
+    entropy_coef_max: NotNegative = 1.0
+    """Highest adaptive coefficient."""
+    entropy_coef_delta: Positive = 0.005
+    """Step of the adaptive coefficient."""
+    entropy_target: NotNegative = 0.2
+    """Nats a token; the bonus acts at and below it. Set it near the entropy of the first steps."""
+
+    # KL and the reference.
+    beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
+    """Weight of the KL to the reference; 0: no reference is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator of the KL in the loss, see `kl`. TRL has k3 only."""
+    use_bias_correction_kl: bool = True
+    """Multiply the estimator by the ratio, so that its gradient is, token by token, that of KL(π‖ref) at any μ
+    (DeepSeek-V3.2). Without it the gradient of k3 is that of KL(ref‖π), at μ = 1 already, and is biased off-policy.
+
+    Token by token means: each in a state that is given. For whole completions the effect of a token on the states after
+    it is missing, on-policy too; exact is `kl_placement="reward"` with the trajectory level."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row; there, and with
+    `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""
+    sync_ref_model: bool = False
+    """Pull the reference towards the policy (TR-DPO, arXiv 2404.09656)."""
+    ref_model_sync_steps: Count = 512
+    """Optimizer steps between two pulls."""
+    ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
+    """α of a pull: ref ← α·policy + (1 − α)·ref."""
+
+    # Optimizer.
+    learning_rate: NotNegative = 1e-6
+    """Peak of the schedule, for AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Shape of the schedule over the run: down to 0 ("linear", "cosine"), or flat."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps of linear warm-up from 0; below 1: share of all steps."""
+    weight_decay: NotNegative = 0.0
+    """AdamW's, decoupled."""
+    adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: NotNegative = 1.0
+    """Bound of the global gradient norm; 0: no clipping."""
+
+    # Memory and devices.
+    gradient_checkpointing: bool = True
+    """Recompute a layer's activations in the backward pass: less memory, about a fifth more time."""
+    gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
+        "nothing_saveable"
+    )
+    """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
+    with weights, or those of attention too; each takes more memory and less time. Ours."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products; softmax, norms, logits and log-probs are float32 always. Ours (TRL: `bf16`)."""
+    master_params: bool = True
+    """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
+    its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
+    mesh: dict[str, int] | None = dataclasses.field(default=None, hash=False)
+    """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
+
+    # Evaluation, logging, checkpoints.
+    eval_steps: Count | None = None
+    """Optimizer steps between two evaluations; None: before the first and after the last only."""
+    per_device_eval_batch_size: Count = 8
+    """Completions evaluated at a time on one device."""
+    num_generations_eval: Count | None = None
+    """Completions of each prompt in evaluation; None: `num_generations`, or 1 if greedy."""
+    temperature_eval: NotNegative | None = None
+    """Temperature in evaluation; 0: greedy; None: `temperature`. Ours."""
+    logging_steps: Count = 10
+    """Optimizer steps between two lines of metrics (the mean over them); TRL's ratios below 1 are not taken."""
+    logging_first_step: bool = False
+    """Write a line after the first optimizer step too."""
+    log_completions: bool = False
+    """Show completions with their rewards at every logging step."""
+    num_completions_to_print: Count | None = None
+    """How many of them are shown; None: all."""
+    save_steps: Count | None = 500
+    """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
+    save_minutes: Positive | None = None
+    """Minutes after which a checkpoint is written even so; None: never. Ours."""
+    save_total_limit: Count | None = None
+    """Checkpoints kept, the newest ones; None: all."""
+    max_skipped_updates: Count | None = 10
+    """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
+    Ours."""
+    metric_for_best_model: str | None = None
+    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": the weighted sum of the functions there);
+    the checkpoint with the best is kept beside the newest `save_total_limit`. The last value logged counts, in an
+    evaluation that of the very step; None: none is best."""
+    greater_is_better: bool | None = None
+    """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
+    load_best_model_at_end: bool = False
+    """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
+
+    # Trackers and the hub.
+    report_to: str | Sequence[str] | None = "none"
+    """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
+    installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
+    run_name: str | None = None
+    """Of the run in the trackers; None: they choose one."""
+    project: str = "huggingface"
+    """In trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
+    push_to_hub: bool = False
+    """Push the policy to the Hugging Face hub at every checkpoint, in the background, and at the end, waited for."""
+    hub_model_id: str | None = None
+    """Repository, "name" or "owner/name"; None: the name of the run directory."""
+    hub_private_repo: bool | None = None
+    """Whether a repository that is made is private; None: as its owner's settings say, which mostly is public."""
+    hub_strategy: Literal["end", "every_save"] = "every_save"
+    """When to push; the checkpoints themselves, which TRL's "checkpoint" and "all_checkpoints" push, stay here."""
+    hub_revision: str | None = None
+    """Branch to push to; None: the main one."""
+
+    def validate(self) -> None:
+        """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
+        raise_all(type(self).__name__, _normalize(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":
+        """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
+        if not isinstance(values, dict):
+            raise ValueError(f"GRPOConfig.from_dict takes a dict of fields, not {show(values)}")
+        return cls(**{str(name): value for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as values that `json.dumps` takes and `from_dict` turns back into an equal config."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def data_shards(self, num_devices: int | None = None) -> int:
+        """Return over how many devices prompts are split: all but for those along the mesh's "tensor" axis.
+
+        Args:
+          num_devices: devices of the run; None: those of `mesh`, 1 without one.
+        """
+        mesh = self.mesh or {}
+        devices = math.prod(mesh.values()) if num_devices is None else num_devices
+        return max(devices // mesh.get("tensor", 1), 1)
+
+    def sizes(self, num_devices: int | None = None) -> Sizes:
+        """Return the batch sizes that the fields come to.
+
+        Args:
+          num_devices: devices of the run; None: those of `mesh`, 1 without one.
+
+        Raises:
+          ValueError: if `generation_batch_size` does not split evenly over that many devices.
+
+        Example:
+          >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
+          (8, 64, 1, 3)
+        """
+        shards, group = self.data_shards(num_devices), self.num_generations
+        raise_all("GRPOConfig", list(_split_problems(self, shards)))
+        micro = self.per_device_train_batch_size * shards
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        if self.generation_batch_size is not None:
+            steps = self.generation_batch_size // micro
+        slices = steps // self.gradient_accumulation_steps
+        micro_completions = min(group, self.per_device_train_batch_size)
+        return Sizes(
+            prompts=micro * steps // group,
+            completions=micro * steps,
+            slices=slices,
+            updates=self.num_iterations * slices,
+            prompts_per_update=micro * self.gradient_accumulation_steps // group,
+            micro_batches=self.gradient_accumulation_steps,
+            micro_prompts=micro // micro_completions,
+            micro_completions=micro_completions,
+        )
+
+    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
+        """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
+
+        Batches run on over the end of an epoch, so that no row is left out: ceil(epochs × rows / B) iterations.
+
+        Example:
+          >>> GRPOConfig(num_train_epochs=2, num_iterations=3).total_steps(num_rows=10)
+          60
+        """
+        if self.max_steps > 0:
+            return self.max_steps
+        sizes = self.sizes(num_devices)
+        return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
+
+    def total_warmup_steps(self, total_steps: int) -> int:
+        """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every update begins with the very policy that sampled its completions: the ratio is 1 then."""
+        return self.sizes().updates == 1 and not self.rollout_ahead
+
+    @property
+    def padding(self) -> int:
+        """Multiple that prompts are padded to, in tokens (1: to the longest)."""
+        if isinstance(self.pad_to_multiple_of, int):
+            return self.pad_to_multiple_of
+        return 32 if self.pad_to_multiple_of == "auto" else 1
+
+    def logs_at(self, step: int) -> bool:
+        """Return whether there is a line of metrics after this optimizer step; there is one after the last too."""
+        return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
+
+    @property
+    def eval_temperature(self) -> float:
+        """Temperature of evaluation; 0 is greedy."""
+        return self.temperature if self.temperature_eval is None else self.temperature_eval
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether the greatest `metric_for_best_model` is the best."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not (self.metric_for_best_model or "").endswith("loss")
+
+    @property
+    def eval_generations(self) -> int:
+        """Completions of each prompt in evaluation."""
+        return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
+
+
+_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "reward_weights": read_weights,
+    "chat_template_kwargs": read_json,
+    "mesh": read_mesh,
+    "report_to": read_trackers,
+}
+
+
+def _normalize(config: GRPOConfig) -> list[str]:
+    """Bring the values of a config to their plain Python types, in place, and return the error lines."""
+    problems: list[str] = []
+    wrong: set[str] = set()
+    if isinstance(config.scale_rewards, bool):
+        object.__setattr__(config, "scale_rewards", "group" if config.scale_rewards else "none")
+    for field in dataclasses.fields(config):
+        reader = _READERS.get(field.name, functools.partial(read, field.type))
+        value, fault = reader(getattr(config, field.name))
+        if fault:
+            wrong.add(field.name)
+            problems.append(f"{_setting(config, field.name)}: {fault}")
+        else:
+            object.__setattr__(config, field.name, value)
+    lines = [*_batch_problems(config, wrong), *_contradictions(config, wrong)]
+    return problems + lines

@@ -1,0 +1,252 @@
+"""Adapters on a policy: made fresh, merged into it, and read and written in PEFT's format."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.hub.files import appearing, check_replaceable, read_json, some, stored_tensors, write_json
+from grpo_jax.hub.policy import Policy
+from grpo_jax.hub.tensors import nest, parameter_paths, tensor_plan
+from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.types import Params
+
+
+def add_lora(
+    policy: Policy, key: jax.Array, *, rank: int = 16, alpha: float = 32.0, targets: str = TARGETS, dropout: float = 0.0
+) -> Policy:
+    """Freeze a policy and give it fresh low-rank adapters to train.
+
+    Args:
+      policy: with a `Transformer` for model.
+      key: typed PRNG key, consumed.
+      rank: of the adapters.
+      alpha: the adapters' output is scaled by alpha / rank.
+      targets: regular expression for the paths of the projections to adapt.
+      dropout: rate in [0, 1) on the input of the adapters.
+
+    Returns:
+      A `Policy` whose params are the adapters and whose model holds the base; it computes what `policy` did.
+
+    Raises:
+      ValueError: a rank below 1, a dropout outside [0, 1), targets without a match, a policy that has adapters already.
+
+    References:
+      LoRA (arXiv:2106.09685), section 4.1.
+
+    Example:
+      >>> from grpo_jax.models.transformer import Transformer
+      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+      >>> params = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.ones((16, 16))}}}}  # and many more
+      >>> adapted = add_lora(Policy(model, params), jax.random.key(0), rank=2)
+      >>> {name: x.shape for name, x in adapted.params["layers_0"]["self_attn"]["q_proj"].items()}
+      {'a': (16, 2), 'b': (2, 16)}
+    """
+    if isinstance(policy.model, LoraModel):
+        raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; it has to be in [0, 1).")
+    adapters = init_adapters(key, policy.params, rank=rank, targets=targets)
+    return policy.replace(model=LoraModel(policy.params, policy.model, alpha / rank, dropout), params=adapters)
+
+
+def merge_lora(policy: Policy) -> Policy:
+    """The policy without adapters that computes the same, for `save_pretrained` or further training of all weights.
+
+    Args:
+      policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
+
+    Returns:
+      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W.
+
+    Raises:
+      ValueError: a policy without adapters.
+
+    Example:
+      >>> base = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.zeros((2, 2))}}}}
+      >>> trained = {"layers_0": {"self_attn": {"q_proj": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.ones((1, 2))}}}}
+      >>> merged = merge_lora(Policy(LoraModel(base, None, scale=0.5), trained))
+      >>> merged.params["layers_0"]["self_attn"]["q_proj"]["kernel"].tolist()
+      [[0.5, 0.5], [1.0, 1.0]]
+    """
+    model = _lora_model(policy)
+    return policy.replace(model=model.model, params=merge_adapters(model.base, policy.params, model.scale))
+
+
+def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
+    """Write the adapters of a policy in PEFT's format, float32; the directory appears when it is complete.
+
+    Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
+
+    Args:
+      directory: where to.
+      policy: from `add_lora` or `load_lora`.
+      base_name: name or directory of the base, for PEFT to find it.
+
+    Raises:
+      FileExistsError: `directory` exists and holds files that are no checkpoint's.
+      ValueError: a policy without adapters.
+
+    Example:
+      >>> import tempfile
+      >>> from grpo_jax import init_policy
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2))
+      ...     sorted(path.name for path in Path(parent, "adapter").iterdir())
+      ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    from safetensors.numpy import save_file
+
+    model = _lora_model(policy)
+    target = Path(directory).expanduser().absolute()
+    check_replaceable(target)
+    adapters = _adapters_by_path(policy.params)
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    untouched = set()
+    for tensor in tensor_plan(policy.config, model.config):
+        if not tensor.parts[0].transposed:  # norms, biases, the embedding
+            continue
+        module = tensor.name.removesuffix(".weight")
+        nodes = [adapters.get(part.path[:-1]) for part in tensor.parts]
+        if not any(nodes):
+            untouched.add(module.rsplit(".", 1)[-1])
+            continue
+        ranks[module] = sum(node["a"].shape[1] for node in nodes if node)
+        b = np.zeros((tensor.shape[0], ranks[module]), np.float32)
+        row = column = 0
+        for part, node in zip(tensor.parts, nodes, strict=True):
+            if node:
+                width = node["a"].shape[1]
+                b[row : row + part.rows, column : column + width] = np.asarray(node["b"], np.float32).T
+                column += width
+            row += part.rows
+        a = [np.asarray(node["a"], np.float32).T for node in nodes if node]
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    rank = min(ranks.values())
+    names = {module.rsplit(".", 1)[-1] for module in ranks}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": model.scale * rank,
+        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
+        "alpha_pattern": {module: model.scale * r for module, r in ranks.items() if r != rank},
+        "lora_dropout": model.dropout,
+        "target_modules": sorted(ranks if names & untouched else names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with appearing(target) as scratch:
+        save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(scratch / "adapter_config.json", config)
+
+
+def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
+    """Give a policy the adapters of a directory in PEFT's format.
+
+    Args:
+      directory: with adapter_config.json and adapter_model.safetensors.
+      policy: the base that the adapters were trained on.
+
+    Returns:
+      A `Policy` as from `add_lora`, with the stored adapters.
+
+    Raises:
+      FileNotFoundError: no adapter there.
+      ValueError: a kind of adapter that is not supported, naming the key; adapters that do not fit the policy.
+
+    Example:
+      >>> import tempfile
+      >>> from grpo_jax import init_policy
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as parent:
+      ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2, alpha=8.0))
+      ...     again = load_lora(f"{parent}/adapter", policy)
+      >>> again.model.scale
+      4.0
+    """
+    path = Path(directory).expanduser()
+    config = read_json(path / "adapter_config.json")
+    if config is None or not (path / "adapter_model.safetensors").is_file():
+        raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
+    if isinstance(policy.model, LoraModel):
+        raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before loading others.")
+    for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
+    for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
+        if config.get(key):
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: None.")
+    power = 0.5 if config.get("use_rslora") else 1.0
+    scale = config["lora_alpha"] / config["r"] ** power
+    stored = stored_tensors(path, "adapter_model")
+    adapters: dict[tuple[str, ...], Any] = {}
+    for tensor in tensor_plan(policy.config, policy.model.config):
+        module = tensor.name.removesuffix(".weight")
+        names = [f"base_model.model.{module}.lora_{side}.weight" for side in "AB"]
+        if not stored.keys() >= set(names):
+            continue
+        sides = [stored.pop(name) for name in names]
+        (rank, fan_in), (fan_out, _) = sides[0].shape, sides[1].shape
+        if (fan_out, fan_in) != tensor.shape or sides[1].shape[1] != rank:
+            raise ValueError(
+                f"directory {str(path)!r}: the adapter of {module} is {fan_in} → {rank} → {fan_out}, and the policy's "
+                f"projection is {tensor.shape[1]} → {tensor.shape[0]}; it belongs to another base."
+            )
+        # One scale for the model: what an adapter's own rank and alpha differ by goes into its B.
+        own = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"]) / rank**power
+        a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)
+        row = 0
+        for part in tensor.parts:
+            rows = b[row : row + part.rows] * np.float32(own / scale)
+            adapters[(*part.path[:-1], "a")] = jnp.array(a.T, copy=True)
+            adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
+            row += part.rows
+    if stored or not adapters:
+        raise ValueError(
+            f"directory {str(path)!r} has adapters for what the policy has no projection: {some(sorted(stored))}."
+        )
+    model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
+    return policy.replace(model=model, params=nest(adapters))
+
+
+def _lora_model(policy: Policy) -> LoraModel:
+    if not isinstance(policy.model, LoraModel):
+        raise ValueError("policy has no adapters; add some by `add_lora(policy, key)`.")
+    return policy.model
+
+
+def _adapters_by_path(adapters: Params) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Path of the projection to its {"a", "b"}."""
+    nodes: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path, leaf in parameter_paths(adapters):
+        nodes.setdefault(path[:-1], {})[path[-1]] = leaf
+    return nodes
+
+
+def _pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """PEFT's per-module override: its keys match the end of a module's name."""
+    for key, value in (pattern or {}).items():
+        if re.search(rf"(^|\.)({key})$", module):
+            return value
+    return default
+
+
+__all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]

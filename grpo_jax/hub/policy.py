@@ -1,0 +1,142 @@
+"""A policy: a model with its params, tokenizer and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import place
+from grpo_jax.hub.families import family_of, read_config
+from grpo_jax.hub.files import TOKENIZER_FILES
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Model, Params
+
+__all__ = [
+    "Policy",
+    "init_policy",
+    "with_settings",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model with everything that goes into its checkpoint.
+
+    Attributes:
+      model: `Transformer`; `model.config` is the shape of the decoder.
+      params: its parameters, a nested dict of arrays.
+      tokenizer: of transformers, or None where the checkpoint has none.
+      config: the content of config.json, as it came.
+      generation_config: the content of generation_config.json, {} where there is none.
+      files: the tokenizer's files, name to bytes, as they came.
+    """
+
+    model: Any
+    params: Params
+    tokenizer: Any = None
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
+        for ids in (
+            self.generation_config.get("eos_token_id"),
+            self.config.get("eos_token_id"),
+            getattr(self.tokenizer, "eos_token_id", None),
+        ):
+            if ids is not None and ids != []:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        return ()
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
+        for token in (
+            self.generation_config.get("pad_token_id"),
+            self.config.get("pad_token_id"),
+            getattr(self.tokenizer, "pad_token_id", None),
+        ):
+            if token is not None and token >= 0:
+                return token
+        return (*self.eos_token_ids, 0)[0]
+
+    def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
+        """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
+        frozen = not jax.tree_util.all_leaves([self.model])
+        return self.replace(
+            model=place(self.model, mesh) if frozen else self.model,
+            params=place(self.params, mesh),
+        )
+
+    def replace(self, **changes: Any) -> Policy:
+        """This policy with other fields, as `policy.replace(params=state.params)`."""
+        return dataclasses.replace(self, **changes)
+
+
+def init_policy(
+    config: Mapping[str, Any],
+    key: jax.Array,
+    *,
+    tokenizer: Any = None,
+    generation_config: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+) -> Policy:
+    """Make a policy with fresh weights, for `save_pretrained` to write as a checkpoint.
+
+    Args:
+      config: what config.json shall say: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
+        `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
+      key: typed PRNG key, consumed.
+      tokenizer: of transformers, or None.
+      generation_config: what generation_config.json shall say; None means the token ids of `config`.
+      dtype: compute and parameter dtype.
+
+    Returns:
+      A `Policy`; matrices are normal with `initializer_range`, norms one, biases zero.
+
+    Example:
+      >>> import jax
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": 3}, jax.random.key(0))
+      >>> policy.eos_token_ids, policy.config["model_type"]
+      ((3,), 'qwen3')
+    """
+    raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
+    model = Transformer(read_config(raw, dtype=dtype))
+    params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    if generation_config is None:
+        generation_config = {
+            name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(name) is not None
+        }
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer.save_pretrained(scratch)
+            files = {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return Policy(model, params, tokenizer, raw, dict(generation_config), files)
+
+
+def with_settings(model: Model, config: GRPOConfig) -> Model:
+    """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    shape = dataclasses.replace(
+        model.config,
+        dtype=config.compute_dtype,
+        remat=config.gradient_checkpointing,
+        remat_policy=config.gradient_checkpointing_policy,
+    )
+    decoder = Transformer(shape)
+    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder

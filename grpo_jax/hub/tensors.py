@@ -1,0 +1,127 @@
+"""Which tensor of a checkpoint is which part of which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.hub.families import family_of
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Params
+
+__all__ = [
+    "Part",
+    "Tensor",
+    "abstract_params",
+    "nest",
+    "parameter_paths",
+    "tensor_plan",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One parameter, or one expert's slice of it, as rows of a stored tensor.
+
+    Attributes:
+      path: keys of the parameter in the tree.
+      shape: of the part as it lies in the tree; a matrix [in, out] is stored as [out, in].
+      expert: index on the parameter's first axis, or None for all of it.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+    @property
+    def transposed(self) -> bool:
+        return self.path[-1] != "embedding" and len(self.shape) == 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stored tensor that this part fills."""
+        return self.shape[-1] if self.transposed else self.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint: its name there, its shape there, and the parameters that its rows hold in order."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def abstract_params(config: TransformerConfig) -> Any:
+    """The tree of parameters as shapes and dtypes, without memory for any."""
+    model = Transformer(config)
+    return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
+
+
+def parameter_paths(tree: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """(keys, leaf) of a nested dict, in the order in which jax flattens it."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield tuple(entry.key for entry in path), leaf
+
+
+def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
+    """The nested dict of (keys, leaf) pairs."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tensor, ...]:
+    """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
+
+    Args:
+      raw: the content of config.json, for its architecture.
+      config: what `read_config` made of it.
+
+    Returns:
+      One `Tensor` for each name in the checkpoint; together they cover every parameter once.
+
+    Example:
+      >>> raw = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+      ...        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+      >>> plan = {tensor.name: tensor for tensor in tensor_plan(raw, read_config(raw))}
+      >>> plan["model.layers.0.self_attn.qkv_proj.weight"].shape
+      (64, 32)
+      >>> [part.path[-2] for part in plan["model.layers.0.self_attn.qkv_proj.weight"].parts]
+      ['q_proj', 'k_proj', 'v_proj']
+    """
+    fused = {member: (name, i) for name, members in family_of(raw).fused for i, member in enumerate(members)}
+    groups: dict[str, dict[int, Part]] = {}
+    for path, leaf in parameter_paths(abstract_params(config)):
+        *modules, last = path
+        if len(leaf.shape) == 3:  # All experts of a layer in one array here, one tensor each in the file.
+            for e in range(leaf.shape[0]):
+                name = ".".join(_hf_modules((*modules, str(e), last))) + ".weight"
+                groups.setdefault(name, {})[0] = Part(path, leaf.shape[1:], e)
+            continue
+        module, order = fused.get(modules[-1], (modules[-1], 0))
+        name = ".".join(_hf_modules((*modules[:-1], module))) + (".bias" if last == "bias" else ".weight")
+        groups.setdefault(name, {})[order] = Part(path, leaf.shape)
+    plan = []
+    for name, members in groups.items():
+        parts = tuple(members[i] for i in sorted(members))
+        first = parts[0].shape
+        columns = (first[0],) if parts[0].transposed else first[1:]
+        plan.append(Tensor(name, (sum(part.rows for part in parts), *columns), parts))
+    return tuple(plan)
+
+
+def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Module names as Hugging Face writes them: model.layers.0.self_attn… for layers_0/self_attn/…"""
+    first = re.sub(r"^layers_(\d+)$", r"layers.\1", modules[0])
+    return (first, *modules[1:]) if first == "lm_head" else ("model", first, *modules[1:])

@@ -1,0 +1,378 @@
+"""Checkpoints of a run: one atomic directory with everything that decides what comes next.
+
+```
+checkpoints/40/   params   what is exported
+                  rest     old policy, reference, optimizer, key, counters on the device
+                  batch    the batch in hand, if the run was between two updates of one rollout
+                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
+                  and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
+```
+
+Orbax writes each checkpoint in the background, under a temporary name, and renames it when it is whole; what a kill
+leaves behind is ignored. The arrays are taken when `save` is called: the next update may consume them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import raise_all
+from grpo_jax.devices.sharding import fetch, mesh_of, split
+from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.types import Batch, Completions, Prompts
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.progress import Progress
+
+__all__ = ["RESUME", "Checkpoints"]
+
+RESUME = ("auto", "must", "never")
+
+Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
+"""What a run goes on with: state, progress, the batch in hand, completions sampled ahead."""
+
+
+class Checkpoints:
+    """The checkpoints of a run directory; without a directory, nothing is written and nothing found.
+
+    A context manager: leaving it waits for a save that is still being written.
+
+    Args:
+      run_dir: the directory of the run, or None.
+      config: says when to save and what to keep.
+      about: what the run is begun with, from `resume.describe`; goes into each checkpoint.
+
+    Raises:
+      OSError: from `save`, `wait` and at the end: a checkpoint could not be written (a full disk), and what to do.
+    """
+
+    def __init__(self, run_dir: str | Path | None, config: GRPOConfig, about: Mapping[str, Any] | None = None):
+        self._config, self._about = config, about
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._saved_at = time.monotonic()
+        self._checkpointer = None
+        self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
+        if run_dir is not None:
+            from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
+
+            self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
+            self._directory.mkdir(parents=True, exist_ok=True)
+            _clear_away(self._directory)
+            self._checkpointer = ocp.training.Checkpointer(
+                self._directory, preservation_policy=_kept(config), cleanup_tmp_directories=True
+            )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if self._checkpointer is None:
+            return
+        try:
+            self.wait()
+        except OSError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))  # the first error is the one to be seen
+        finally:
+            with contextlib.suppress(Exception):  # it has been told by wait
+                self._checkpointer.close()
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether the run is to be saved after this step, the last one being `last`."""
+        every, minutes = self._config.save_steps, self._config.save_minutes
+        return (
+            step == last
+            or (every is not None and step % every == 0)
+            or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
+        )
+
+    def save(
+        self, state: TrainState, progress: Progress, batch: Batch | None, ahead: Completions | None = None
+    ) -> None:
+        """Begin to write a checkpoint of this moment; a step that has one already is left alone.
+
+        Waits for the checkpoint before it, if that is still being written.
+        """
+        if self._checkpointer is None or self.latest() == progress.step:
+            return
+        self.wait()
+        _give_back_memory()
+        arrays = {"params": state.params, "rest": state.replace(params=None)}
+        in_hand = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
+        arrays |= {name: split(some, mesh_of(state.params)) for name, some in in_hand.items() if some is not None}
+        shapes = {name: _shapes(some) for name, some in in_hand.items()}
+        about = {"run": self._about, "progress": progress.to_json(), **shapes}
+        with self._explained(progress.step):
+            response = self._checkpointer.save_checkpointables_async(
+                progress.step,
+                arrays,
+                metrics=self._metric(progress),
+                custom_metadata={"about": json.dumps(about)},
+                force=True,
+            )
+        self._pending = progress.step, response
+        self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is whole."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, response = pending
+            with self._explained(step):
+                response.result()  # not the checkpointer's wait: it would leave an event loop behind
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, in order."""
+        return [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint, None if there is none."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
+        name = self._config.metric_for_best_model
+        if self._checkpointer is None or name is None:
+            return None
+        sign = 1 if self._config.best_is_greatest else -1
+        saved = self._checkpointer.checkpoints
+        measured = [(sign * at.metrics[name], at.step) for at in saved if name in (at.metrics or ())]
+        return (max(measured)[1], sign * max(measured)[0]) if measured else None
+
+    def restore_best(self, state: TrainState) -> TrainState:
+        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
+
+        The arrays of `state` are given up before others are read: there is room for one. Where no checkpoint has the
+        metric, `state` stays, and that is a warning.
+        """
+        if not self._config.load_best_model_at_end:
+            return state
+        best = self.best()
+        if best is None:
+            warnings.warn(
+                f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
+                " policy is that of the last step: look for the right name in metrics.jsonl",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if best is None or best[0] == int(state.step):
+            return state
+        like = jax.tree.map(_abstract, state)
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        return self._load(best[0], like, {**self._about_of(best[0]), "batch": None, "ahead": None})[0]
+
+    def restore(self, state: TrainState, resume: str = "auto") -> Restored:
+        """The newest checkpoint that can be read.
+
+        Args:
+          state: the state at step 0, whose shapes and devices the arrays get.
+          resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
+
+        Returns:
+          State, progress, the batch in hand and completions sampled ahead; `state` itself and None at the start of a
+          new run.
+
+        Raises:
+          ValueError: the run in the directory was begun with other settings, data or models (all differences are
+            listed); none of its checkpoints can be read; or there is, or is not, a run against what `resume` asks.
+        """
+        steps, where = self.steps(), f"run_dir = {str(self._run_dir)!r}"
+        if resume == "must" and not steps:
+            raise ValueError(f'{where} holds no checkpoint to go on from (resume="must"); is it the right directory?')
+        if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
+            raise ValueError(
+                f'{where} holds a run (resume="never"): give this one a directory of its own, move the old one away,'
+                ' or go on with it by resume="auto"'
+            )
+        unreadable: dict[int, str] = {}
+        for step in reversed(steps):
+            about, unreadable[step] = _tried(self._about_of, step)
+            if about is None:
+                continue
+            if self._about is not None:
+                what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
+                raise_all(what, differences(about["run"], self._about, step))
+            found, unreadable[step] = _tried(self._load, step, state, about)
+            if found is None:
+                continue
+            del unreadable[step]
+            if self._about is not None:
+                warn_of_changes(about["run"], self._about)
+                if self._config.rollout_ahead and found[-1] is None:
+                    warn_of_no_rollout(about["run"], self._about)
+            self._set_aside(unreadable, step)
+            return found
+        if unreadable:
+            reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
+            raise ValueError(
+                f"{where}: none of its checkpoints can be read ({reasons}). Put back the files from a copy, or move"
+                f" {self._directory} away to begin anew"
+            )
+        return state, None, None, None
+
+    def _about_of(self, step: int) -> dict[str, Any]:
+        """What was written beside the arrays of a checkpoint."""
+        assert self._checkpointer is not None
+        metadata = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        if not metadata or "about" not in metadata:
+            raise ValueError("not a checkpoint of this library")
+        return json.loads(metadata["about"])
+
+    def _load(self, step: int, state: TrainState, about: Mapping[str, Any]) -> Restored:
+        """One checkpoint, shaped and placed like `state`."""
+        assert self._checkpointer is not None
+        like = jax.tree.map(_abstract, state)
+        wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
+        if about["batch"] is not None:
+            wanted["batch"] = _abstract_batch(about["batch"], state.step.sharding)
+        if about.get("ahead") is not None:
+            wanted["ahead"] = Completions(**_abstract_fields(about["ahead"], state.step.sharding))
+        loaded = self._checkpointer.load_checkpointables(step, wanted)
+        return (
+            loaded["rest"].replace(params=loaded["params"]),
+            Progress(**about["progress"]),
+            loaded.get("batch"),
+            fetch(loaded.get("ahead")),
+        )
+
+    def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
+        """Say which checkpoints cannot be read, and give them other names: the run will write those steps again."""
+        assert self._checkpointer is not None
+        for step, reason in unreadable.items():
+            path = self._directory / str(step)
+            aside = path.with_name(f"{step}.unreadable-{time.time_ns()}")
+            path.rename(aside)
+            warnings.warn(
+                f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run goes on"
+                f" from the one of step {good}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if unreadable:
+            self._checkpointer.reload()
+
+    def _metric(self, progress: Progress) -> dict[str, float] | None:
+        """The metric that the best checkpoint is found by, if it was measured for this one."""
+        name = self._config.metric_for_best_model
+        stale = name is not None and name.startswith("eval/") and progress.evaluated != progress.step
+        if name is not None and progress.metric is None:
+            warnings.warn(
+                f"metric_for_best_model = {name!r} has not been measured up to step {progress.step}, so its checkpoint"
+                " cannot become the best: look for the right name in metrics.jsonl",
+                stacklevel=3,
+            )
+        if name is None or progress.metric is None or stale:
+            return None
+        return {name: progress.metric}
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """Say of an error in saving what is lost and what to do."""
+        try:
+            yield
+        except Exception as error:
+            whole = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
+            last = f"the last whole one is of step {max(whole)}" if whole else "there is none before it"
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self._directory} ({_reason(error)}); {last}."
+                " Make room or mend the directory, then call train again with the same run_dir: it goes on from there"
+            ) from error
+
+
+def _kept(config: GRPOConfig) -> Any:
+    """Which checkpoints are kept: the newest ones, and the best one beside them."""
+    from orbax.checkpoint import v1 as ocp
+
+    policies = ocp.training.preservation_policies
+    if config.save_total_limit is None:
+        return None
+    newest = policies.LatestN(config.save_total_limit)
+    name, sign = config.metric_for_best_model, 1 if config.best_is_greatest else -1
+    if name is None:
+        return newest
+    value = lambda metrics: sign * metrics.get(name, -sign * math.inf)
+    best = policies.BestN(get_metric_fn=value, n=1, keep_checkpoints_without_metrics=False)
+    return policies.AnyPreservationPolicy([newest, best])
+
+
+def _clear_away(directory: Path) -> None:
+    """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
+
+    Orbax would do it too, but beside the first save, which fails with it if a file comes in between.
+    """
+    deadline = time.monotonic() + 10
+    while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # then once more, until nothing is there: a part that comes late makes its directory anew
+
+
+def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """A result and "", or None and why there is none: whatever the storage says of files that are torn or foreign."""
+    with warnings.catch_warnings():
+        # Orbax leaves the other parts of a load that fails to the garbage collector.
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+        try:
+            return function(*args), ""
+        except Exception as error:
+            reason = _reason(error)
+        gc.collect()
+    return None, reason
+
+
+def _give_back_memory() -> None:
+    """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _shapes(tree: Any) -> Any:
+    """Shapes and dtypes of a `Batch` as JSON, None where it has None."""
+    if tree is None:
+        return None
+    if dataclasses.is_dataclass(tree):
+        return {field.name: _shapes(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+    return [list(tree.shape), tree.dtype.name]
+
+
+def _abstract_batch(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> Batch:
+    """The `Batch` that `_shapes` described, of abstract arrays."""
+    shapes = dict(shapes)
+    prompts = Prompts(**_abstract_fields(shapes.pop("prompts"), sharding))
+    return Batch(prompts=prompts, **_abstract_fields(shapes, sharding))
+
+
+def _abstract_fields(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> dict[str, Any]:
+    """The arrays that `_shapes` described, abstract, by the names of their fields."""
+
+    def leaf(at: Any) -> Any:
+        return None if at is None else jax.ShapeDtypeStruct(tuple(at[0]), jnp.dtype(at[1]), sharding=sharding)
+
+    return {name: leaf(at) for name, at in shapes.items()}

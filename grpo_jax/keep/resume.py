@@ -1,0 +1,247 @@
+"""Whether a run may go on from a checkpoint: what the run was begun with, and how it differs from what is given now."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import show
+from grpo_jax.hub.files import some
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rewards.contract import reward_names
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.types import Model, as_argument
+from grpo_jax.watch.writer import package_versions
+
+__all__ = ["describe", "differences", "warn_of_changes", "warn_of_no_rollout"]
+
+# Fields that the params never depend on: they say what is shown, measured on the side, or kept.
+_ASIDE = {
+    "eval_steps",
+    "per_device_eval_batch_size",
+    "num_generations_eval",
+    "temperature_eval",
+    "logging_steps",
+    "logging_first_step",
+    "log_completions",
+    "num_completions_to_print",
+    "save_steps",
+    "save_minutes",
+    "save_total_limit",
+    "metric_for_best_model",
+    "greater_is_better",
+    "load_best_model_at_end",
+    "report_to",
+    "run_name",
+    "project",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_revision",
+    "max_skipped_updates",
+}
+# Fields that may change in one direction: (old, new) → whether the steps so far would have been the same.
+_ONE_WAY: dict[str, Callable[[Any, Any], bool]] = {
+    "on_reward_error": lambda old, new: new == "none",  # under "raise" there was no error, or the run would have ended
+}
+# Fields that cut the same batches otherwise, over devices and micro-batches: the numbers are the same up to rounding.
+_CUTS = (
+    "mesh",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "rollout_batch_size",
+)
+# Fields that only decide the number of steps; that number is compared, and not they.
+_LENGTH = ("max_steps", "num_train_epochs")
+
+
+def describe(
+    config: GRPOConfig,
+    *,
+    data: EncodedPrompts,
+    reward_fns: Sequence[Callable[..., Any]],
+    model: Model,
+    state: Any,
+    total_steps: int,
+    eos_token_ids: Sequence[int] = (),
+    own_optimizer: bool = False,
+) -> dict[str, Any]:
+    """Return what decides a run, as a JSON object that every checkpoint carries and `differences` compares.
+
+    Args:
+      config: the settings.
+      data: the encoded dataset; the number of rows, a hash of the token ids and one of each other column are kept.
+      reward_fns: their names are kept: what they compute is not seen.
+      model: the settings of this library's models are kept, and the first numbers of frozen arrays (LoRA's base).
+      state: the `TrainState` at step 0; shapes and dtypes are kept.
+      total_steps: optimizer steps of the run.
+      eos_token_ids: what ends a completion.
+      own_optimizer: whether the optimizer is the caller's, whose schedule is not known here.
+    """
+    tokens = hashlib.sha256()
+    for ids in data.token_ids:
+        tokens.update(array("q", [len(ids), *ids]).tobytes())
+    frozen = hashlib.sha256()
+    for leaf in jax.tree.leaves(as_argument(model)):
+        frozen.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
+    sizes = config.sizes()
+    warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
+    return {
+        "config": json.loads(json.dumps(config.to_dict())),
+        "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
+        "dataset": {"rows": len(data.token_ids), "prompts": tokens.hexdigest()},
+        "columns": _columns(data.rows),
+        "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
+        "reward_fns": reward_names(reward_fns),
+        "frozen": frozen.hexdigest(),
+        "optimizer": "the caller's" if own_optimizer else "the config's",
+        "state": _leaves(state),
+        "total_steps": total_steps,
+        "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
+        "versions": package_versions(),
+    }
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> list[str]:
+    """Return a line for each reason why the present run cannot go on from a checkpoint; none if it can.
+
+    Args:
+      saved: what `describe` said when the checkpoint was written.
+      present: what it says now.
+      step: of the checkpoint.
+    """
+    lines = [*_of_config(saved, present, step)]
+    rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
+    if rows != now:
+        lines.append(f"dataset: {now} rows, the run has {rows}")
+    elif saved["dataset"] != present["dataset"]:
+        lines.append(f"dataset: its {now} prompts are not those of the run, or not in their order")
+    if saved["reward_fns"] != present["reward_fns"]:
+        lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
+    if saved["frozen"] != present["frozen"]:
+        lines.append("policy: the frozen base model is not that of the run")
+    old, new = saved.get("policy", {}), present["policy"]  # of a field that one of them did not know, nothing is said
+    for name in sorted(name for name in {*old} & {*new} if old[name] != new[name]):
+        lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
+    if saved["optimizer"] != present["optimizer"]:
+        lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
+    # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
+    return lines or list(_of_state(saved["state"], present["state"]))
+
+
+def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn of what may change the numbers from here on.
+
+    Other versions of the packages and batches cut otherwise change the last bits. Columns of the dataset besides the
+    prompt change what reward functions are given; these may be mended in the middle of a run as the functions may.
+    """
+    columns, here = saved.get("columns", present["columns"]), present["columns"]
+    names = sorted(name for name in {*columns, *here} if columns.get(name) != here.get(name))
+    if names:
+        warnings.warn(
+            f"dataset: its prompts are those of the run, and its column{'s' * (len(names) > 1)} {', '.join(names)} not:"
+            " rewards that read them may differ from here on",
+            stacklevel=2,
+        )
+    old, new = saved["versions"], present["versions"]
+    changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in _CUTS}
+    lines = [f"{name} {before} → {now}" for name, (before, now) in changed.items() if before != now]
+    if lines:
+        warnings.warn(
+            f"the run goes on otherwise than it was begun ({', '.join(lines)}): from here on its numbers may differ in"
+            " the last bits from those of an undisturbed run",
+            stacklevel=2,
+        )
+
+
+def warn_of_no_rollout(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn that a run with `rollout_ahead` whose last iteration sampled nothing for a next one is to be longer."""
+    if saved["total_steps"] < present["total_steps"]:
+        warnings.warn(
+            f"rollout_ahead: the run was to end after step {saved['total_steps']} and has sampled nothing ahead: its"
+            " next completions come from the present policy, where those of a run that was to be longer from the start"
+            " come from the one before",
+            stacklevel=2,
+        )
+
+
+def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Yield a line for each setting that differs and matters."""
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    old, new = ({**defaults, **which["config"]} for which in (saved, present))
+    for name in sorted({*old, *new} - _ASIDE):
+        if old.get(name) == new.get(name) or (name in _ONE_WAY and _ONE_WAY[name](old[name], new[name])):
+            continue
+        if name in _CUTS and saved.get("sizes") == present["sizes"]:
+            continue
+        line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
+        if name not in _LENGTH:
+            yield line
+        elif saved["total_steps"] != present["total_steps"] and not (
+            saved["length_is_free"] and present["length_is_free"]
+        ):
+            yield (
+                f"{line}, and the learning rate of every step depends on the number of steps"
+                f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); one that is constant from the start does not"
+            )
+        elif present["total_steps"] < step:
+            yield f"{line}, and is at step {step} already"
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Column → hash of its values; what is no JSON and no array counts by its type."""
+    hashes: dict[str, Any] = {}
+    kind = lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    for i, row in enumerate(rows):
+        for name in row.keys() - {"prompt"}:
+            text = json.dumps([i, row[name]], default=kind, skipkeys=True)
+            hashes.setdefault(name, hashlib.sha256()).update(text.encode())
+    return {name: found.hexdigest() for name, found in hashes.items()}
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """What a model of this library is besides its arrays; the config decides its dtype and recomputation."""
+    if not isinstance(model, Transformer | LoraModel):
+        return {}
+    lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
+    shape = dataclasses.asdict(model.config)
+    for name in ("dtype", "remat", "remat_policy", "initializer_range"):
+        del shape[name]
+    return json.loads(json.dumps({**shape, **lora}))
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Path → shape and dtype of each array."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for the first part of the state whose arrays differ, with some of them."""
+    parts = {
+        ".params": "policy: its params are not those",
+        ".opt_state": "optimizer: its state is not that",
+        "": "state: its arrays are not those",
+    }
+    for prefix, name in parts.items():
+        paths = sorted(path for path in {*old, *new} if path.startswith(prefix) and old.get(path) != new.get(path))
+        if paths:
+            arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
+            yield f"{name} of the run: {some(arrays, 3)}"
+            return

@@ -1,0 +1,25 @@
+"""The maths of GRPO: arrays in, arrays out. Pure: jax and chex alone.
+
+Read in this order: `advantages` (rewards to advantages), `log_probs` and `sampling` (logits to tokens and back), `kl`,
+`surrogates` (ratio, per-token loss, reduction), `losses` (the objective), `reference` (its slow copy).
+"""
+
+from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.log_probs import token_log_probs
+from grpo_jax.maths.losses import grpo_loss
+from grpo_jax.maths.metrics import update_entropy_coef
+from grpo_jax.maths.reference import mixup, sync_reference
+from grpo_jax.maths.sampling import sample_tokens
+
+__all__ = [
+    "compute_advantages",
+    "grpo_loss",
+    "kl_divergence",
+    "mixup",
+    "sample_tokens",
+    "sync_reference",
+    "token_log_probs",
+    "update_entropy_coef",
+    "zero_signal_groups",
+]

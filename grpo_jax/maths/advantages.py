@@ -1,0 +1,159 @@
+"""Rewards → advantages. The group is axis 1: no statistic mixes prompts, except where "batch" says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.checks import choose
+
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+
+def _centre(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """values − mean (0 where not scored), and the standard deviation with Bessel's correction, keepdims."""
+    count = jnp.sum(scored, axis=axis, keepdims=True)
+    # Measured from the smallest value, so that equal rewards give 0 and 0 exactly: the mean of three times 1000.1 is
+    # off by 6e-5 in float32, which the division by the std (also 6e-5) would blow up to an advantage of 0.4.
+    smallest = jnp.min(values, axis=axis, keepdims=True, where=scored, initial=jnp.inf)
+    shifted = jnp.where(scored, values - smallest, 0)
+    mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)
+    centred = jnp.where(scored, shifted - mean, 0)
+    # A single scored value has no spread to estimate: std 0, like a group of equal values.
+    std = jnp.sqrt(jnp.sum(centred**2, axis=axis, keepdims=True) / jnp.maximum(count - 1, 1))
+    return centred, std
+
+
+def _rewards_and_weights(
+    rewards: jax.Array, weights: Sequence[float] | jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Checks, and returns rewards as [B, G, K] and weights as [K], both of at least float32."""
+    rewards = jnp.asarray(rewards)
+    if rewards.ndim not in (2, 3):
+        raise ValueError(f"rewards has shape {rewards.shape}; pass [B, G] or [B, G, K], the group on axis 1.")
+    if rewards.ndim == 2:
+        rewards = rewards[:, :, None]
+    rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
+    functions = rewards.shape[2]
+    weights = jnp.ones(functions) if weights is None else jnp.asarray(weights)
+    if weights.shape != (functions,):
+        raise ValueError(f"weights has shape {weights.shape}; pass ({functions},), one weight per reward function.")
+    return rewards, weights.astype(rewards.dtype)
+
+
+def _weighted_sum(values: jax.Array, weights: jax.Array, scored: jax.Array) -> jax.Array:
+    """Σ_k w_k values_k over the scored k: [B, G, K] → [B, G]."""
+    return jnp.sum(jnp.where(scored, values * weights[None, None, :], 0), axis=2)
+
+
+def compute_advantages(
+    rewards: jax.Array,
+    *,
+    weights: Sequence[float] | jax.Array | None = None,
+    scale_rewards: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+    epsilon: float = 1e-4,
+) -> jax.Array:
+    """Turns the rewards of each group into group-relative advantages.
+
+        sum_then_normalize:   r = Σ_k w_k R_k              A = (r − mean_G r) / (std r + epsilon)
+        normalize_then_sum:   z_k = (R_k − mean_G R_k) / (std_G R_k + epsilon)
+                              r = Σ_k w_k z_k              A = (r − mean_BG r) / (std_BG r + epsilon)
+
+    A NaN reward means "not scored by this function" and is left out of sums, means and stds; a completion without any
+    score gets A = 0. A group of equal rewards gets exactly 0.
+
+    Args:
+      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not looked for: refuse them
+        where the reward functions are called.
+      weights: [K] float, weight of each reward function; None means all 1.
+      scale_rewards: which std divides in sum_then_normalize: that of the "group", that of the whole "batch", or "none"
+        (no division at all). normalize_then_sum does not use it.
+      multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
+      epsilon: ≥ 0, added to each std, in units of the reward.
+
+    Returns:
+      [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
+
+    Raises:
+      ValueError: on wrong ranks or shapes, or names that are not known.
+
+    Gradient:
+      None: rewards are data.
+
+    References:
+      DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
+      for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4 *beside* it, as in TRL; other libraries take ddof
+      0, or 1e-6 or 1e-8. A mean-baseline advantage is (G − 1)/G times the leave-one-out (RLOO) one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> rewards = jnp.array([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, jnp.nan]])
+      >>> [[round(a, 3) for a in group] for group in compute_advantages(rewards).tolist()]
+      [[0.866, -0.866, -0.866, 0.866], [0.0, 0.0, 0.0, 0.0]]
+      >>> compute_advantages(rewards, scale_rewards="none").tolist()
+      [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    """
+    choose("scale_rewards", scale_rewards, SCALES)
+    choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    rewards, weights = _rewards_and_weights(rewards, weights)
+    scored_by = ~jnp.isnan(rewards)
+    scored = jnp.any(scored_by, axis=2)
+
+    if multi_objective_aggregation == "normalize_then_sum":
+        centred, std = _centre(rewards, scored_by, axis=1)
+        z = centred / (std + epsilon)
+        centred, std = _centre(_weighted_sum(z, weights, scored_by), scored, axis=(0, 1))
+        return centred / (std + epsilon)
+
+    r = _weighted_sum(rewards, weights, scored_by)
+    centred, std = _centre(r, scored, axis=1)
+    if scale_rewards == "none":
+        return centred
+    if scale_rewards == "batch":
+        _, std = _centre(r, scored, axis=(0, 1))
+    return centred / (std + epsilon)
+
+
+def zero_signal_groups(
+    rewards: jax.Array,
+    *,
+    weights: Sequence[float] | jax.Array | None = None,
+    multi_objective_aggregation: str = "sum_then_normalize",
+) -> jax.Array:
+    """Says which groups carry no signal: all their scored completions have equal rewards (or none is scored).
+
+    Args:
+      rewards: [B, G] or [B, G, K]; NaN = not scored.
+      weights: [K] float; None means all 1.
+      multi_objective_aggregation: with "sum_then_normalize" the weighted sums must be equal; with "normalize_then_sum"
+        the scores of each reward function of non-zero weight.
+
+    Returns:
+      [B] bool; True where a group pushes the policy nowhere. These are the groups that dynamic sampling refills.
+
+    Raises:
+      ValueError: as `compute_advantages`.
+
+    Gradient:
+      None.
+
+    References:
+      DAPO (arXiv:2503.14476), section 3.2, which drops the groups that are all right or all wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> zero_signal_groups(jnp.array([[1.0, 1.0], [0.0, 1.0], [jnp.nan, 1.0]])).tolist()
+      [True, False, True]
+    """
+    choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    rewards, weights = _rewards_and_weights(rewards, weights)
+    scored_by = ~jnp.isnan(rewards)
+    if multi_objective_aggregation == "normalize_then_sum":
+        _, std = _centre(rewards, scored_by, axis=1)
+        return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)
+    _, std = _centre(_weighted_sum(rewards, weights, scored_by), jnp.any(scored_by, axis=2), axis=1)
+    return std[:, 0] == 0

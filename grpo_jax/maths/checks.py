@@ -1,0 +1,54 @@
+"""What the pure functions share: checks at their doors, bounded exponents, the stop of a gradient."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOG_RATIO = 20.0
+"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and long before that the square of one
+gradient entry overflows inside a global-norm clip."""
+
+
+MIN_LOG_PROB = -1e4
+"""Log-probs are taken to be at least this. It stands for −inf (a token that the distribution excludes) and keeps
+differences of log-probs finite."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def bounded(x: jax.Array, low: float, high: float) -> jax.Array:
+    """clip(x, low, high) in value; the derivative stays 1 outside the bounds, so that the gradient is kept alive."""
+    return jnp.clip(x, low, high)
+
+
+@bounded.defjvp
+def _bounded_jvp(low, high, primals, tangents):
+    return bounded(*primals, low, high), tangents[0]
+
+
+def choose(argument: str, value: str, known: Iterable[str]) -> str:
+    """Returns `value` if it is one of `known`; else raises a ValueError that names the nearest."""
+    known = list(known)
+    if value in known:
+        return value
+    nearest = difflib.get_close_matches(str(value), known)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{argument}={value!r} is not known; use one of {', '.join(map(repr, known))}.{hint}")
+
+
+def floating(argument: str, value: jax.Array) -> jax.Array:
+    """Returns `value` as an array of at least float32; raises a ValueError if it does not hold floats."""
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"{argument} has dtype {value.dtype}; pass a floating dtype.")
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
+sg = jax.lax.stop_gradient
+
+
+Scalar = float | jax.Array

@@ -1,0 +1,78 @@
+"""Per-token estimators of KL(π‖π_ref) from the log-probs of sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, bounded, choose, floating
+
+
+def k1(log_ratio: jax.Array) -> jax.Array:
+    """d: unbiased in value; its gradient has mean zero on-policy, whatever the reference is."""
+    return log_ratio
+
+
+def k2(log_ratio: jax.Array) -> jax.Array:
+    """d²/2: biased in value; on-policy its gradient is that of KL(π‖π_ref)."""
+    return log_ratio**2 / 2
+
+
+def k3(log_ratio: jax.Array) -> jax.Array:
+    """e^{−d} − 1 + d ≥ 0: unbiased in value; on-policy its gradient is that of KL(π_ref‖π), the other direction."""
+    d = bounded(log_ratio, -MAX_LOG_RATIO, jnp.inf)
+    # expm1: near d = 0 the sum e^{−d} − 1 + d loses every digit, and near 0 is where a KL usually lives.
+    return jnp.expm1(-d) + d
+
+
+ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: str = "k3") -> jax.Array:
+    """Estimates KL(π‖π_ref) token by token from the log-probs of tokens that π drew.
+
+        d = log_probs − ref_log_probs
+        k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
+
+    Half precision is computed in float32. Log-probs below −1e4 count as −1e4. In k3, d below −20 counts as −20 (the
+    exponential would overflow), while its derivative is kept alive at that of d = −20.
+
+    Args:
+      log_probs: [...] float, nats, ≤ 0; log-probs of the sampled tokens under the policy.
+      ref_log_probs: [...] float, nats, ≤ 0; log-probs of the same tokens under the reference.
+      estimator: "k1", "k2" or "k3".
+
+    Returns:
+      [...] float32 (float64 for float64 input), nats per token.
+
+    Raises:
+      ValueError: if the shapes differ, a dtype is not floating, or the estimator is not known.
+
+    Gradient:
+      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is held constant. The value of an estimator and
+      its gradient answer different questions. In expectation over tokens drawn from π, the gradient of k1 is zero,
+      that of k2 is ∇KL(π‖π_ref), and that of k3 is ∇KL(π_ref‖π), each of one token's distribution in a state that
+      is given. `grpo_loss` says what each becomes with the importance ratio in front, and for whole completions.
+
+    References:
+      Schulman, "Approximating KL Divergence" (2020): k1, k2, k3. DeepSeekMath (arXiv:2402.03300), equation 4: k3.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy, reference = jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.5]))
+      >>> [round(float(x), 3) for x in kl_divergence(policy, reference, estimator="k1")]
+      [0.693, -0.693]
+      >>> [round(float(x), 3) for x in kl_divergence(policy, reference)]
+      [0.193, 0.307]
+    """
+    estimate = ESTIMATORS[choose("estimator", estimator, ESTIMATORS)]
+    log_probs = floating("log_probs", log_probs)
+    ref_log_probs = jax.lax.stop_gradient(floating("ref_log_probs", ref_log_probs)).astype(log_probs.dtype)
+    if log_probs.shape != ref_log_probs.shape:
+        raise ValueError(
+            f"log_probs has shape {log_probs.shape} and ref_log_probs {ref_log_probs.shape}; "
+            "pass the log-probs of the same tokens."
+        )
+    return estimate(bounded(log_probs, MIN_LOG_PROB, jnp.inf) - bounded(ref_log_probs, MIN_LOG_PROB, jnp.inf))

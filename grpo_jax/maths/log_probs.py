@@ -1,0 +1,66 @@
+"""Log-probs and entropies of tokens, given their logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.sampling import process_logits
+
+__all__ = [
+    "token_log_probs",
+]
+
+
+def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float = 1.0) -> jax.Array:
+    """Log-prob of each token: log softmax(logits / temperature)[token].
+
+    Args:
+      logits: [..., V], any float dtype; computed in float32.
+      tokens: [...] integer, in 0..V-1.
+      temperature: > 0, unitless.
+
+    Returns:
+      [...] float32, ≤ 0.
+
+    Raises:
+      ValueError: shapes that do not match, tokens that are not integers, a temperature that is not positive.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> round(float(token_log_probs(jnp.array([0.0, jnp.log(3.0)]), jnp.array(1))), 4)
+      -0.2877
+    """
+    if logits.ndim < 1 or logits.shape[:-1] != tokens.shape:
+        raise ValueError(f"logits must be [..., V] for tokens [...]; got {logits.shape} and {tokens.shape}.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding has no log-probs).")
+    return _log_probs(process_logits(logits, temperature=temperature), tokens)
+
+
+@jax.custom_jvp
+def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """logits[..., token]. Its gradient is a mask, which joins the rest of the logits' gradient; that of a gather is an
+    array of zeros as large as the logits, written to and added."""
+    return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+
+
+@_logit_of.defjvp
+def _logit_of_jvp(primals, tangents):
+    logits, tokens = primals
+    here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
+    return _logit_of(logits, tokens), jnp.where(here, tangents[0], 0).sum(axis=-1)
+
+
+def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return _logit_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_p = logits - log_z
+    # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.
+    plogp = jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p))
+    return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)

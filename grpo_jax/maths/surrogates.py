@@ -1,0 +1,219 @@
+"""The variants of the objective, one table each: importance ratios, per-token policy losses, reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, sg
+from grpo_jax.maths.kl import ESTIMATORS
+
+
+class Tokens(NamedTuple):
+    """What a surrogate sees. All arrays are [..., T], and harmless (0, ratio 1) where `mask` is False.
+
+    Attributes:
+      log_probs: l, the one array that carries a gradient, and by it `log_ratio` and `ratio`.
+      log_ratio: l − l_old.
+      ratio: w at the chosen importance sampling level.
+      advantages: A, constant.
+      mask: bool.
+      log_weights: [...] summed log of the sampler weights of each row (vespo only).
+    """
+
+    log_probs: jax.Array
+    log_ratio: jax.Array
+    ratio: jax.Array
+    advantages: jax.Array
+    mask: jax.Array
+    log_weights: jax.Array
+
+
+class Counts(NamedTuple):
+    """The denominators: of the whole optimizer batch, of which a call may see only a part."""
+
+    rows: Scalar
+    tokens: Scalar
+    normalizer: Scalar
+    max_completion_length: Scalar
+
+
+def _exp(log_ratio: jax.Array) -> jax.Array:
+    """exp(log_ratio), which cannot overflow: the log-ratio is bounded above, its gradient kept alive."""
+    return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
+
+
+def row_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Σ m·x over the row, [..., T] → [..., 1]."""
+    return jnp.sum(values, axis=-1, keepdims=True, where=mask)
+
+
+def row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Σ m·x / max(Σ m, 1) over the row, [..., T] → [..., 1]."""
+    return row_sum(values, mask) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+
+
+def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """w_t = exp(l_t − l_old_t)."""
+    return _exp(log_ratio)
+
+
+def sequence_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """w_t = exp(Σ m (l − l_old) / Σ m), the same for every token of the row; gradient through the mean (GSPO)."""
+    return jnp.broadcast_to(_exp(row_mean(log_ratio, mask)), log_ratio.shape)
+
+
+def trajectory_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): the weight of the whole completion, own token's gradient."""
+    return sg(_exp(row_sum(log_ratio, mask))) * jnp.exp(log_probs - sg(log_probs))
+
+
+RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "trajectory": trajectory_ratio,
+}
+
+
+def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
+    """min, with the gradient of `first` at a tie (jnp.minimum would halve it)."""
+    return jnp.where(first <= second, first, second)
+
+
+def clipped(tokens: Tokens, settings: LossSettings) -> jax.Array:
+    """p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
+    w, A = tokens.ratio, tokens.advantages
+    first = w if settings.delta is None else _lesser(w, settings.delta)
+    second = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_epsilon)
+    return -_lesser(first * A, second * A)
+
+
+def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+    """p = −sg(min(w, ε_high))·A·l: the weight is capped, the gradient never vanishes."""
+    return -sg(jnp.minimum(tokens.ratio, settings.upper_epsilon)) * tokens.advantages * tokens.log_probs
+
+
+def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+    """p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate in the place of the clip, slope 1 at w = 1."""
+    w, A = tokens.ratio, tokens.advantages
+    tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+    return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
+
+
+def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+    """p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), s the log-weight of the whole completion, (k, λ) by the sign of A."""
+    A = tokens.advantages
+    s = row_sum(jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), tokens.mask) + tokens.log_weights[..., None]
+    s = jnp.clip(s, math.log(1e-8), MAX_LOG_RATIO)
+    k = jnp.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
+    lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    phi = jnp.exp(lambda_ + k * s - lambda_ * jnp.exp(s))
+    return -sg(phi) * A * tokens.log_probs
+
+
+def mean_ofrow_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+    """Σ_rows (Σ m·x / max(Σ m, 1)) / rows: every completion weighs the same, so the tokens of long ones weigh less."""
+    return jnp.sum(row_mean(values, mask)) / counts.rows
+
+
+def mean_ofrow_sums(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+    """Σ m·x / rows."""
+    return jnp.sum(values, where=mask) / counts.rows
+
+
+def mean_of_tokens(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+    """Σ m·x / max(tokens, 1)."""
+    return jnp.sum(values, where=mask) / jnp.maximum(counts.tokens, 1)
+
+
+def sum_over_normalizer(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+    """Σ m·x / max(normalizer, 1)."""
+    return jnp.sum(values, where=mask) / jnp.maximum(counts.normalizer, 1)
+
+
+def sum_over_constant(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+    """Σ m·x / (rows·max_completion_length): no denominator depends on what was sampled."""
+    return jnp.sum(values, where=mask) / (counts.rows * counts.max_completion_length)
+
+
+Surrogate = Callable[[Tokens, "LossSettings"], jax.Array]
+
+
+Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
+
+
+LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
+    "grpo": (clipped, mean_ofrow_means),
+    "bnpo": (clipped, mean_of_tokens),
+    "dr_grpo": (clipped, sum_over_constant),
+    "dapo": (clipped, sum_over_normalizer),
+    "luspo": (clipped, mean_ofrow_sums),
+    "cispo": (cispo, sum_over_normalizer),
+    "sapo": (sapo, mean_ofrow_means),
+    "vespo": (vespo, sum_over_normalizer),
+}
+
+
+def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
+    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool."""
+    w, A = tokens.ratio, tokens.advantages
+    never = jnp.zeros(w.shape, bool)
+    low, high, capped = never, never, never
+    if surrogate is clipped:
+        low = (w < 1 - settings.epsilon) & (A < 0)
+        high = (w > 1 + settings.upper_epsilon) & (A > 0)
+        capped = never if settings.delta is None else (w > settings.delta) & (A < 0)
+    elif surrogate is cispo:
+        high = w > settings.upper_epsilon
+    return {
+        "clip_fraction": low | high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "clip_fraction_delta": capped,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """The choices and numbers of the objective, fixed for a run; `grpo_loss` documents each field.
+
+    A `GRPOConfig` has fields of the same names; `update.objective.loss_settings` takes them from there.
+
+    Raises:
+      ValueError: a name that is not in its table; the nearest one is suggested.
+    """
+
+    loss_type: str = "dapo"
+    beta: Scalar = 0.0
+    epsilon: Scalar = 0.2
+    epsilon_high: Scalar | None = None
+    delta: Scalar | None = None
+    importance_sampling_level: str = "token"
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = True
+    kl_placement: str = "loss"
+    max_completion_length: Scalar | None = None
+    sapo_temperature_neg: Scalar = 1.05
+    sapo_temperature_pos: Scalar = 1.0
+    vespo_k_pos: Scalar = 2.0
+    vespo_lambda_pos: Scalar = 3.0
+    vespo_k_neg: Scalar = 3.0
+    vespo_lambda_neg: Scalar = 2.0
+    top_entropy_quantile: Scalar = 1.0
+    off_policy_mask_threshold: Scalar | None = None
+
+    def __post_init__(self) -> None:
+        choose("loss_type", self.loss_type, LOSS_TYPES)
+        choose("importance_sampling_level", self.importance_sampling_level, RATIOS)
+        choose("kl_estimator", self.kl_estimator, ESTIMATORS)
+        choose("kl_placement", self.kl_placement, ("loss", "reward"))
+
+    @property
+    def upper_epsilon(self) -> Scalar:
+        """ε_high, or ε where it is not set."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high

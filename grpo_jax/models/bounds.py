@@ -1,0 +1,148 @@
+"""What a device cannot go below: bytes of a decode, operations of an update, and the peaks that they are shares of.
+
+Decoding reads all weights and every row's keys once a token, whatever the batch: its bound is the memory's bandwidth.
+An update multiplies: its bound is the peak of the matrix units. Both counts are those of the shared prompt. By the same
+account of a decode step (`DecodeStep`) `rollout` chooses how rows are laid out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from grpo_jax.models.layers import TransformerConfig
+
+__all__ = ["PEAKS", "DecodeStep", "Work", "count_weights", "peaks_of"]
+
+PEAKS = {
+    "T4": (65e12, 0.32e12),
+    "V100": (125e12, 0.9e12),
+    "L4": (121e12, 0.3e12),
+    "A10": (125e12, 0.6e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.864e12),
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "B200": (2250e12, 8.0e12),
+}
+"""Dense 16-bit operations a second and bytes a second, from the vendors' data sheets."""
+
+
+def peaks_of(device_kind: str) -> tuple[float, float] | None:
+    """Operations and bytes a second of a kind of device; None for one that is not in the table.
+
+    Example:
+      >>> peaks_of("NVIDIA H100 80GB HBM3")
+      (989000000000000.0, 3350000000000.0)
+      >>> peaks_of("cpu")
+    """
+    words = device_kind.replace("-", " ").split()
+    return next((peaks for name, peaks in PEAKS.items() if name in words), None)
+
+
+def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:
+    """Weights of a decoder's matrix products.
+
+    Args:
+      shape: of the decoder.
+      head: with the output head; the embedding's lookup multiplies nothing.
+      experts: of a mixture-of-experts layer, how many count; None for those that one token is sent to.
+
+    Example:
+      >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+      >>> count_weights(shape)  # 16·16 + 2·16·8 + 16·16 + 3·16·32, and the head's 16·32
+      2816
+    """
+    c = shape
+    sparse = sum(c.expert_layers)
+    attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim
+    chosen = c.num_experts_per_token if experts is None else experts
+    widths = c.num_layers * attention + (c.num_layers - sparse) * 3 * c.intermediate_size
+    widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
+    return c.hidden_size * (widths + head * c.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """What a decode step of a layout [groups, width] of rows costs, in bytes that could be read meanwhile.
+
+    cost = weights + groups · (prompt + width · (row + products))
+
+    Weights are read once, whatever the rows; the prompt's keys and values once a group, a row's own once a row. So few
+    rows cost nearly as much as twice as many.
+
+    Attributes:
+      weights: bytes of the weights.
+      prompt: bytes of one prompt's keys and values.
+      row: bytes of one row's own.
+      products: bytes that could be read while one row is multiplied by the weights; 0 counts what is read alone.
+
+    Example:
+      >>> step = DecodeStep(weights=800.0, prompt=10.0, row=1.0, products=100.0)
+      >>> step.cost(1, 4), step.cost(1, 8), step.cost(2, 4)
+      (1214.0, 1618.0, 1628.0)
+    """
+
+    weights: float
+    prompt: float
+    row: float
+    products: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        shape: TransformerConfig,
+        *,
+        prompt_length: float,
+        row_length: float,
+        itemsize: float,
+        weight_itemsize: float | None = None,
+        bytes_per_operation: float = 0.0,
+    ) -> DecodeStep:
+        """The step of a decoder at so many slots of a prompt and of a row; weights' itemsize where it is another."""
+        token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+        return cls(
+            weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
+            prompt=prompt_length * token,
+            row=row_length * token,
+            products=2 * count_weights(shape) * bytes_per_operation,
+        )
+
+    def cost(self, groups: int, width: int) -> float:
+        """Of a layout [groups, width]."""
+        return self.weights + groups * (self.prompt + width * (self.row + self.products))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Counts of one iteration of B prompts of P tokens with G completions of T tokens each.
+
+    Example:
+      >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+      >>> work = Work(shape, prompts=1, group=2, prompt_length=4, completion_length=3, itemsize=2)
+      >>> work.decode_bytes  # 3 steps of 2816 weights, 4 tokens of the prompt and 2 of each row, of 2 · 8 numbers each
+      17664.0
+    """
+
+    shape: TransformerConfig
+    prompts: int
+    group: int
+    prompt_length: float
+    completion_length: float
+    itemsize: int
+
+    @property
+    def decode_bytes(self) -> float:
+        """Bytes that decoding reads: the weights once a step, and every prompt's and row's keys and values."""
+        steps, p = self.completion_length, self.prompt_length
+        # A row has t slots at its step t: on average (T + 1) / 2.
+        mean = DecodeStep.of(self.shape, prompt_length=p, row_length=(steps + 1) / 2, itemsize=self.itemsize)
+        return steps * mean.cost(self.prompts, self.group)
+
+    @property
+    def update_operations(self) -> float:
+        """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
+        c, p, t = self.shape, self.prompt_length, self.completion_length
+        scores = lambda keys: 2 * c.num_layers * c.num_heads * c.head_dim * keys
+        prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))
+        completions = self.group * t * (count_weights(c) + scores(p + (t + 1) / 2))
+        return 6 * self.prompts * (prompts + completions)

@@ -1,0 +1,103 @@
+"""Mixture-of-experts layers and their router's loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
+
+__all__ = [
+    "router_loss",
+]
+
+
+class Experts(nn.Module):
+    """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
+
+    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: no expert has a capacity, no
+    token is dropped, and a row does not depend on its neighbours.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """x [N, D], weights and chosen [N, k] to [N, D]."""
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+
+        def kernel(name, fan_in, fan_out):
+            init = nn.initializers.normal(c.initializer_range)
+            return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
+
+        gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
+        down = kernel("down_proj", c.expert_size, c.hidden_size)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
+        row = order // chosen.shape[1]
+        y = jnp.take(x.astype(dtype), row, axis=0)
+        y = ACTIVATIONS[c.activation](jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
+        y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None].astype(dtype)
+        return jnp.zeros(x.shape, y.dtype).at[row].add(y)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="gate")(x)
+        logits = logits.astype(jnp.float32)
+        self.sow("router", "logits", logits)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
+        if c.normalize_expert_weights:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        flat = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
+        return Experts(c, name="experts")(*flat).reshape(x.shape)
+
+
+def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
+    """Load-balancing loss of a mixture of experts: E Σ_e f_e p_e.
+
+    f_e is the number of tokens sent to expert e, and p_e the mean probability that the router gave it, both over the
+    masked-in tokens of all sparse layers; a router without preferences has the least loss, `num_experts_per_token`.
+
+    Args:
+      router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
+      mask: [B, T] or [B, G, T], as the tokens were; the tokens that count.
+      num_experts_per_token: k of the config.
+
+    Returns:
+      [] float32; minimise, times `config.router_loss_coef`.
+
+    Gradient:
+      Through p only; f counts.
+
+    References:
+      Fedus et al. 2021, Switch Transformers, eq. 4 to 6, as transformers' `load_balancing_loss_func` has it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> router = {"layers_0": {"mlp": {"logits": (jnp.zeros((1, 1, 2, 4)),)}}}
+      >>> float(router_loss(router, jnp.ones((1, 2)), num_experts_per_token=1))
+      1.0
+    """
+    layers = jax.tree.leaves(router)
+    used = given = jnp.zeros(layers[0].shape[-1:])
+    count = jnp.zeros(())
+    flat = mask.reshape(-1, 1).astype(jnp.float32)
+    for logits in layers:
+        probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
+        _, chosen = jax.lax.top_k(probs, num_experts_per_token)
+        used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
+        given += (probs * flat).sum(axis=0)
+        count += flat.sum()
+    count = jnp.maximum(count, 1.0)
+    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))

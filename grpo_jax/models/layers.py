@@ -1,0 +1,155 @@
+"""The shape of a decoder, and the parts that every layer is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
+from grpo_jax.models.rope import Rope
+
+__all__ = [
+    "TransformerConfig",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      intermediate_size: width of the gated MLP.
+      num_layers: decoder layers.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides `num_heads`.
+      head_dim: width of one head.
+      rms_norm_eps: added to the mean square.
+      tie_word_embeddings: the output head is the embedding.
+      max_position_embeddings: context length the checkpoint was made for.
+      rope: rotary embedding of full-attention layers.
+      local_rope: that of sliding-window layers, where it differs.
+      rotary_layers: one bool a layer, False for a layer without rotary embedding; None means all.
+      windows: one entry a layer, the sliding window in tokens or None; None means full attention everywhere.
+      qkv_bias, o_bias, mlp_bias: biases of the projections.
+      qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
+      norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
+      norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
+      activation: "silu", "gelu" or "gelu_tanh".
+      query_scale: factor on the attention scores; None means head_dim^(−1/2).
+      attention_soft_cap: c in c·tanh(score/c), or None.
+      logit_soft_cap: the same on the logits.
+      embedding_scale: factor on the embeddings.
+      num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
+      num_experts_per_token: experts that a token is sent to.
+      expert_size: width of one expert's gated MLP.
+      expert_layers: one bool a layer, True for a mixture of experts in place of the MLP.
+      normalize_expert_weights: the weights of a token's experts sum to one.
+      router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
+      initializer_range: standard deviation of freshly made weights.
+      dtype: compute dtype of the matrix products, "float32" or "bfloat16".
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = 32768
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    local_rope: Rope | None = None
+    rotary_layers: tuple[bool, ...] | None = None
+    windows: tuple[int | None, ...] | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    query_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_size: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    normalize_expert_weights: bool = False
+    router_loss_coef: float = 0.0
+    initializer_range: float = 0.02
+    dtype: str = "float32"
+    remat: bool = False
+    remat_policy: str = "nothing_saveable"
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
+}
+
+
+class Linear(nn.Module):
+    """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
+
+    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU. Products
+    of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype` before; None: in `dtype`.
+    """
+
+    features: int
+    use_bias: bool
+    dtype: Any
+    stddev: float
+    result_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = self.dtype if self.result_dtype is None else self.result_dtype
+        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
+        # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        if self.has_variable("columns", "kernel"):
+            turned: jax.Array = self.get_variable("columns", "kernel")
+            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
+        else:
+            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(out)[None]
+        if self.has_variable("lora", "a"):
+            if self.has_variable("lora", "rate") and self.has_rng("dropout"):
+                keep = jnp.asarray(1 - self.get_variable("lora", "rate"))
+                kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
+                x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
+            a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
+            b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
+            y = y + matmul(x.astype(self.dtype) @ a, b, out)
+        return y.reshape(*shape[:-1], self.features)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
+
+    eps: float
+    offset: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale = self.param("scale", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return scale_columns(y.reshape(-1, x.shape[-1]), scale).reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,159 @@
+"""Rotary position embeddings, with every scaling that checkpoints ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "ROPE_KINDS",
+    "Rope",
+    "rope_frequencies",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), by `kind` scaled for longer contexts.
+
+    Attributes:
+      theta: base of the frequencies.
+      kind: "default", or a scaling named as in Hugging Face's `rope_type`; one of `ROPE_KINDS`.
+      scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
+      fraction: of the head's width that is rotated, the first part of it.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+    fraction: float = 1.0
+
+
+def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """Positions divided by `factor` (position interpolation)."""
+    return inverse / n["factor"], 1.0
+
+
+def _dynamic(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """NTK-aware: a larger base once the sequence is longer than the context that the model was made for."""
+    longest, d = n["max_position_embeddings"], 2 * len(inverse)
+    growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
+    return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
+
+
+def _llama3(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """Long wavelengths interpolated, short ones kept, a linear passage between the two."""
+    turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
+    return inverse * (kept + (1 - kept) / n["factor"]), 1.0
+
+
+def _yarn(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """As llama3 with the passage counted in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
+    d, original = 2 * len(inverse), n["original_max_position_embeddings"]
+    factor = n["factor"] or n["max_position_embeddings"] / original
+
+    def dimension(turns):
+        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    def temperature(mscale):
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = dimension(n["beta_fast"]), dimension(n["beta_slow"])
+    if n["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    interpolated = np.clip((np.arange(d // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    attention = n["attention_factor"]
+    if attention is None and n["mscale"] and n["mscale_all_dim"]:
+        attention = temperature(n["mscale"]) / temperature(n["mscale_all_dim"])
+    elif attention is None:
+        attention = temperature(1.0)
+    return inverse * (1 - interpolated + interpolated / factor), attention
+
+
+def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """A factor for each frequency, of two sets: one up to the original context, one beyond (Ding et al. 2024)."""
+    original = n["original_max_position_embeddings"]
+    factor = n["factor"] or n["max_position_embeddings"] / original
+    attention = n["attention_factor"]
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
+
+
+ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np.ndarray, float]]] = {
+    "default": lambda inverse, numbers, rope, length: (inverse, 1.0),
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+"""Scalings: from frequencies, the numbers of the scaling, and the length of the sequence, to frequencies and factor."""
+
+
+ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Scalings that change for the whole sequence when it grows beyond this number."""
+
+
+def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
+    """Angular frequencies of a rotary embedding.
+
+    Args:
+      rope: the embedding.
+      head_dim: width d of a head, of which the first `rope.fraction` is rotated.
+      length: tokens of the sequence; only "dynamic" and "longrope" depend on it.
+
+    Returns:
+      Frequencies [r/2] float32 in radians a position, r the rotated width; and the factor on cosines and sines.
+
+    Example:
+      >>> rope_frequencies(Rope(theta=100.0, kind="linear", scaling=(("factor", 2.0),)), 4)
+      (array([0.5 , 0.05], dtype=float32), 1.0)
+    """
+    if rope.kind not in ROPE_KINDS:
+        raise ValueError(f"rope kind {rope.kind!r} is not supported; one of {list(ROPE_KINDS)} is.")
+    rotated = int(head_dim * rope.fraction)
+    inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    frequencies, factor = ROPE_KINDS[rope.kind](inverse, dict(rope.scaling), rope, length)
+    return frequencies.astype(np.float32), factor
+
+
+def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Factors [B, 1, T, 2, r/2] float32 at [B, T] positions, for each half: on itself, and on the other half.
+
+    The axis of one is G: rows of a prompt agree.
+    """
+    frequencies, factor = rope_frequencies(rope, head_dim, length)
+    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def check_rope_length(rope: Rope, length: int) -> None:
+    """Refuse cached keys where a longer sequence would change the frequencies that they were already rotated by."""
+    limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"prompts and completions together take up to {length} tokens, but beyond {limit} rope_type {rope.kind!r} "
+            "turns with the length of the whole sequence, so keys cannot be kept; use shorter prompts or completions."
+        )
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
+    own, other = (t[:, :, :, None] for t in table)
+    half = own.shape[-1]
+    halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    halves = halves.reshape(*x.shape[:-1], 2, half)
+    # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
+    turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
+    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -1,0 +1,262 @@
+"""Log-probs of completions, without ever holding logits [B, G, T, V].
+
+Logits are made for one chunk of tokens at a time and made again in the backward pass. The prompt is read once a group,
+and the head runs on completion positions only:
+
+```
+reads         p3(last)   c0    c1    c2          hidden states: the prompt's last, then those of the completion
+predicts         c0      c1    c2    c3
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.log_probs import _log_probs, _log_probs_and_entropy
+from grpo_jax.maths.sampling import process_logits
+from grpo_jax.models.attention import Prefix
+from grpo_jax.models.packing import Piece
+from grpo_jax.types import Completions, Model, Params, Prompts, join_rows
+
+__all__ = [
+    "completion_log_probs",
+    "score_completions",
+]
+
+
+CHUNK = 1024
+"""Tokens whose logits are held at a time: enough to fill a matrix product, little beside the activations."""
+
+
+def chunked(
+    unembed: Callable[[Params, jax.Array], jax.Array],
+    params: Params,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    *,
+    with_entropy: bool,
+    chunk: int = CHUNK,
+    **sampling: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N], given hidden states [B, N, D], chunk by chunk.
+
+    A chunk has some of the N tokens of every prompt: where prompts are cut over devices, each computes its own.
+    """
+
+    def one(params, hidden, tokens):
+        logits = process_logits(unembed(params, hidden), keep=tokens, **sampling)
+        if with_entropy:
+            return _log_probs_and_entropy(logits, tokens)
+        log_probs = _log_probs(logits, tokens)
+        return log_probs, jnp.zeros_like(log_probs)
+
+    b, n = tokens.shape
+    if b * n <= chunk:
+        # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
+        return one(params, hidden, tokens)
+    pieces = -(-n // max(1, chunk // b))
+    size = -(-n // pieces)  # equal pieces: the last one is not mostly padding
+    pad = pieces * size - n
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, pieces, size, -1).swapaxes(0, 1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, pieces, size).swapaxes(0, 1)
+    results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
+    log_probs, entropy = (x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
+    return log_probs, entropy
+
+
+def score_completions(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    with_entropy: bool = True,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
+
+    The distribution is the one that the sampler drew from: the same settings give the sampler's log-probs back. A drawn
+    token is never cut, so its log-prob stays finite while the params move.
+
+    Args:
+      model: a model of this package, or any `apply` by `types.Model`.
+      params: its parameters.
+      prompts: tokens [B, P].
+      tokens: [B, G, T] int32.
+      mask: [B, G, T] bool.
+      temperature, top_k, top_p, min_p: as the sampler had them.
+      with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
+      rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
+
+    Returns:
+      log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats, without gradient's cost
+      where they are not used.
+    """
+    b, g, t = tokens.shape
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if hasattr(model, "prefill"):
+        keys = {} if rngs is None else {"rngs": rngs}
+        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
+        hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
+        if t > 1:
+            # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
+            rest, _ = model.apply({"params": params}, tokens, prefix, method="hidden", **keys)
+            hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
+        unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
+        log_probs, entropy = chunked(
+            unembed, params, hidden.reshape(b, g * t, -1), tokens.reshape(b, -1), with_entropy=with_entropy, **sampling
+        )
+        log_probs, entropy = log_probs.reshape(b, g, t), entropy.reshape(b, g, t)
+    else:
+        rows, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, rows)
+        at = start[:, None] - 1 + jnp.arange(t)[None]
+        logits = jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1)
+        logits = process_logits(logits, keep=tokens, **sampling)
+        log_probs, entropy = _log_probs_and_entropy(logits, tokens)
+    return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def read_prompts(
+    model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """What `score_piece` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
+    keys = {} if rngs is None else {"rngs": rngs}
+    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
+    return last, prefix.layers
+
+
+def score_piece(
+    model: Model,
+    params: Params,
+    read: tuple[jax.Array, tuple[Any, ...]],
+    lengths: jax.Array,
+    piece: Piece,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    with_entropy: bool = True,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`score_completions` for the rows of a `packing.Piece`.
+
+    Args:
+      model: a model with `prefill`, `hidden` and `unembed`.
+      params: its parameters.
+      read: what `read_prompts` returned for all prompts of the batch.
+      lengths: [B] of those prompts.
+      piece: some rows of the batch.
+      temperature, top_k, top_p, min_p, with_entropy, rngs: as in `score_completions`.
+
+    Returns:
+      log_probs and entropies [R, T] float32 of the piece's rows, 0 beyond their ends.
+    """
+    last, layers = read
+    keys = {} if rngs is None else {"rngs": rngs}
+    tokens = piece.tokens[None, None]
+    hidden, _ = model.apply(
+        {"params": params}, tokens, Prefix(layers, lengths), lane=piece.lane, method="hidden", **keys
+    )
+    hidden = hidden[0, 0]
+    # What predicts a token is the state before it: the prompt's last one for the first of a row.
+    before = jnp.concatenate([hidden[:1], hidden[:-1]])
+    prompt = jnp.repeat(piece.lane.prompt, hidden.shape[0] // piece.lane.prompt.shape[0])
+    before = jnp.where((piece.lane.position == 0)[:, None], last[prompt], before)
+    unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
+    log_probs, entropies = chunked(
+        unembed,
+        params,
+        before[None],
+        piece.tokens[None],
+        with_entropy=with_entropy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    mask = piece.mask
+    return jnp.where(mask, piece.spread(log_probs[0]), 0.0), jnp.where(mask, piece.spread(entropies[0]), 0.0)
+
+
+def completion_log_probs(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    completions: Completions,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+) -> jax.Array:
+    """Log-prob of each completion token given its prompt and the tokens before it.
+
+    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), π the distribution that the sampler draws from
+    with the same settings.
+
+    Args:
+      model: a model of this package, or any `apply` by `types.Model`.
+      params: its parameters; the gradient flows to them.
+      prompts: tokens [B, P] int32.
+      completions: tokens and mask [B, G, T].
+      temperature: > 0, unitless.
+      top_k: see `sampling.process_logits`.
+      top_p: likewise.
+      min_p: likewise.
+
+    Returns:
+      [B, G, T] float32; 0 where mask is 0.
+
+    Raises:
+      ValueError: shapes that do not match, or a temperature that is not positive.
+
+    Example:
+      >>> import jax
+      >>> from grpo_jax.models.transformer import Transformer
+      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> from grpo_jax.rollout.generate import generate
+      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+      >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))
+      >>> params = model.init(jax.random.key(0), prompts.tokens)["params"]
+      >>> completions = generate(model, params, prompts, jax.random.key(1), num_generations=2, max_completion_length=4)
+      >>> log_probs = completion_log_probs(model, params, prompts, completions)
+      >>> bool(abs(log_probs - completions.log_probs).max() < 1e-5)
+      True
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (score greedy completions at temperature 1).")
+    check_rows(prompts, completions.tokens, completions.mask)
+    log_probs, _ = score_completions(
+        model,
+        params,
+        prompts,
+        completions.tokens,
+        completions.mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        with_entropy=False,
+    )
+    return log_probs
+
+
+def check_rows(prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> None:
+    """Raise ValueError unless tokens and mask are [B, G, T] for these prompts."""
+    if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
+        raise ValueError(
+            "completions must have tokens and mask [B, G, T] for prompts [B, P]; got "
+            f"tokens {tokens.shape}, mask {mask.shape}, prompts {prompts.tokens.shape}."
+        )

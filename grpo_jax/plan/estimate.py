@@ -1,0 +1,277 @@
+"""What a run will need, before there are weights or devices: bytes of each part, operations of each phase.
+
+The programs of the run are compiled ahead of time for abstract shapes, on as many pretended CPU devices as the mesh
+has, and XLA says what they hold on each. No weight is read. XLA fuses and pads otherwise on a GPU or TPU than on a CPU,
+so temporaries are an estimate there; arguments (params, optimizer, cache) are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import make_mesh, split_sharding, tree_sharding
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.huggingface import find_checkpoint
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.hub.tensors import abstract_params
+from grpo_jax.models.bounds import Work
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.types import Batch, Prompts
+from grpo_jax.update.objective import sampling_settings
+from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.packed import kept_bytes, lower_score, lower_update
+from grpo_jax.update.state import create_state
+from grpo_jax.watch.names import short
+
+__all__ = ["Plan", "answer", "plan"]
+
+# LLVM's optimizer has no part in what a program holds, and takes most of the time.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will need.
+
+    Attributes:
+      devices: of the mesh.
+      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
+        params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
+      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
+      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
+        "activations of all prompts" (which one device keeps from reading them to the last backward pass), ….
+      operations: of each phase of one iteration, over all devices.
+      sizes: prompts and completions of an iteration, and tokens.
+      largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
+        given, 0 where nothing fits.
+    """
+
+    devices: int
+    held: dict[str, int]
+    peaks: dict[str, int]
+    parts: dict[str, int]
+    operations: dict[str, float]
+    sizes: dict[str, int]
+    largest_batch: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes on each device at the peak of the run."""
+        return max(self.peaks.values())
+
+    def __str__(self) -> str:
+        line = lambda values, unit: " · ".join(f"{name} {short(x, unit)}" for name, x in values.items())
+        sizes = self.sizes
+        lines = [
+            f"{self.devices} devices, each of an iteration's {sizes['prompts']} prompts × {sizes['group']} completions",
+            f"held on each device: {line(self.held, 'B')}",
+            f"added by the phases: {line(self.parts, 'B')}",
+            f"peak on each device: {line(self.peaks, 'B')}",
+            f"operations of an iteration: {line(self.operations, 'FLOP')}",
+        ]
+        if self.largest_batch is not None:
+            lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
+        return "\n".join(lines)
+
+
+def plan(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+    config: GRPOConfig,
+    *,
+    prompt_length: int,
+    memory: float | None = None,
+    param_dtype: str = "float32",
+) -> Plan:
+    """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
+
+    Args:
+      model: name of a model on the hub, a directory, a config.json, or what one holds.
+      config: the settings, with `mesh` for several devices.
+      prompt_length: P, tokens that prompts are padded to.
+      memory: bytes of a device, for `largest_batch`.
+      param_dtype: "float32" or "bfloat16", of the params as they are loaded.
+
+    Returns:
+      A `Plan`.
+
+    Raises:
+      ValueError: a model or settings that make no sense.
+
+    Example:
+      >>> tiny = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+      ...         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+      >>> found = plan(tiny, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8)
+      >>> found.devices, found.peak > found.held["params"]
+      (2, True)
+    """
+    raw = model if isinstance(model, Mapping) else _read_model(model)
+    read_config(raw)  # refuses what is not supported, before a process is started
+    request = {
+        "model": dict(raw),
+        "config": config.to_dict(),
+        "prompt_length": prompt_length,
+        "memory": memory,
+        "param_dtype": param_dtype,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_jax.plan", "--request"],
+        input=json.dumps(request),
+        env=os.environ | _environment(config),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ValueError(
+            f"the run could not be planned: {done.stderr.strip().splitlines()[-1] if done.stderr else '?'}"
+        )
+    return Plan(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _environment(config: GRPOConfig) -> dict[str, str]:
+    """Variables of a process in which the mesh's devices are pretended."""
+    devices = math.prod((config.mesh or {}).values())
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {_FLAGS}"}
+
+
+def _read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a name, a directory, or a file."""
+    path = Path(model)
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads((find_checkpoint(model, weights=False) / "config.json").read_text(encoding="utf-8"))
+
+
+def answer(request: Mapping[str, Any]) -> str:
+    """What the process that `plan` starts prints: the plan as JSON."""
+    config = GRPOConfig.from_dict(request["config"])
+    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype")}
+    return json.dumps(dataclasses.asdict(_plan(request["model"], config, **rest)))
+
+
+def _plan(
+    raw: Mapping[str, Any], config: GRPOConfig, *, prompt_length: int, memory: float | None, param_dtype: str
+) -> Plan:
+    """`plan`, in this process."""
+    here = _at_batch(raw, config, prompt_length, param_dtype)
+    if memory is None:
+        return here
+    # Peaks grow by the same amount with every completion of a micro-batch.
+    size = config.per_device_train_batch_size
+    twice = dataclasses.replace(config, per_device_train_batch_size=2 * size)
+    slope = (_at_batch(raw, twice, prompt_length, param_dtype).peak - here.peak) / size
+    group = config.num_generations
+    unit = group if size % group == 0 else size
+    fits = size + math.floor((memory - here.peak) / slope) if slope > 0 else size if here.peak <= memory else 0
+    return dataclasses.replace(here, largest_batch=max(0, fits // unit * unit))
+
+
+def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str) -> Plan:
+    """The plan at one batch size."""
+    mesh = make_mesh(config.mesh or {})
+    several = mesh if mesh.size > 1 else None
+    shape = read_config(raw, dtype=config.compute_dtype)
+    model = with_settings(Transformer(shape), config)
+    sizes, optimizer = config.sizes(), make_optimizer(config, 1000)
+    placed = lambda tree, shardings: jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings
+    )
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
+    make = functools.partial(
+        create_state,
+        optimizer=optimizer,
+        keep_old=sizes.updates > 1,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        keep_masters=config.master_params,
+    )
+    state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
+    state = placed(state, tree_sharding(state, mesh))
+    on_device = lambda tree: sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * (8 if _is_key(x) else x.dtype.itemsize)
+        for x in jax.tree.leaves(tree)
+    )
+    held = {
+        "params": on_device(state.params),
+        "master params": on_device(state.master_params),
+        "optimizer": on_device(state.opt_state),
+        "reference": on_device(state.ref_params),
+        "old params": on_device(state.old_params),
+        "initial params": on_device(state.initial_params),
+        "policy": on_device(state.params),
+    }
+    held = {name: size for name, size in held.items() if size}
+    g, t = config.num_generations, config.max_completion_length
+
+    def arrays(b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
+        x = jax.ShapeDtypeStruct((b, *rest), dtype)
+        return placed(x, split_sharding(x, mesh))
+
+    def prompts(b: int) -> Prompts:
+        return Prompts(arrays(b, prompt_length), arrays(b))
+
+    rollout = lower_decode(
+        model, state.params, prompts(sizes.prompts), g, t, mesh=several, **sampling_settings(config)
+    ).compile()
+    stats = rollout.memory_analysis()
+    cache = stats.argument_size_in_bytes - held["params"]
+    parts = {"KV cache": cache, "decode temporaries": stats.temp_size_in_bytes}
+    total = sum(held.values())
+    peaks = {"rollout": total + cache + stats.temp_size_in_bytes}
+    b = sizes.prompts_per_update
+    batch = Batch(
+        prompts=prompts(b),
+        tokens=arrays(b, g, t),
+        mask=arrays(b, g, t, dtype=jnp.bool_),
+        advantages=arrays(b, g, dtype=jnp.float32),
+        sampling_log_probs=arrays(b, g, t, dtype=jnp.float32),
+        ref_log_probs=arrays(b, g, t, dtype=jnp.float32) if config.beta > 0 else None,
+        initial_log_probs=arrays(b, g, t, dtype=jnp.float32) if config.sync_ref_model else None,
+    )
+    micro = (sizes.micro_prompts, sizes.micro_completions)
+    how: dict[str, Any] = {"model": model, "config": config, "micro": micro}
+    at: dict[str, Any] = {"mesh": several, "tokens": micro[0] * micro[1] * t}
+    update = lower_update(state, batch, optimizer=optimizer, on_policy=config.on_policy, **at, **how).compile()
+    stats = update.memory_analysis()
+    given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # On one device it is the program of a piece, which is given the params and the gradients so far (`packed`).
+    taken = on_device(state if several else state.params)
+    beside = max(0, given - taken) + stats.temp_size_in_bytes
+    parts["gradients, activations and batch"] = beside
+    kept = kept_bytes(state, batch, model=model, micro=micro, **at)
+    if kept:
+        parts["activations of all prompts"] = kept
+    peaks["update"] = total + beside + kept
+    if config.beta > 0:
+        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how)
+        stats = scored.compile().memory_analysis()
+        parts["reference temporaries"] = stats.temp_size_in_bytes
+        peaks["reference"] = total + stats.temp_size_in_bytes
+    itemsize = np.dtype(config.compute_dtype).itemsize if config.compute_dtype == "float32" else 2
+    work = Work(shape, sizes.prompts, g, prompt_length, t, itemsize)
+    operations = {
+        "rollout": work.update_operations / 3,
+        "reference": work.update_operations / 3 if config.beta > 0 else 0.0,
+        "update": work.update_operations * config.num_iterations,
+    }
+    about = {"prompts": sizes.prompts, "group": g, "tokens": sizes.completions * t}
+    return Plan(mesh.size, held, peaks, parts, {name: x for name, x in operations.items() if x}, about)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,259 @@
+"""Reward functions made of others: weighted, clipped, gated, and row by row.
+
+A combinator is asynchronous where the function inside is, and hands on every fault that it meets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.rewards.contract import (
+    Faults,
+    PartialRewards,
+    RewardError,
+    arguments_of,
+    describe_fault,
+    function_name,
+    give_scores,
+    is_async,
+    read_outcome,
+    select_inputs,
+    split_inputs,
+)
+from grpo_jax.rewards.shipped import RewardFunction, completion_text
+
+__all__ = [
+    "clipped",
+    "from_row",
+    "gated",
+    "weighted",
+]
+
+
+def from_row(fn: RewardFunction) -> RewardFunction:
+    """Make a reward function of a function that looks at one completion and its row.
+
+    Args:
+      fn: `fn(completion, row)` → float or None. `completion` is text also in conversations; `row` is a dict of the
+        columns of its dataset row, `prompt` among them. It may be `async`: then all completions are judged together.
+
+    Returns:
+      A reward function. An exception is the fault of one completion, and the others keep their scores.
+
+    Example:
+      >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
+      >>> correct(prompts=["1+1=", "2+2="], completions=["2", "5"], answer=["2", "4"])
+      [1.0, 0.0]
+    """
+    return _FromRow(fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FromRow:
+    """The reward function that `from_row` returns."""
+
+    fn: RewardFunction
+
+    @property
+    def __name__(self) -> str:
+        return function_name(self.fn)
+
+    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
+        columns.pop("completion_ids", None)
+        columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
+        rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
+        calls = list(zip(map(completion_text, completions), rows, strict=True))
+        if is_async(self.fn):
+            return self._judge_together(calls)
+        outcomes = []
+        for text, row in calls:
+            try:
+                outcomes.append(self.fn(text, row))
+            except (Exception, SystemExit) as error:
+                outcomes.append(error)
+        return _without_exceptions(outcomes)
+
+    async def _judge_together(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+        return _without_exceptions(await asyncio.gather(*(self.fn(*call) for call in calls), return_exceptions=True))
+
+
+def _without_exceptions(outcomes: Sequence[Any]) -> list[Any]:
+    """Return outcomes if none of them is an exception; raise them together if any is."""
+    faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    if faults:
+        raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
+    return list(outcomes)
+
+
+def weighted(fn: RewardFunction, weight: float) -> RewardFunction:
+    """Multiply the scores of a reward function: r = weight · fn.
+
+    Not for the balance of whole functions, which is `reward_weights` in the config, but for parts of combined ones.
+
+    Args:
+      fn: a reward function.
+      weight: any finite number, negative for a penalty.
+
+    Example:
+      >>> weighted(format_reward(r"<a>.*</a>"), -0.5)(completions=["<a>1</a>", "1"])
+      [-0.5, 0.0]
+    """
+    if not np.isfinite(weight):
+        raise ValueError(f"weight is {weight}: give a finite number")
+    return _Weighted(fn, float(weight))
+
+
+def clipped(fn: RewardFunction, low: float = -np.inf, high: float = np.inf) -> RewardFunction:
+    """Bound the scores of a reward function: r = min(max(fn, low), high).
+
+    An infinite score stays a fault: clipping would hide it.
+
+    Args:
+      fn: a reward function.
+      low: the least score.
+      high: the greatest score, ≥ low.
+
+    Example:
+      >>> def length(completions):
+      ...     return [len(text) for text in completions]
+      >>> clipped(length, 2, 3)(completions=["a", "abc", "abcdef"])
+      [2.0, 3.0, 3.0]
+    """
+    if not low <= high:
+        raise ValueError(f"low is {low} and high is {high}: give low ≤ high")
+    return _Clipped(fn, float(low), float(high))
+
+
+def gated(
+    gate: RewardFunction, fn: RewardFunction, *, threshold: float = 0.0, otherwise: float | None = 0.0
+) -> RewardFunction:
+    """Score by a second function only where a first one passes: r = fn if gate > threshold, else otherwise.
+
+    The second function is called with the completions that passed, and not at all if none did: a cheap check of the
+    format in front of an expensive judge.
+
+    Args:
+      gate: a reward function. Where it has no score, neither has the result.
+      fn: a reward function.
+      threshold: the gate passes above it.
+      otherwise: the score of a completion that did not pass; None for no score, and then nothing tells the policy to
+        pass the gate unless the gate is a reward function of its own as well.
+
+    Example:
+      >>> def length(completions):
+      ...     return [len(text) for text in completions]
+      >>> gated(format_reward("a+"), length)(completions=["aaa", "b", "a"])
+      [3.0, 0.0, 1.0]
+    """
+    return _Gated(fn, gate, float(threshold), otherwise)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combinator:
+    """A reward function made of others: it is called as `fn` is and asks for what they ask for."""
+
+    fn: RewardFunction
+
+    @property
+    def __name__(self) -> str:
+        return function_name(self.fn)
+
+    @property
+    def parts(self) -> tuple[RewardFunction, ...]:
+        """The functions inside."""
+        return (self.fn,)
+
+    @property
+    def reward_arguments(self) -> dict[str, bool]:
+        """The arguments of the functions inside, and whether any of them requires it."""
+        arguments: dict[str, bool] = {}
+        for part in self.parts:
+            for name, required in arguments_of(part).items():
+                arguments[name] = required or arguments.get(name, False)
+        return arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighted(_Combinator):
+    """The reward function that `weighted` returns."""
+
+    weight: float
+
+    def __call__(self, **inputs: Any) -> Any:
+        return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.weight * values, faults))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clipped(_Combinator):
+    """The reward function that `clipped` returns."""
+
+    low: float
+    high: float
+
+    def __call__(self, **inputs: Any) -> Any:
+        return _scores_then(
+            self.fn, inputs, lambda values, faults: give_scores(np.clip(values, self.low, self.high), faults)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gated(_Combinator):
+    """The reward function that `gated` returns."""
+
+    gate: RewardFunction
+    threshold: float
+    otherwise: float | None
+
+    @property
+    def parts(self) -> tuple[RewardFunction, ...]:
+        return (self.gate, self.fn)
+
+    def __call__(self, **inputs: Any) -> Any:
+        def second(gate_values: np.ndarray, gate_faults: Faults) -> Any:
+            otherwise = np.nan if self.otherwise is None else self.otherwise
+            scores = np.where(np.isnan(gate_values), np.nan, otherwise)
+            passed = np.flatnonzero(gate_values > self.threshold)
+            if passed.size == 0:
+                return give_scores(scores, gate_faults)
+
+            def fill(values: np.ndarray, faults: Faults) -> list[float | None]:
+                scores[passed] = values
+                return give_scores(scores, gate_faults | {int(passed[index]): fault for index, fault in faults.items()})
+
+            lists, extras = split_inputs(inputs)
+            some = {name: [values[index] for index in passed] for name, values in lists.items()}
+            return _scores_then(self.fn, some | extras, fill)
+
+        return _scores_then(self.gate, inputs, second)
+
+
+def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[np.ndarray, Faults], Any]) -> Any:
+    """Call a function, read its scores strictly, and use them: now, or in a coroutine if the function is async."""
+
+    def finish(outcome: Any) -> Any:
+        values, faults = read_outcome(outcome, len(inputs["completions"]))
+        if None in faults:
+            fault = faults[None]
+            cause = fault if isinstance(fault, BaseException) else None
+            raise RewardError(f"{function_name(fn)!r} {describe_fault(fault)}") from cause
+        return use(values, faults)
+
+    async def later(awaitable: Awaitable[Any]) -> Any:
+        try:
+            outcome = await awaitable
+        except PartialRewards as partial:
+            outcome = partial
+        result = finish(outcome)
+        return await result if inspect.isawaitable(result) else result
+
+    try:
+        outcome = fn(**select_inputs(fn, *split_inputs(inputs)))
+    except PartialRewards as partial:
+        outcome = partial
+    return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)

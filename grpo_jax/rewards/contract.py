@@ -1,0 +1,342 @@
+"""The contract of reward functions: what they are called with, and what they may return."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.config.fields import raise_all
+
+SAMPLED = ("prompts", "completions", "completion_ids")
+
+
+EXTRAS = ("trainer_state", "log_metric", "log_extra")
+"""What TRL gives besides lists; functions that name them get them from `Extras.given`."""
+
+
+ON_ERROR = ("raise", "none")
+
+
+# As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class RewardError(ValueError):
+    """A reward function failed, or returned something that is no list of rewards."""
+
+
+class PartialRewards(RewardError):
+    """Some completions could not be scored: the scores of the others, and what happened to each of these.
+
+    Attributes:
+      values: one float or None a completion.
+      faults: what went wrong, by the index of the completion; under None what concerns all of them.
+    """
+
+    def __init__(self, values: Sequence[float | None], faults: Mapping[Any, BaseException | str]):
+        index, fault = next(iter(faults.items()))
+        which = "all" if index is None else f"{len(faults)} of {len(values)}; completion {index}"
+        super().__init__(f"completions without a score because of a fault: {which} {describe_fault(fault)}")
+        self.values = list(values)
+        self.faults = dict(faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """How far a run is, for reward functions that change on the way: TRL's `trainer_state`, as far as it is used.
+
+    Attributes:
+      global_step: optimizer steps done.
+      max_steps: those of the whole run; 0 outside of one.
+      epoch: times the dataset has been gone through.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+class Extras:
+    """What reward functions are given besides lists, and what they leave there; one for each batch.
+
+    Example:
+      >>> extras = Extras(TrainerState(global_step=3))
+      >>> extras.log_metric("length", 2.0)
+      >>> extras.log_metric("length", 4.0)
+      >>> means_of(extras.values()), extras.given()["trainer_state"].global_step
+      ({'length': 3.0}, 3)
+    """
+
+    def __init__(self, state: TrainerState | None = None):
+        self._state = state or TrainerState()
+        self._values: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    def given(self) -> dict[str, Any]:
+        """The extras by their names, for `compute_rewards`."""
+        return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number with the metrics of the step; of several under one name the mean."""
+        self._values.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep a value for each completion beside it, in `completions.jsonl`."""
+        self._columns[column] = list(values)
+
+    def values(self) -> dict[str, list[float]]:
+        """All numbers that were logged, by their names."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Take what was kept since the last call, as one dict for each of `count` completions."""
+        columns, self._columns = self._columns, {}
+        for column, values in columns.items():
+            if len(values) != count:
+                raise RewardError(f"log_extra({column!r}, ...) has {len(values)} values for {count} completions.")
+        return [{column: values[index] for column, values in columns.items()} for index in range(count)]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "log_metric and log_extra work in the process that trains: a reward function in workers cannot take them."
+        )
+
+
+def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:
+    """Return one name for each reward function, distinct, fit to be the key of a metric.
+
+    Args:
+      reward_fns: functions, partials of them, or objects with `__call__`.
+
+    Returns:
+      K names; of several functions with one name the second is called `name_2`, and so on.
+
+    Example:
+      >>> reward_names([len, lambda completions: 0, lambda completions: 1, functools.partial(len)])
+      ['len', 'lambda', 'lambda_2', 'len_2']
+    """
+    names: list[str] = []
+    for fn in _as_list(reward_fns):
+        name = function_name(fn)
+        copies = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        names.append(next(candidate for candidate in copies if candidate not in names))
+    return names
+
+
+def check_reward_fns(
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    columns: Iterable[str] | None,
+    *,
+    extras: Iterable[str] = (),
+    argument: str = "the dataset",
+) -> None:
+    """Raise if a reward function needs an argument that nobody gives; to be called before anything is sampled.
+
+    Args:
+      reward_fns: K reward functions, or one.
+      columns: the names of the dataset's columns; None: not known, and arguments are not looked at.
+      extras: the names of what else is at hand, such as `trainer_state`.
+      argument: what the caller calls the dataset, for the messages.
+
+    Raises:
+      ValueError: no function at all; something that is not callable; a column named like what was sampled; an argument
+        without a default that is neither sampled, nor a column, nor an extra. Of several faults, all.
+
+    Example:
+      >>> check_reward_fns(lambda completions, anwser: [0.0], ["prompt", "answer"])
+      Traceback (most recent call last):
+      ValueError: reward function 'lambda' needs the argument 'anwser', which is no column of the dataset ...
+    """
+    fns = _as_list(reward_fns)
+    if not fns:
+        raise ValueError("reward_fns is empty: give at least one reward function")
+    if columns is None:
+        return
+    columns, extras = [column for column in columns if column != "prompt"], list(extras)
+    taken = sorted({*columns} & {*SAMPLED, *extras})
+    problems = [f"{argument} has a column {name!r}, which the trainer itself gives: rename it" for name in taken]
+    for fn, name in zip(fns, reward_names(fns), strict=True):
+        problems += _signature_problems(fn, name, columns, extras, argument)
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    raise_all("reward_fns", problems)
+
+
+def _signature_problems(
+    fn: Callable[..., Any], name: str, columns: list[str], extras: list[str], argument: str
+) -> Iterator[str]:
+    """Yield what keeps a function from being called."""
+    given = [*SAMPLED, *columns, *extras]
+    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in _parameters(fn)):
+        yield f"reward function {name!r} has positional-only arguments: they are given by keyword"
+        return
+    unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in given]
+    for wanted in unknown:
+        near = difflib.get_close_matches(wanted, given, n=1)
+        yield (
+            f"reward function {name!r} needs the argument {wanted!r}, which is no column of {argument} "
+            f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*given}:
+        yield (
+            f"reward function {name!r} takes nothing that it could be given "
+            f"({', '.join(given)}): if it makes a reward function, call it first: {name}(...)"
+        )
+
+
+def _as_list(reward_fns: Any) -> list[Callable[..., Any]]:
+    """Return one or several reward functions as a list, all of them callable."""
+    fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
+    for fn in fns:
+        if not callable(fn):
+            raise ValueError(
+                f"reward_fns holds {fn!r}, which cannot be called: give functions (a reward model is wrapped in one)"
+            )
+    return fns
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """Return the name of a function, of a partial's function, or of an object's class."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
+    return getattr(fn, "__name__", type(fn).__name__).strip("<>")
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function; of a builtin without a signature, `**kwargs`."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Return whether a function, what a partial binds, or an object's `__call__` is declared `async`."""
+    if isinstance(fn, functools.partial):
+        return is_async(fn.func)
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+
+
+def _takes_everything(fn: Callable[..., Any]) -> bool:
+    """Return whether a function has `**kwargs`."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(fn))
+
+
+def arguments_of(fn: Callable[..., Any]) -> dict[str, bool]:
+    """Return the keywords that a function names, and whether each is required.
+
+    What hides behind `**kwargs` is said by an attribute `reward_arguments` of the same form.
+    """
+    # A keyword that a partial has bound is the user's choice; a column of that name must not replace it.
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in _parameters(fn)
+        if parameter.kind not in variadic and parameter.name not in bound
+    }
+    return named | dict(getattr(fn, "reward_arguments", {}))
+
+
+def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> dict:
+    """Return the keywords to call a function with: fresh lists, so that no function can change another's."""
+    named = arguments_of(fn)
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    everything = _takes_everything(fn)
+    chosen = {
+        name: list(values) for name, values in inputs.items() if name in named or (everything and name not in bound)
+    }
+    return chosen | {name: value for name, value in (extras or {}).items() if name in named}
+
+
+def split_inputs(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part what has one entry a completion, which comes as a list, from the extras, which come as they are."""
+    lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
+    return lists, {name: value for name, value in inputs.items() if name not in lists}
+
+
+Faults = dict[int | None, BaseException | str]
+"""What went wrong, by the index of the completion; under None what concerns all of them."""
+
+
+def read_outcome(outcome: Any, count: int) -> tuple[np.ndarray, Faults]:
+    """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it."""
+    nothing = np.full(count, np.nan)
+    if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX, PyTorch: one transfer, not one for each element
+        try:
+            outcome = outcome.tolist()
+        except Exception as error:  # an array may be a promise, and its computation fail only now
+            outcome = error
+    if isinstance(outcome, PartialRewards):
+        values, faults = read_outcome(outcome.values, count)
+        return values, faults | outcome.faults
+    if isinstance(outcome, BaseException):
+        return nothing, {None: outcome}
+    if outcome is None:
+        return nothing, {None: "returned None instead of a list (is its `return` missing?)"}
+    if isinstance(outcome, (str, bytes, Mapping, set, frozenset)) or not isinstance(outcome, Iterable):
+        wanted = f"a list with one float or None for each of the {count} completions is needed"
+        return nothing, {None: f"returned {_short(outcome)}, a {type(outcome).__name__}; {wanted}"}
+    try:
+        items = list(itertools.islice(outcome, count + 1))  # bounded: a generator may have no end
+    except Exception as error:
+        return nothing, {None: error}
+    if len(items) != count:
+        length: Any = (
+            len(outcome) if isinstance(outcome, Sized) else f"more than {count}" if items[count:] else len(items)
+        )
+        return nothing, {None: f"returned {length} values for {count} completions; exactly one for each is needed"}
+    values, faults = nothing, {}
+    for index, item in enumerate(items):
+        value = _number(item)
+        if isinstance(value, str):
+            faults[index] = value
+        else:
+            values[index] = value
+    return values, faults
+
+
+def _number(item: Any) -> float | str:
+    """Return one reward as a float, NaN for None; or what is wrong with it."""
+    if item is None:
+        return np.nan
+    try:
+        number = None if isinstance(item, (str, bytes)) or np.ndim(item) or np.iscomplexobj(item) else float(item)
+    except OverflowError:
+        number = np.inf
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        return f"returned {_short(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
+    if np.isnan(number):
+        return "returned nan; None is how a function says 'not scored'"
+    if abs(number) > _FLOAT32_MAX:
+        return f"returned {number}; rewards are finite, in the range of float32"
+    return number
+
+
+def give_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
+    """Return scores as a reward function does, NaN as None; faults travel on as an exception."""
+    scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0: a reward of −0 puzzles
+    if faults:
+        raise PartialRewards(scores, faults)
+    return scores
+
+
+def describe_fault(fault: BaseException | str) -> str:
+    """Return a fault as the end of a sentence about a function."""
+    return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    """Return the repr of a value, cut for a message."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,251 @@
+"""The rewards that come with the package.
+
+Each is a factory whose result has TRL's contract (see `rewards.contract`) and can be pickled, so that it can run in a
+worker process (`rewards.workers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "accuracy_reward",
+    "completion_text",
+    "format_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "tag_reward",
+]
+
+
+RewardFunction = Callable[..., Any]
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a completion, which is text already or a list of messages.
+
+    Example:
+      >>> completion_text("4"), completion_text([{"role": "assistant", "content": "4"}])
+      ('4', '4')
+    """
+    if isinstance(completion, str):
+        return completion
+    return "".join(message.get("content") or "" for message in completion)
+
+
+def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFunction:
+    """Score 1 where the answer in the completion is the one in a column of the dataset, else 0.
+
+    Both are compared as text without surrounding white space. A row whose column is None has no truth to compare with,
+    and no score.
+
+    Args:
+      column: the column with the truth; a value that is not text is compared as `str(value)`.
+      extract: how to find the answer in the completion's text. A regular expression: the first group (all, if it has
+        none) of its last match, with `.` matching line breaks. A function: text → answer, or None if there is none.
+        None: the whole text.
+
+    Returns:
+      A reward function, named "accuracy".
+
+    Example:
+      >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
+      >>> correct(completions=["<answer> 4 </answer>", "4"], answer=["4", "4"])
+      [1.0, 0.0]
+    """
+    return _Accuracy(column, _compiled(extract, "extract") if isinstance(extract, str) else extract)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Accuracy:
+    """The reward function that `accuracy_reward` returns."""
+
+    column: str
+    extract: re.Pattern[str] | Callable[[str], str | None] | None
+    __name__ = "accuracy"
+
+    @property
+    def reward_arguments(self) -> dict[str, bool]:
+        """The column hides behind `**columns`."""
+        return {self.column: True}
+
+    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+        return [
+            None if truth is None else float(self._answer(completion_text(completion)) == str(truth).strip())
+            for completion, truth in zip(completions, columns[self.column], strict=True)
+        ]
+
+    def _answer(self, text: str) -> str | None:
+        """Return the answer that a text gives, None if it gives none."""
+        if self.extract is None:
+            return text.strip()
+        if isinstance(self.extract, re.Pattern):
+            matches = list(self.extract.finditer(text))
+            answer = matches[-1][1 if self.extract.groups else 0] if matches else None
+        else:
+            answer = self.extract(text)
+        return None if answer is None else answer.strip()
+
+
+def format_reward(pattern: str) -> RewardFunction:
+    """Score 1 where the whole completion matches a regular expression, else 0.
+
+    Args:
+      pattern: matched with `re.fullmatch`, `.` matching line breaks. White space counts: write `\\s*` where it may be.
+
+    Returns:
+      A reward function, named "format".
+
+    Example:
+      >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
+      >>> thinks_first(completions=["<think>hm</think> 4", "4"])
+      [1.0, 0.0]
+    """
+    return _Format(_compiled(pattern, "pattern"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """The reward function that `format_reward` returns."""
+
+    pattern: re.Pattern[str]
+    __name__ = "format"
+
+    def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(self.pattern.fullmatch(completion_text(completion)) is not None) for completion in completions]
+
+
+def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
+    """Compile a regular expression in which `.` matches line breaks."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{argument} is {pattern!r}, which is no regular expression: {error}") from error
+
+
+def tag_reward(*tags: str) -> RewardFunction:
+    """Score the share of the marks `<tag>` and `</tag>` that stand exactly once in the completion.
+
+    A graded companion of `format_reward`, for a policy that finds the whole format too seldom to learn from it; order
+    and nesting do not count here.
+
+    Args:
+      tags: names of tags, "think" for instance.
+
+    Returns:
+      A reward function with values in [0, 1], named "tags".
+
+    Example:
+      >>> tag_reward("think", "answer")(completions=["<think>4</think> <answer>4", "4"])
+      [0.75, 0.0]
+    """
+    if not tags:
+        raise ValueError("tags is empty: give at least one name, tag_reward('answer')")
+    return _Tags(tags)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tags:
+    """The reward function that `tag_reward` returns."""
+
+    tags: tuple[str, ...]
+    __name__ = "tags"
+
+    def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float]:
+        marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        texts = map(completion_text, completions)
+        return [sum(text.count(mark) == 1 for mark in marks) / len(marks) for text in texts]
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+    """Punish completions that come near the longest length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+
+    Args:
+      max_completion_len: L_max, in tokens; −1 from there on.
+      soft_punish_cache: L_cache, in tokens; 0 up to L_max − L_cache. With 0, lengths up to L_max get 0 and others −1.
+
+    Returns:
+      A reward function of `completion_ids` (their EOS counts) with values in [−1, 0], named "soft_overlong". Name and
+      arguments are TRL's.
+
+    Raises:
+      ValueError: not 0 ≤ soft_punish_cache ≤ max_completion_len.
+
+    References:
+      DAPO, arXiv 2503.14476, equation 13.
+
+    Example:
+      >>> get_soft_overlong_punishment(100, 20)(completion_ids=[[1] * 80, [1] * 90, [1] * 101])
+      [0.0, -0.5, -1.0]
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            f"soft_punish_cache is {soft_punish_cache} and max_completion_len is {max_completion_len}: give "
+            "0 ≤ soft_punish_cache ≤ max_completion_len"
+        )
+    return _SoftOverlong(max_completion_len, soft_punish_cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SoftOverlong:
+    """The reward function that `get_soft_overlong_punishment` returns."""
+
+    longest: int
+    cache: int
+    __name__ = "soft_overlong"
+
+    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        over = [len(ids) - (self.longest - self.cache) for ids in completion_ids]
+        # max(cache, 1) changes nothing but the division by zero: without a cache one token over is a full punishment.
+        return [max(-tokens / max(self.cache, 1), -1.0) if tokens > 0 else 0.0 for tokens in over]
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
+    """Punish repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
+
+    Args:
+      ngram_size: n ≥ 1, in tokens. A completion shorter than that gets 0.
+      max_penalty: ≤ 0, the limit for nothing but repetition.
+
+    Returns:
+      A reward function of `completion_ids` with values in (max_penalty, 0], named "repetition". Name and arguments are
+      TRL's.
+
+    Raises:
+      ValueError: ngram_size < 1 or max_penalty > 0.
+
+    References:
+      Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2.
+
+    Example:
+      >>> get_repetition_penalty_reward(ngram_size=2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
+      [0.0, -0.75]
+    """
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size is {ngram_size}: give 1 or more")
+    if not -np.inf < max_penalty <= 0:
+        raise ValueError(f"max_penalty is {max_penalty}: give a finite number ≤ 0")
+    return _Repetition(ngram_size, float(max_penalty))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repetition:
+    """The reward function that `get_repetition_penalty_reward` returns."""
+
+    size: int
+    max_penalty: float
+    __name__ = "repetition"
+
+    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self._penalty(list(ids)) for ids in completion_ids]
+
+    def _penalty(self, ids: list[int]) -> float:
+        """Return the penalty of one completion."""
+        ngrams = [tuple(ids[start : start + self.size]) for start in range(len(ids) - self.size + 1)]
+        distinct = len(set(ngrams))
+        return self.max_penalty * (1 - distinct / len(ngrams)) if distinct < len(ngrams) else 0.0

@@ -1,0 +1,7 @@
+"""Completions of prompts. `generate` is the loop, `decode` its compiled parts, `layout` which row stands where."""
+
+from grpo_jax.rollout.generate import generate
+
+__all__ = [
+    "generate",
+]

@@ -1,0 +1,201 @@
+"""Evaluation: sample completions of held-out prompts and score them, with settings of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.devices.sharding import mesh_of, shard_count
+from grpo_jax.hub.policy import Policy
+from grpo_jax.rewards.calls import means_of
+from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
+from grpo_jax.rollout.generate import generate
+from grpo_jax.run.scores import of_all_processes, score_own
+from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
+from grpo_jax.text.rows import load_rows
+from grpo_jax.types import Params
+
+__all__ = ["evaluate", "pass_at_k"]
+
+
+def evaluate(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *,
+    params: Params | None = None,
+    num_generations: int = 1,
+    max_completion_length: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    batch_size: int = 64,
+    pad_to_multiple_of: int = 32,
+    seed: int = 0,
+    max_prompt_length: int | None = None,
+    on_long_prompt: str = "error",
+    chat_template_kwargs: dict[str, Any] | None = None,
+    on_reward_error: str = "raise",
+    trainer_state: TrainerState | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Mean reward of each function over the completions of a dataset.
+
+    Args:
+      policy: model, params and tokenizer.
+      dataset: rows with a `prompt`, as for `train`; or `EncodedPrompts`, which saves their encoding.
+      reward_fns: reward functions with TRL's contract; they may be others than in training.
+      params: other parameters than the policy's own, the `params` of a `TrainState` for instance.
+      num_generations: completions of each prompt.
+      max_completion_length: T, tokens.
+      temperature: 0 is greedy.
+      top_k: see `sampling.process_logits`.
+      top_p: likewise.
+      min_p: likewise.
+      batch_size: prompts at a time on each device that prompts are cut over: one device without a mesh, all but for
+        those along "tensor" with one. It does not change the samples.
+      pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
+        evaluations share their compiled programs.
+      seed: of the samples; prompt n of the dataset has its own keys.
+      max_prompt_length: see `prompts.encode_prompts`.
+      on_long_prompt: likewise.
+      chat_template_kwargs: likewise.
+      on_reward_error: "raise", or "none" to score a failure as missing.
+      trainer_state: for reward functions that name it.
+      interrupt: called between batches and every few tokens; what it raises ends the evaluation.
+
+    Returns:
+      metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
+        `clipped_ratio` (share of completions without an EOS); and what the functions logged by `log_metric`.
+      rows: one dict a completion, in the order of the dataset: prompt, completion, rewards, ended.
+
+    Raises:
+      ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
+
+    Example:
+      A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
+
+      >>> import jax.numpy as jnp
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
+      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
+      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4)).at[1, 2].set(9.0)}, tokenizer)
+      >>> def right(completions, answer):
+      ...     return [float(text == truth) for text, truth in zip(completions, answer)]
+      >>> metrics, rows = evaluate(policy, [{"prompt": "ca", "answer": "b"}, {"prompt": "c", "answer": "b"}], right)
+      >>> metrics["right"], [row["completion"] for row in rows]
+      (0.5, ['b', ''])
+    """
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
+    if isinstance(dataset, EncodedPrompts):
+        data = dataset
+    else:
+        data = encode_prompts(
+            load_rows(dataset),
+            policy.tokenizer,
+            max_prompt_length=max_prompt_length,
+            on_long_prompt=on_long_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+    check_reward_fns(reward_fns, data.rows[0], extras=EXTRAS)
+    params = policy.params if params is None else params
+    count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
+    longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    names, scored, lengths, ended = reward_names(reward_fns), [], [], []
+    batch_size *= shard_count(mesh_of(params))
+    batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
+    for start in range(0, count, batch_size):
+        # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
+        at = [min(i, count - 1) for i in range(start, start + batch_size)]
+        completions = generate(
+            policy.model,
+            params,
+            make_prompts([data.token_ids[i] for i in at], length=longest),
+            jax.random.key(seed),
+            num_generations=num_generations,
+            max_completion_length=max_completion_length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            eos_token_ids=policy.eos_token_ids,
+            pad_token_id=policy.pad_token_id,
+            prompt_indices=np.array(at),
+            interrupt=interrupt,
+        )
+        interrupt()
+        new = min(batch_size, count - start)
+        completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
+        rows = [data.rows[i] for i in at[:new]]
+        own = score_own(
+            policy.tokenizer, reward_fns, rows, completions, on_error=on_reward_error, extras=Extras(trainer_state)
+        )
+        scored.append(of_all_processes(own, reward_fns))
+        lengths.append(completions.mask.sum(-1).reshape(-1))
+        ended.append(completions.ended.reshape(-1))
+    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
+    means = [
+        float(column[~np.isnan(column)].mean()) if (~np.isnan(column)).any() else float("nan") for column in scores.T
+    ]
+    logged: dict[str, list[float]] = {}
+    for name, values in (item for some in scored for item in some.logged.items()):
+        logged.setdefault(name, []).extend(values)
+    metrics = means_of(logged) | dict(zip(names, means, strict=True))
+    metrics["mean_length"] = float(np.concatenate(lengths).mean())
+    all_ended = np.concatenate(ended)
+    metrics["clipped_ratio"] = float(1 - all_ended.mean())
+    rows = [
+        {
+            **extra,
+            "prompt": data.rows[i // num_generations]["prompt"],
+            "completion": text,
+            "rewards": dict(zip(names, scores[i].tolist(), strict=True)),
+            "ended": bool(all_ended[i]),
+        }
+        for i, (text, extra) in enumerate(pair for some in scored for pair in zip(some.texts, some.extras, strict=True))
+    ]
+    return metrics, rows
+
+
+def pass_at_k(right: Any, k: int) -> float:
+    """Probability that at least one of k completions of a prompt is right, averaged over prompts.
+
+    Of n samples of which c are right, 1 − C(n−c, k) / C(n, k) is unbiased: it is the share of the subsets of k samples
+    that hold a right one.
+
+    Args:
+      right: [N, n], 1 or True for a right completion; `evaluate`'s rows are in this order.
+      k: 1 … n.
+
+    Returns:
+      A number in [0, 1]; k = 1 is the mean.
+
+    Raises:
+      ValueError: a `right` of another rank or with other values, a k outside 1 … n.
+
+    References:
+      Chen et al. 2021 (arXiv:2107.03374), equation 1.
+
+    Example:
+      >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
+      0.25
+    """
+    right = np.asarray(right)
+    if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():
+        raise ValueError(f"right has the shape {right.shape}; it has to be [N, n] with values 0 and 1.")
+    n = right.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}, and there are {n} completions of each prompt: give 1 to {n}.")
+    counts = right.astype(int).sum(axis=1).tolist()
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))

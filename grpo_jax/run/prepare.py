@@ -1,0 +1,252 @@
+"""The door of a run: its arguments are checked, each by itself and against each other, before anything runs.
+
+All that is wrong is found at once. One fault is raised as it is, several in one `ValueError` with a line each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from grpo_jax.config.checks import run_problems
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import raise_all, show
+from grpo_jax.config.sizes import Sizes
+from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
+from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.keep.resume import describe
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
+from grpo_jax.run.collect import Task
+from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
+from grpo_jax.text.rows import load_rows
+from grpo_jax.update.optimizer import make_optimizer, make_schedule
+from grpo_jax.update.state import TrainState, create_state
+
+__all__ = [
+    "Run",
+    "about",
+    "new_state",
+    "prepare",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a run needs and never changes. That one exists means that its arguments have been checked."""
+
+    policy: Policy
+    mesh: jax.sharding.Mesh | None
+    task: Task
+    eval_data: EncodedPrompts | None
+    sizes: Sizes
+    total_steps: int
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+
+    @property
+    def micro(self) -> tuple[int, int]:
+        """(prompts, completions a prompt) of one micro-batch."""
+        return self.sizes.micro_prompts, self.sizes.micro_completions
+
+
+class _Faults(list[Exception]):
+    """What was wrong so far."""
+
+    def of(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """What the function returns; None, and the fault noted, if it refuses."""
+        try:
+            return function(*args, **keywords)
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+
+def prepare(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    config: GRPOConfig,
+    *,
+    eval_dataset: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """Check the arguments of `train` against each other, and derive what follows from them."""
+    faults = _Faults()
+    faults.of(_check_config, config)
+    faults.of(_check_policy, policy)
+    faults.of(_check_optimizer, optimizer)
+    fns = faults.of(_functions, reward_fns)
+    sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
+    rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
+    if fns is not None:
+        columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
+        for name, names in columns.items():
+            what = "the dataset" if name == "dataset" else name
+            faults.of(check_reward_fns, fns, names, extras=EXTRAS, argument=what)
+    if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
+        mesh, config = faults.of(_mesh, policy, config) or (None, config)
+        encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
+        data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+        model = with_settings(policy.model, config)
+        shape = model.config if isinstance(model, Transformer | LoraModel) else None
+        longest = max(map(len, data.token_ids)) if data else 1
+        longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])
+        lines = run_problems(
+            config,
+            num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
+            num_rows=len(data.rows) if data else 1,
+            num_reward_fns=len(fns or [None]),
+            num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
+            longest_prompt=longest_of_all,
+            context_length=None if shape is None else shape.max_position_embeddings,
+        )
+    else:
+        lines = []
+    if len(faults) == 1 and not lines:
+        raise faults[0]
+    # A fault may itself be a list: its head is left out.
+    raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
+    assert data is not None, "what has no data has faults"
+    total_steps = config.total_steps(len(data.rows))
+    policy = policy.replace(model=model).placed(mesh)
+    return Run(
+        policy=policy,
+        mesh=mesh,
+        task=Task(
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            eos_token_ids=policy.eos_token_ids,
+            pad_token_id=policy.pad_token_id,
+            data=data,
+            prompt_length=-(-longest // config.padding) * config.padding,
+            reward_fns=fns,
+            config=config,
+        ),
+        eval_data=eval_data,
+        sizes=config.sizes(),
+        total_steps=total_steps,
+        optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
+        schedule=make_schedule(config, total_steps) if optimizer is None else None,
+    )
+
+
+def _lines(fault: Exception) -> list[str]:
+    return str(fault).split("\n  ")[1:] or [str(fault)]
+
+
+def _check_config(config: Any) -> None:
+    """Raise unless it is a config."""
+    if not isinstance(config, GRPOConfig):
+        raise ValueError(
+            f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
+        )
+
+
+def _check_policy(policy: Any) -> None:
+    """Raise unless it is a policy that can be sampled from."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+    if policy.tokenizer is None:
+        raise ValueError(
+            "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
+        )
+    if not policy.eos_token_ids:
+        raise ValueError(
+            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
+            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
+        )
+
+
+def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None, GRPOConfig]:
+    """The mesh of a run, and the config that names its sizes: that of the config, or the one that the policy is on."""
+    mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
+    if mesh is None:
+        return None, config
+    if not set(mesh.axis_names) <= set(AXES):
+        raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
+    axes = dict(mesh.shape) if config.mesh is None else config.mesh
+    if isinstance(policy.model, Transformer | LoraModel):
+        shape = policy.model.config
+        channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
+        check_fits(axes, width=shape.hidden_size, heads=shape.num_heads, channels=channels)
+    return mesh, dataclasses.replace(config, mesh=axes)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise unless it is an optax transformation, or None."""
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
+            "config's"
+        )
+
+
+def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
+    """Reward functions as a list."""
+    if callable(reward_fns):
+        return [reward_fns]
+    if isinstance(reward_fns, dict) or not hasattr(reward_fns, "__iter__"):
+        raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
+    return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
+
+
+def _encode(policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, argument: str) -> EncodedPrompts | None:
+    """The tokens of a dataset's prompts, which the model has to know."""
+    if policy.tokenizer is None:
+        return None  # _check_policy has said so
+    data = encode_prompts(
+        rows,
+        policy.tokenizer,
+        max_prompt_length=config.max_prompt_length,
+        on_long_prompt=config.on_long_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+        argument=argument,
+    )
+    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    largest = max(max(ids) for ids in data.token_ids)
+    if shape is not None and largest >= shape.vocab_size:
+        raise ValueError(
+            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
+            "the two do not belong together."
+        )
+    return data
+
+
+def new_state(run: Run) -> TrainState:
+    """The state at step 0, holding only what this config will read."""
+    config = run.task.config
+    state = create_state(
+        run.policy.params,
+        run.optimizer,
+        jax.random.key(config.seed),
+        keep_old=run.sizes.updates > 1,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        keep_masters=config.master_params,
+        entropy_coef=config.entropy_coef,
+        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
+        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+    )
+    return place(state, run.mesh)
+
+
+def about(run: Run, state: TrainState) -> dict[str, Any]:
+    """What the run is begun with, for its checkpoints."""
+    task = run.task
+    return describe(
+        task.config,
+        data=task.data,
+        reward_fns=task.reward_fns,
+        model=task.model,
+        state=state,
+        total_steps=run.total_steps,
+        eos_token_ids=task.eos_token_ids,
+        own_optimizer=run.schedule is None,
+    )

@@ -1,0 +1,228 @@
+"""A rehearsal: everything that a run does, once, on one group of completions, and what looks wrong about it.
+
+It loads and tokenizes, samples one group, calls each reward function and makes one update, all on copies; nothing is
+written. The memory is what XLA says of the largest programs, compiled for the sizes of the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.hub.policy import Policy
+from grpo_jax.models.transformer import count_parameters
+from grpo_jax.rewards.contract import reward_names
+from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.run.collect import Experience, collect
+from grpo_jax.run.prepare import Run, new_state, prepare
+from grpo_jax.types import Batch, Prompts, as_argument
+from grpo_jax.update.diagnosis import diagnose
+from grpo_jax.update.objective import sampling_settings
+from grpo_jax.update.packed import kept_bytes, lower_update, update
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.names import short
+from grpo_jax.watch.phases import Phases, describe_run
+
+__all__ = ["DryRun", "rehearse"]
+
+SLOW_REWARD = 10.0
+"""Seconds an iteration that a reward function may take before it is called slow."""
+
+SAMPLER_GAP = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest |l − l_sampling| at the first update that is no reason to look closer, by compute dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a dry run found.
+
+    Attributes:
+      sizes: what the sizes of the run come to, in words.
+      memory: bytes of the training state, and of each program with its arguments, results and temporaries, and with
+        what is kept beside it.
+      seconds: of each phase, compilation included.
+      suspicious: what looks wrong, a sentence each; empty if nothing does.
+      rows: the group that was sampled, as `completions.jsonl` has it.
+      metrics: of the rollout and of the update.
+    """
+
+    sizes: str
+    memory: dict[str, int]
+    seconds: dict[str, float]
+    suspicious: tuple[str, ...]
+    rows: list[dict[str, Any]]
+    metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        lines = ["dry run: one group of completions, one update, nothing written", self.sizes]
+        lines += ["memory: " + " · ".join(f"{name} {short(size, 'B')}" for name, size in self.memory.items())]
+        seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
+        lines += [f"time, compilation included: {seconds}"]
+        lines += ["suspicious:", *(f"  - {line}" for line in self.suspicious)] if self.suspicious else []
+        return "\n".join(lines if self.suspicious else [*lines, "nothing suspicious"])
+
+
+def rehearse(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    config: GRPOConfig,
+    *,
+    eval_dataset: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> DryRun:
+    """Try a run on one group, print what was found and return it; `train(..., dry_run=True)`, arguments as there."""
+    phase = Phases()
+    with phase("load and tokenize"):
+        run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    with phase("state"):
+        state = jax.block_until_ready(new_state(run))
+    data = run.task.data
+    sizes = describe_run(
+        config,
+        num_rows=len(data.rows),
+        num_parameters=count_parameters(state.params),
+        state_bytes=_bytes(state),
+        device=jax.devices()[0].device_kind,
+    )
+    # One group, whatever its rewards are: refills would hide that they are all the same.
+    task = dataclasses.replace(run.task, config=dataclasses.replace(config, dynamic_sampling=False))
+    how: dict[str, Any] = {"model": task.model, "config": task.config, "on_policy": task.config.on_policy}
+    micro = (1, run.sizes.micro_completions)
+    experience = collect(task, state, 0, count=1, micro=micro, phase=phase)
+    with phase("update"):
+        after, measured = update(state, experience.batch, optimizer=run.optimizer, micro=micro, **how)
+        metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
+    suspicious = [*_of_the_data(run), *_of_the_group(run, experience, metrics)]
+    if metrics["update_skipped"]:
+        before = after.replace(step=after.step - 1)
+        found = diagnose(before, experience.batch, micro=micro, rows=experience.rows, **how)
+        suspicious.append(f"the update was skipped: {found or 'its gradient is not finite'}")
+    with phase("memory analysis"):
+        memory = {
+            "training state": _bytes(after),
+            "policy": _bytes((as_argument(policy.model), policy.params)),
+            **_programs(run, after),
+        }
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
+    if room is not None and most > room:
+        suspicious.append(
+            f"up to {most / 1e9:.1f} GB may be needed and the device has {room / 1e9:.1f} GB: make "
+            "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
+        )
+    report = DryRun(sizes, memory, phase.take(), tuple(suspicious), experience.rows, {**experience.metrics, **metrics})
+    print(report)
+    return report
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _programs(run: Run, state: TrainState) -> dict[str, int]:
+    """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
+    config, sizes, task = run.task.config, run.sizes, run.task
+    shape: Any = jax.ShapeDtypeStruct
+    b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
+    prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
+    params = state.params
+    decode = lower_decode(task.model, params, prompts, g, t, **sampling_settings(config))
+    rows = sizes.prompts_per_update
+    floats = shape((rows, g, t), jnp.float32)
+    batch = Batch(
+        prompts=Prompts(shape((rows, task.prompt_length), jnp.int32), shape((rows,), jnp.int32)),
+        tokens=shape((rows, g, t), jnp.int32),
+        mask=shape((rows, g, t), jnp.bool_),
+        advantages=shape((rows, g), jnp.float32),
+        sampling_log_probs=floats,
+        ref_log_probs=None if state.ref_params is None else floats,
+        initial_log_probs=None if state.initial_params is None else floats,
+        counted=shape((rows,), jnp.bool_) if config.dynamic_sampling else None,
+    )
+    update = lower_update(
+        state,
+        batch,
+        model=task.model,
+        optimizer=run.optimizer,
+        config=config,
+        on_policy=task.config.on_policy,
+        micro=run.micro,
+    )
+    kept = kept_bytes(state, batch, model=task.model, micro=run.micro)
+    programs = {"decode": (decode, 0), "update": (update, kept)}
+    memory = {}
+    for name, (lowered, beside) in programs.items():
+        stats = None if lowered is None else lowered.compile().memory_analysis()
+        if stats is not None:
+            held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+            memory[name] = int(held + stats.temp_size_in_bytes + beside)
+    return memory
+
+
+def _of_the_data(run: Run) -> Iterator[str]:
+    """What looks wrong about the data and the settings."""
+    data, config, sizes = run.task.data, run.task.config, run.sizes
+    if data.dropped:
+        total = len(data.rows) + len(data.dropped)
+        yield (
+            f"{len(data.dropped)} of {total} prompts are dropped, being longer than max_prompt_length ="
+            f" {config.max_prompt_length}"
+        )
+    copies = sum(n - 1 for n in collections.Counter(tuple(ids) for ids in data.token_ids).values())
+    if copies:
+        yield f"{copies} of {len(data.rows)} rows repeat the prompt of another row"
+    if sizes.prompts > len(data.rows):
+        yield f"an iteration takes {sizes.prompts} prompts and the dataset has {len(data.rows)}: it wraps around"
+    if config.learning_rate == 0:
+        yield "learning_rate is 0: nothing will be learnt"
+    for name, weight in zip(reward_names(run.task.reward_fns), config.reward_weights or (), strict=False):
+        if weight == 0:
+            yield f"reward function {name!r} has the weight 0 in reward_weights: it is called and counts nowhere"
+
+
+def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -> Iterator[str]:
+    """What looks wrong about the completions, their rewards and the update."""
+    config, rows, rollout = run.task.config, experience.rows, experience.metrics
+    g = len(rows)
+    if not any(row["ended"] for row in rows):
+        yield (
+            f"all {g} completions were cut off at max_completion_length = {config.max_completion_length} tokens, none"
+            f" drew an EOS ({', '.join(map(str, run.task.eos_token_ids))}): raise it, or check the EOS and the template"
+        )
+    elif rollout["completions/max_length"] <= 1:
+        yield f"all {g} completions are empty: they end with their first token"
+    if len({str(row["completion"]) for row in rows}) == 1:
+        yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
+    for name in rows[0]["rewards"]:
+        scores = np.array([row["rewards"][name] for row in rows], float)
+        scored = scores[~np.isnan(scores)]
+        if not scored.size:
+            yield f"reward function {name!r} scored none of the {g} completions"
+        elif np.ptp(scored) == 0:
+            yield f"reward function {name!r} gave all {scored.size} completions the same reward, {scored[0]:g}"
+        seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts
+        if seconds > SLOW_REWARD:
+            yield (
+                f"reward function {name!r} would take about {seconds:.0f} s of each iteration: make it async, or give"
+                " it workers with isolated; rollout_ahead=True samples the next completions meanwhile"
+            )
+        if rollout.get(f"rewards/{name}/errors"):
+            yield f"reward function {name!r} failed on {rollout[f'rewards/{name}/errors']:.0f} of {g} completions"
+    if all(row["advantage"] == 0 for row in rows):
+        yield "all advantages are 0: such a group teaches nothing"
+    elif metrics["grad_norm"] == 0:
+        yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
+    if metrics["sampler_gap"] > SAMPLER_GAP[config.compute_dtype]:
+        yield (
+            f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
+            " does not compute the same with and without a cache"
+        )

@@ -1,0 +1,240 @@
+"""Rows of a dataset to tokens, in an order that one integer resumes, and completions back to text.
+
+```
+rows ── load_rows ──► list of dicts ── encode_prompts ──► token ids ── make_prompts ──► Prompts [B, P]
+Completions [B, G, T] ── reward_inputs ──► the lists that reward functions take, prompt-major, B·G long
+```
+
+The tokenizer is always an argument (anything with the interface of a transformers tokenizer), so that importing this
+module imports neither transformers nor a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.text.rows import Messages, Row, _short
+from grpo_jax.types import Prompts
+
+ON_LONG_PROMPT = ("error", "drop")
+
+
+# encode_prompts decides these: with another value the template would not return the ids of a prompt to continue.
+_OWN_TEMPLATE_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
+
+
+def make_prompts(
+    token_ids: Sequence[Sequence[int]], *, pad_to_multiple_of: int = 1, length: int | None = None
+) -> Prompts:
+    """Right-pad lists of token ids to one `Prompts`.
+
+    Args:
+      token_ids: B lists of token ids, none of them empty.
+      pad_to_multiple_of: P is rounded up to a multiple of this, so that few different shapes get compiled.
+      length: P before rounding; default is the longest prompt.
+
+    Returns:
+      `Prompts` with tokens [B, P] int32, 0 as padding, and lengths [B] int32.
+
+    Raises:
+      ValueError: no prompt, an empty prompt, ids that are not integers in 0..2³¹−1, or a prompt longer than `length`.
+
+    Example:
+      >>> prompts = make_prompts([[5, 6, 7], [8]], pad_to_multiple_of=4)
+      >>> prompts.tokens.tolist(), prompts.lengths.tolist()
+      ([[5, 6, 7, 0], [8, 0, 0, 0]], [3, 1])
+    """
+    if len(token_ids) == 0:
+        raise ValueError("token_ids is empty: give at least one prompt")
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}: give 1 or more")
+    rows = [_id_array(ids, f"token_ids[{index}]") for index, ids in enumerate(token_ids)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    longest = int(lengths.max())
+    if length is not None and longest > length:
+        raise ValueError(
+            f"length is {length}, but token_ids[{int(lengths.argmax())}] has {longest} tokens: raise length or drop "
+            "the prompt; it is not cut"
+        )
+    padded_length = -(-(length or longest) // pad_to_multiple_of) * pad_to_multiple_of
+    tokens = np.zeros((len(rows), padded_length), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return Prompts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths))
+
+
+def _id_array(ids: Any, where: str) -> np.ndarray:
+    """Return the ids of one prompt as an array, or say what is wrong with them."""
+    if isinstance(ids, str):
+        raise ValueError(f"{where} is text, {_short(ids)}: make_prompts takes token ids; encode_prompts takes text")
+    array = np.asarray(ids)
+    if array.ndim != 1:
+        raise ValueError(f"{where} is {_short(ids)}: give a list of lists of token ids, one list for each prompt")
+    if array.size == 0:
+        raise ValueError(f"{where} is empty: a prompt needs at least one token (a BOS, for instance)")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{where} holds {array.dtype} values, {_short(ids)}: token ids are integers")
+    if array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"{where} holds ids from {array.min()} to {array.max()}: token ids are in 0..2³¹−1")
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompts:
+    """The rows of a dataset beside their tokens.
+
+    Attributes:
+      rows: N dict rows, those that were kept.
+      token_ids: N lists of token ids; `token_ids[i]` is the prompt of `rows[i]`.
+      dropped: indices, in the dataset as it came, of the rows left out for being too long.
+    """
+
+    rows: list[Row]
+    token_ids: list[list[int]]
+    dropped: list[int]
+
+
+def encode_prompts(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    max_prompt_length: int | None = None,
+    on_long_prompt: str = "error",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    argument: str = "dataset",
+) -> EncodedPrompts:
+    """Tokenize the prompt of every row; a prompt that is too long is an error or is left out, never cut.
+
+    Text is encoded with the tokenizer's own special tokens, messages by its chat template with the opening of the
+    assistant's turn. Where the last message is the assistant's, it is a prefill: the turn is left open after it and the
+    completion continues it.
+
+    Args:
+      rows: as `load_rows` returns them.
+      tokenizer: a transformers tokenizer, or anything with its `__call__`, `apply_chat_template` and `chat_template`.
+      max_prompt_length: in tokens; None for no bound.
+      on_long_prompt: "error", or "drop" to leave the row out and name it in `dropped`.
+      chat_template_kwargs: further keywords for the chat template, `{"enable_thinking": False}` for instance.
+      argument: what the caller calls the dataset, for the messages.
+
+    Returns:
+      `EncodedPrompts`.
+
+    Raises:
+      ValueError: a prompt over the bound (with "error"), or all of them; messages without a chat template, or that the
+        template refuses; a prompt that encodes to no token; a bad `on_long_prompt` or `chat_template_kwargs`.
+
+    References:
+      Special tokens and template as in TRL 1.16 (`GRPOTrainer._tokenize_prompts`), which closes a last message of the
+      assistant and opens another turn; we continue it.
+    """
+    if on_long_prompt not in ON_LONG_PROMPT:
+        raise ValueError(f"on_long_prompt is {on_long_prompt!r}: choose one of {', '.join(map(repr, ON_LONG_PROMPT))}")
+    template_kwargs = dict(chat_template_kwargs or {})
+    for name in _OWN_TEMPLATE_KWARGS:
+        if name in template_kwargs:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which encode_prompts sets itself: take it out")
+    prompts = [row["prompt"] for row in rows]
+    if all(isinstance(prompt, str) for prompt in prompts):
+        token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
+    else:
+        token_ids = [
+            _encode_messages(prompt, tokenizer, template_kwargs, where=f"{argument} row {index}")
+            for index, prompt in enumerate(prompts)
+        ]
+    for index, ids in enumerate(token_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"{argument} row {index}: the tokenizer encodes the prompt {_short(prompts[index])} to no token at "
+                "all: check that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
+            )
+    bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
+    long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
+    if long and (on_long_prompt == "error" or len(long) == len(rows)):
+        longest = max(long, key=lambda index: len(token_ids[index]))
+        drop = " or leave such rows out with on_long_prompt='drop'" if len(long) < len(rows) else ""
+        raise ValueError(
+            f"max_prompt_length is {max_prompt_length}, but {len(long)} of {len(rows)} prompts are longer; the "
+            f"longest, of {argument} row {longest}, has {len(token_ids[longest])} tokens: raise max_prompt_length{drop}"
+        )
+    kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
+    return EncodedPrompts(
+        rows=[rows[index] for index in kept], token_ids=[token_ids[index] for index in kept], dropped=long
+    )
+
+
+def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], *, where: str) -> list[int]:
+    """Return the token ids of one conversation, open for the assistant to speak."""
+    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
+        raise ValueError(
+            f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
+            "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
+        )
+    prefilled = prompt[-1]["role"] == "assistant"
+    try:
+        # return_dict=False: transformers 5 would return a dict of ids and attention mask.
+        return tokenizer.apply_chat_template(
+            list(prompt),
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+    except ImportError:  # jinja2 is missing, and the message says so
+        raise
+    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+        raise ValueError(
+            f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
+            f"{_short(prompt)}"
+        ) from error
+
+
+def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
+    """Return entries start..start+count−1 of the infinite sequence of (epoch, row index).
+
+    The sequence is one permutation of 0..num_rows−1 after the other, one for each epoch, so no row is skipped or
+    doubled within an epoch, and batches may span the end of one. It depends on nothing but the arguments: a data cursor
+    is the one integer `start`, and resuming is calling this again.
+
+    Args:
+      start: how many entries have been used so far.
+      count: how many to return.
+      num_rows: rows in the dataset.
+      seed: ≥ 0; decides the permutations, together with the number of the epoch.
+      shuffle: False for the order of the dataset in every epoch.
+
+    Raises:
+      ValueError: num_rows < 1, or a negative start, count or seed.
+
+    Example:
+      >>> prompt_indices(2, 3, num_rows=3, seed=0, shuffle=False)
+      [(0, 2), (1, 0), (1, 1)]
+    """
+    if num_rows < 1:
+        raise ValueError(f"num_rows is {num_rows}: there has to be at least one row")
+    for name, value in (("start", start), ("count", count), ("seed", seed)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}: give 0 or more")
+    entries: list[tuple[int, int]] = []
+    while len(entries) < count:
+        epoch, position = divmod(start + len(entries), num_rows)
+        order = _epoch_order(epoch, num_rows, seed) if shuffle else np.arange(num_rows)
+        taken = order[position : position + count - len(entries)]
+        entries.extend((epoch, int(row)) for row in taken)
+    return entries
+
+
+@functools.lru_cache(maxsize=2)  # every batch of an epoch asks for it, a batch at most for two: 0.2 s at a million rows
+def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
+    """Return the permutation of one epoch."""
+    # Sorting raw bits, not Generator.permutation: NumPy keeps the streams of its bit generators the same for ever and
+    # not those of Generator's methods (NEP 19), and a run may be resumed under a newer NumPy.
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_rows)
+    return np.argsort(bits, kind="stable")

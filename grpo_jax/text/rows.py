@@ -1,0 +1,179 @@
+"""Rows of a dataset: read from what people have, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = dict[str, Any]
+
+
+Messages = list[dict[str, Any]]
+
+
+_MOST_ROWS = 10**9
+
+
+def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
+    """Turn a dataset into a list of dict rows, each with a `prompt` and all with the same columns.
+
+    Args:
+      dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
+        source or `MapDataset`); what can be iterated over, read to its end (a generator, `datasets.IterableDataset`);
+        or the path of a JSONL file. All become the same list, so that order, epochs and resuming are the same for all.
+      argument: what the caller calls it, for the messages.
+
+    Returns:
+      A list of dicts. `prompt` is text in every row, or in every row a list of messages with `role` and `content`.
+
+    Raises:
+      ValueError: no rows; a row that is no dict; no `prompt`, or one that is neither text nor messages; rows whose
+        columns differ; a line of the file that is not JSON.
+      FileNotFoundError: the path does not exist.
+
+    Example:
+      >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
+      {'prompt': '2+2=', 'answer': '4'}
+    """
+    rows = _read_rows(dataset, argument)
+    if not rows:
+        raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
+    faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
+    if faults:
+        more = f" ({len(faults) - 1} more of the {len(rows)} rows have faults)" if len(faults) > 1 else ""
+        raise ValueError(faults[0] + more)
+    return [dict(row) for row in rows]
+
+
+def _row_fault(row: Any, first: Any) -> str:
+    """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
+    if not isinstance(row, Mapping):
+        return f"is {_short(row)}: each row is a dict with a 'prompt' and any other columns"
+    if "prompt" not in row:
+        return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
+    if fault := _prompt_fault(row["prompt"]):
+        return fault
+    unnamed = [name for name in row if not isinstance(name, str)]
+    if unnamed:
+        return f"has a column {unnamed[0]!r}: names of columns are text, since reward functions get them as keywords"
+    if row.keys() != first.keys():
+        missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
+        return (
+            f"differs from row 0 in its columns (missing: {missing}, only here: {extra}): give every row the same "
+            "columns, None where there is no value"
+        )
+    if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
+        return (
+            "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
+            "both; make them all the same"
+        )
+    return ""
+
+
+def _read_rows(dataset: Any, argument: str) -> list[Any]:
+    """Read whatever stands for a dataset into a list."""
+    if isinstance(dataset, (str, os.PathLike)):
+        return _read_jsonl(dataset, argument)
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"{argument} is a dict with the keys {sorted(map(str, dataset))}: give a list of rows, each a dict "
+            "(of a dataset with splits, choose one: dataset['train'])"
+        )
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if len(dataset) > _MOST_ROWS:
+            raise ValueError(
+                f"{argument} says that it has {len(dataset)} rows, as a source does that repeats for ever: give it "
+                "without its repetition (num_train_epochs and max_steps say how long to train)"
+            )
+        # By index, not by iteration: random-access sources need not be iterable.
+        try:
+            rows = [dataset[index] for index in range(len(dataset))]
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
+                f"({type(error).__name__}: {error}): give a list of dicts (of a pandas DataFrame "
+                "frame.to_dict('records'))"
+            ) from error
+        if type(dataset).__module__.partition(".")[0] == "grain":
+            rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
+        return rows
+    if isinstance(dataset, Iterable):
+        return list(dataset)
+    raise ValueError(
+        f"{argument} is {_short(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
+        "of a JSONL file"
+    )
+
+
+def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
+    """Read one JSON value from each non-empty line."""
+    rows: list[Any] = []
+    name = os.fspath(path)
+    if not os.path.isfile(path):
+        what = "a directory" if os.path.isdir(path) else "no file"
+        raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")
+    try:
+        with open(path, encoding="utf-8-sig") as lines:  # some programs begin a file with a byte-order mark
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{argument}: line {number} of {name!r}"
+                try:
+                    row = json.loads(line.strip())
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on "
+                        "each line"
+                    ) from error
+                if isinstance(row, list) and not rows:
+                    raise ValueError(
+                        f"{where} holds a JSON list: write one object on each line, or give json.load of the file"
+                    )
+                if not isinstance(row, dict):
+                    raise ValueError(f"{where} is {_short(row)}: a JSONL file has one object on each line")
+                rows.append(row)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{argument}: {name!r} is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV:"
+            " datasets.load_dataset) and give its rows"
+        ) from error
+    return rows
+
+
+def _prompt_fault(prompt: Any) -> str:
+    """Return what is wrong with a prompt, "" if it is text or a list of messages."""
+    if isinstance(prompt, str):
+        return ""
+    wanted = 'give text, or a list of messages [{"role": "user", "content": ...}]'
+    if not isinstance(prompt, (list, tuple)):
+        return f"has the 'prompt' {_short(prompt)}, of type {type(prompt).__name__}: {wanted}"
+    if not prompt:
+        return "has an empty list as its 'prompt': give at least one message"
+    for index, message in enumerate(prompt):
+        where = f"has {_short(message)} as message {index} of its 'prompt'"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            return f"{where}: a message is a dict with 'role' and 'content'; {wanted}"
+        if not isinstance(message["role"], str):
+            return f"{where}: its 'role' is text, such as \"user\""
+        # A call of a tool has no content; anything else that is None would be the word None in the prompt.
+        if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
+            return f"{where}: its 'content' is text, or a list of parts"
+    return ""
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Return whether a prompt is a list of messages rather than text.
+
+    Example:
+      >>> is_conversation([{"role": "user", "content": "Hi"}]), is_conversation("Hi")
+      (True, False)
+    """
+    return not isinstance(prompt, str)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    """Return the repr of a value, cut for a message."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

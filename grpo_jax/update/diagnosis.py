@@ -1,0 +1,170 @@
+"""Which number went bad first, when a loss or a gradient is not finite.
+
+```
+reward → advantage → sampler log-prob → reference log-prob → log-prob → ratio → KL → loss → gradient
+```
+
+The terms are looked at in the order in which they are computed, by the code that the update itself runs; the first
+that is not finite explains all that come after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import show
+from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
+from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
+from grpo_jax.maths.surrogates import RATIOS
+from grpo_jax.types import Batch, Model, Params
+from grpo_jax.update.packed import gradients, score
+from grpo_jax.update.state import TrainState
+
+__all__ = ["Finding", "diagnose"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The first term that is not finite, and where.
+
+    Attributes:
+      term: "reward", "advantage", "sampler log-prob", "reference log-prob", "log-prob", "ratio", "KL", "loss" or
+        "gradient".
+      value: NaN or an infinity.
+      prompt, completion, token: the place in the batch, as far as the term has one.
+      parameter: path of the first parameter whose gradient is not finite.
+      count: how many numbers of the term are not finite.
+      bad_parameter: path of the first parameter of the policy that is itself not finite.
+      row: what `completions.jsonl` says of the completion, if it is known.
+    """
+
+    term: str
+    value: float
+    prompt: int | None = None
+    completion: int | None = None
+    token: int | None = None
+    parameter: str | None = None
+    count: int = 1
+    bad_parameter: str | None = None
+    row: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        places = {"prompt": self.prompt, "completion": self.completion, "token": self.token}
+        where = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+        text = f"the first number that is not finite is a {self.term}, {self.value}"
+        if self.parameter is not None:
+            text += f", of the parameter {self.parameter}"
+        if where:
+            text += f", at {where} of the batch"
+        if self.count > 1:
+            text += f" ({self.count} of this term are not finite)"
+        if self.row is not None:
+            text += f"; the prompt is {show(self.row['prompt'])}, the completion {show(self.row['completion'])}"
+            text += f", its rewards {self.row['rewards']}"
+        if self.bad_parameter is not None:
+            text += f"; the policy's own parameter {self.bad_parameter} is not finite"
+        return text
+
+
+def diagnose(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Model,
+    config: GRPOConfig,
+    on_policy: bool,
+    micro: tuple[int, int],
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> Finding | None:
+    """Find the first term of an update that is not finite.
+
+    Args:
+      state: the state that the update began with; after a skipped update, the next state with its `step` set back.
+      batch: the optimizer batch.
+      model, config, on_policy, micro: as the update had them.
+      rows: B·G entries as in `completions.jsonl`, for the rewards and the texts; None if they are not known.
+
+    Returns:
+      A `Finding`; None if loss and gradient are finite.
+    """
+    how: dict[str, Any] = {"model": model, "config": config, "micro": micro}
+    for term, values in _terms(state, batch, rows, on_policy, how):
+        if isinstance(values, Mapping):
+            bad = {path: x for path, x in values.items() if not np.isfinite(x).all()}
+            if bad:
+                path, x = next(iter(bad.items()))
+                found = Finding(term, _first_bad(x)[0], parameter=path, count=len(bad))
+                break
+        elif not np.isfinite(values).all():
+            value, at = _first_bad(values)
+            b, g, t, *_ = (*at, None, None, None)
+            row = None if rows is None or b is None or g is None else rows[b * batch.mask.shape[1] + g]
+            found = Finding(term, value, b, g, t, count=int((~np.isfinite(values)).sum()), row=row)
+            break
+    else:
+        return None
+    bad_parameter = next((path for path, x in _leaves(state.params) if not np.isfinite(x).all()), None)
+    return dataclasses.replace(found, bad_parameter=bad_parameter)
+
+
+def _terms(
+    state: TrainState, batch: Batch, rows: Sequence[Mapping[str, Any]] | None, on_policy: bool, how: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Each term's values, computed when they are asked for."""
+    config: GRPOConfig = how["config"]
+    # As the loss does it: nothing under the mask counts, and −inf is a log-prob like any other.
+    clean = lambda x: bounded(jnp.where(batch.mask, x, 0), MIN_LOG_PROB, jnp.inf)
+    if rows is not None:
+        yield "reward", _rewards(rows, config).reshape(batch.mask.shape[:2])
+    yield "advantage", np.asarray(batch.advantages)
+    l_old = clean(batch.sampling_log_probs)
+    yield "sampler log-prob", np.asarray(l_old)
+    for reference in (batch.ref_log_probs, batch.initial_log_probs):
+        if reference is not None:
+            yield "reference log-prob", np.asarray(clean(reference))
+    l = clean(score(state.params, batch.prompts, batch.tokens, batch.mask, **how))
+    yield "log-prob", np.asarray(l)
+    log_ratio = jnp.zeros_like(l) if on_policy else l - l_old
+    yield "ratio", np.asarray(RATIOS[config.importance_sampling_level](l, log_ratio, batch.mask))
+    if batch.ref_log_probs is not None:
+        kl = kl_divergence(l, clean(batch.ref_log_probs), estimator=config.kl_estimator)
+        yield "KL", np.asarray(jnp.where(batch.mask, kl, 0))
+    grads, sums = gradients(state, batch, on_policy=on_policy, **how)
+    yield "loss", np.asarray(finalize_metrics(functools.reduce(merge_metrics, sums))["loss"])
+    leaves = dict(_leaves(grads))
+    yield "gradient", leaves
+    # Finite one by one, and too large together: the norm is a sum of squares.
+    with np.errstate(over="ignore"):
+        norms = {path: np.sqrt(np.square(x, dtype=np.float32).sum(dtype=np.float32)) for path, x in leaves.items()}
+        if np.isfinite(list(norms.values())).all():
+            norms = {max(norms, key=norms.__getitem__): np.sqrt(sum(np.square(x) for x in norms.values()))}
+    yield "gradient", norms
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]], config: GRPOConfig) -> np.ndarray:
+    """Weighted sums [B·G] of the rewards in float32; what has no score adds nothing."""
+    values = [[np.nan if x is None else x for x in row["rewards"].values()] for row in rows]
+    rewards = np.nan_to_num(np.asarray(values, np.float32), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (rewards * np.asarray(config.reward_weights or 1.0, np.float32)).sum(axis=-1, dtype=np.float32)
+
+
+def _first_bad(values: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The first value that is not finite, and where it stands."""
+    at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
+    return float(values[at]), at
+
+
+def _leaves(tree: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """(path, array) of each leaf, in float32."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(x, np.float32)

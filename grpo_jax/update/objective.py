@@ -1,0 +1,141 @@
+"""The objective on some rows of an optimizer batch, and the optimizer step that follows from its gradient.
+
+Losses are numerators over the counts of the whole batch, so the sum over the parts of a batch is the loss of the whole,
+and so are the gradients, however it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.losses import grpo_loss_terms
+from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, merge_metrics, update_entropy_coef
+from grpo_jax.maths.surrogates import LossSettings
+from grpo_jax.types import Batch, Params
+from grpo_jax.update.state import TrainState, finish_update
+
+__all__ = ["apply_gradients", "count_totals", "has_bonus", "loss_of_rows", "loss_settings", "sampling_settings"]
+
+
+def loss_settings(config: GRPOConfig) -> LossSettings:
+    """The choices and numbers of `grpo_loss` that a config decides.
+
+    The coefficient of the entropy bonus is none of them: it may move during the run, and lives in the state.
+    """
+    return LossSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(LossSettings)})
+
+
+def sampling_settings(config: GRPOConfig) -> dict[str, Any]:
+    """The keywords that sampler and scorer share."""
+    return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def has_bonus(config: GRPOConfig) -> bool:
+    """Whether the entropy enters the loss."""
+    return config.entropy_coef > 0 or config.use_adaptive_entropy
+
+
+def count_totals(batch: Batch, config: GRPOConfig, entropies: jax.Array | None) -> dict[str, Any]:
+    """The counts of the whole optimizer batch that the loss of any part of it is divided by.
+
+    Args:
+      batch: the whole batch, [B, G, T].
+      config: the settings.
+      entropies: [B, G, T] at the present params where `top_entropy_quantile` < 1 (the quantile is over the whole batch,
+        so it has to be known before the first part); else None.
+    """
+    totals: dict[str, Any] = dict(batch_totals(batch.mask))
+    if batch.counted is not None:
+        totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
+    if entropies is not None:
+        totals = {**batch_totals(batch.mask, entropies, config.top_entropy_quantile), **totals}
+    return totals
+
+
+def loss_of_rows(
+    log_probs: jax.Array,
+    entropies: jax.Array,
+    rows: Batch,
+    state: TrainState,
+    totals: dict[str, Any],
+    *,
+    config: GRPOConfig,
+    on_policy: bool,
+) -> tuple[jax.Array, MetricSums]:
+    """Loss and metric sums of some rows.
+
+    Args:
+      log_probs, entropies: [..., T] at the present params.
+      rows: a batch's arrays for these rows; its prompts are not looked at.
+      state: where the coefficient of the entropy bonus lives.
+      totals: `count_totals` of the whole batch.
+      config, on_policy: as in `train_step`.
+    """
+    loss, metrics = grpo_loss_terms(
+        log_probs,
+        None if on_policy else rows.sampling_log_probs,
+        rows.ref_log_probs,
+        rows.advantages,
+        rows.mask,
+        loss_settings(config),
+        # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
+        entropies=entropies if has_bonus(config) else jax.lax.stop_gradient(entropies),
+        entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,
+        sampling_log_probs=rows.sampling_log_probs,
+        **totals,
+    )
+    l = jax.lax.stop_gradient(log_probs)
+    gap = jnp.where(rows.mask, jnp.abs(l - rows.sampling_log_probs), 0)
+    metrics.maxes["sampler_gap"] = gap.max()
+    if rows.initial_log_probs is not None:
+        kl = jnp.where(rows.mask, kl_divergence(l, rows.initial_log_probs), 0)
+        metrics.sums["kl_initial_sum"] = kl.sum()
+    if rows.ref_log_probs is None:
+        # A KL that nobody measured is no KL of zero.
+        metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
+    return loss, metrics
+
+
+def apply_gradients(
+    state: TrainState,
+    grads: Params,
+    sums: list[MetricSums],
+    *,
+    optimizer: optax.GradientTransformation,
+    config: GRPOConfig,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The optimizer step, from the gradient of a batch and the metric sums of its parts."""
+    metrics = finalize_metrics(functools.reduce(merge_metrics, sums))
+    metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
+    ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+    metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
+    if config.use_adaptive_entropy:
+        coef, applied = update_entropy_coef(
+            state.entropy_coef,
+            metrics["selected_entropy"],
+            target=config.entropy_target,
+            delta=config.entropy_coef_delta,
+            minimum=config.entropy_coef_min,
+            maximum=config.entropy_coef_max,
+        )
+        # A skipped update has measured nothing that could be relied on.
+        coef = jnp.where(ok, coef, state.entropy_coef)
+        state = state.replace(entropy_coef=coef, entropy_bonus=jnp.where(ok, applied, state.entropy_bonus))
+        metrics["entropy_coef"] = coef
+    state = finish_update(
+        state,
+        grads,
+        ok,
+        optimizer,
+        sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
+        sync_alpha=config.ref_model_mixup_alpha,
+    )
+    return state, metrics

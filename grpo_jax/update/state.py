@@ -1,0 +1,171 @@
+"""The training state: every array that decides the future of a run, and the pure functions that move it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.maths.reference import sync_reference
+from grpo_jax.types import Params
+
+__all__ = ["TrainState", "begin_iteration", "create_state", "finish_update"]
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Policy, old policy, reference, optimizer: frozen, and no two of its trees share a buffer.
+
+    A tree that the objective never reads is None, not a copy: one update a rollout needs no old policy, beta = 0 needs
+    no reference, and a reference that never moves is the initial policy itself.
+
+    Attributes:
+      params: the policy θ, a pytree of float arrays: what samples and what is differentiated.
+      old_params: θ at the start of the iteration, which the completions were sampled from; None where an iteration is a
+        single update and params themselves serve.
+      ref_params: the reference of the KL; None where beta is 0.
+      initial_params: the policy that the run began with; None unless the reference moves away from it.
+      opt_state: of the optax transformation.
+      step: [] int32, optimizer steps done.
+      key: [] typed PRNG key, never consumed: every draw folds in what it counts (prompt, completion, token).
+      entropy_coef: [] float32, the coefficient of the entropy bonus; the adaptive one moves.
+      entropy_bonus: [] float32, the coefficient that the next update applies: the same, or 0 while the adaptive one
+        finds the entropy high enough.
+      skipped: [] int32, updates that were not made because loss or gradient was not finite.
+      master_params: θ in float32, which the optimizer moves, and which `params` are rounded from after every step; None
+        where params are float32 themselves.
+    """
+
+    params: Params
+    old_params: Params | None
+    ref_params: Params | None
+    initial_params: Params | None
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+    entropy_coef: jax.Array
+    entropy_bonus: jax.Array
+    skipped: jax.Array
+    master_params: Params | None = None
+
+
+def _copy(tree: Params) -> Params:
+    # Not an identity: a donated state may hold no buffer twice, and the caller's params must outlive the run.
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _like(tree: Params, other: Params) -> Params:
+    """A tree with the dtypes of another."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
+
+
+def create_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    keep_old: bool = False,
+    keep_reference: bool = False,
+    keep_initial: bool = False,
+    keep_masters: bool = True,
+    entropy_coef: float = 0.0,
+    entropy_bonus: float | None = None,
+) -> TrainState:
+    """Start a run from `params`, which are copied.
+
+    Args:
+      params: pytree of float arrays.
+      optimizer: an optax transformation.
+      key: [] typed PRNG key of the whole run.
+      keep_old: hold the policy that sampled (more than one update an iteration).
+      keep_reference: hold a reference (beta > 0).
+      keep_initial: hold the initial policy beside a reference that moves.
+      keep_masters: hold float32 masters beside params of less.
+      entropy_coef: ≥ 0, first coefficient of the entropy bonus.
+      entropy_bonus: what the first update applies of it; None: all of it.
+
+    Returns:
+      A `TrainState` at step 0.
+
+    Example:
+      >>> state = create_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), keep_reference=True)
+      >>> int(state.step), state.old_params is None, state.ref_params["w"].tolist()
+      (0, True, [1.0, 1.0])
+    """
+    masters = None
+    if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
+        masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+    return TrainState(
+        params=_copy(params),
+        old_params=_copy(params) if keep_old else None,
+        ref_params=_copy(params) if keep_reference else None,
+        initial_params=_copy(params) if keep_initial else None,
+        opt_state=optimizer.init(params if masters is None else masters),
+        step=jnp.zeros((), jnp.int32),
+        key=key,
+        entropy_coef=jnp.asarray(entropy_coef, jnp.float32),
+        entropy_bonus=jnp.asarray(entropy_coef if entropy_bonus is None else entropy_bonus, jnp.float32),
+        skipped=jnp.zeros((), jnp.int32),
+        master_params=masters,
+    )
+
+
+def begin_iteration(state: TrainState) -> TrainState:
+    """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
+    return state if state.old_params is None else state.replace(old_params=_copy(state.params))
+
+
+def finish_update(
+    state: TrainState,
+    grads: Params,
+    ok: jax.Array,
+    optimizer: optax.GradientTransformation,
+    *,
+    sync_every: int | None = None,
+    sync_alpha: float = 1.0,
+) -> TrainState:
+    """One optimizer step, then the reference's own step.
+
+    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
+
+    Where there are masters, they are the θ of the first formula, and params are what they round to.
+
+    Where `ok` is False, params and optimizer stay as they are to the last bit, and `skipped` counts one. The step is
+    counted all the same, so that schedules, the data and the keys of a run do not depend on it.
+
+    Args:
+      state: the present state.
+      grads: pytree like `state.params`, in any float dtype.
+      ok: [] bool, whether loss and gradient are finite.
+      optimizer: the transformation that made `state.opt_state`.
+      sync_every: optimizer steps between two syncs of the reference; None for a reference that stays.
+      sync_alpha: α in (0, 1], the weight of the policy.
+
+    Returns:
+      The next state.
+    """
+
+    def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
+        held = params if masters is None else masters
+        updates, opt_state = optimizer.update(_like(grads, held), opt_state, held)
+        held = optax.apply_updates(held, updates)
+        return (held, None, opt_state) if masters is None else (_like(held, params), held, opt_state)
+
+    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
+    params, masters, opt_state = jax.lax.cond(
+        ok, move, lambda *same: same, state.params, state.master_params, state.opt_state
+    )
+    step = state.step + 1
+    ref_params = state.ref_params
+    if sync_every is not None:
+        ref_params = sync_reference(ref_params, params, step, every=sync_every, alpha=sync_alpha)
+    return state.replace(
+        params=params,
+        master_params=masters,
+        opt_state=opt_state,
+        ref_params=ref_params,
+        step=step,
+        skipped=state.skipped + jnp.where(ok, 0, 1),
+    )

@@ -1,0 +1,7 @@
+"""What a person sees of a run: its files, plots, page and display, hints, and trackers."""
+
+from grpo_jax.watch.writer import Callback
+
+__all__ = [
+    "Callback",
+]

@@ -1,0 +1,201 @@
+"""What a person watches: a bar with the numbers that matter in a terminal, a line a logging step elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_jax.watch.names import held_out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["Display", "completions_table", "format_metrics"]
+
+# Metrics that are shown: name, label, digits after the point (None: three that count).
+_SHOWN = (
+    ("reward", "reward", 3),
+    ("kl", "KL", None),
+    ("completions/mean_length", "length", 1),
+    ("tokens_per_second", "tokens/s", None),
+)
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none.
+
+    Example:
+      >>> format_metrics({"reward": 0.25, "kl": 0.00123, "seconds/rollout": 2.0, "seconds/total": 2.5})
+      ('reward 0.250 · KL 0.00123', '2.5 s: rollout 2.0')
+    """
+    numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in _SHOWN if name in metrics]
+    numbers += [f"held-out {held_out(name)} {_digits(value, 3)}" for name, value in metrics.items() if held_out(name)]
+    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    total = phases.pop("total", sum(phases.values()))
+    parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items())
+    return " · ".join(numbers), f"{_digits(total, 1)} s: {parts}" if phases else ""
+
+
+class Display:
+    """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
+
+    In a terminal it is a bar that is redrawn in place, in a notebook's cell a line that is, and in a log file or a pipe
+    one line a logging step. It writes to standard error (in a notebook to the cell), so that standard output stays the
+    program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
+
+    Args:
+      quiet: show nothing.
+      console: a `rich.console.Console` to write to instead.
+      clock: returns seconds.
+
+    Example:
+      >>> with Display(quiet=True) as display:
+      ...     display.start(total_steps=2)
+      ...     display(1, {"reward": 0.5})
+    """
+
+    def __init__(
+        self, *, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        self._console = None if quiet else (console or _default_console())
+        self._clock = clock
+        self._began = clock()
+        self._total_steps = self._first = 0
+        self._live: Any = None
+        self._bar: Any = None
+        self._cell: Any = None
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def start(self, total_steps: int, *, step: int = 0) -> None:
+        """Begin to show a run of `total_steps` optimizer steps, of which `step` are done already."""
+        self._total_steps, self._first, self._began = total_steps, step, self._clock()
+        if self._console is not None and self._console.is_jupyter:
+            from IPython.display import DisplayHandle
+
+            self._cell = DisplayHandle()
+            self._cell.display({"text/plain": f"step {step}/{total_steps}"}, raw=True)
+        elif self._console is not None and self._console.is_terminal:
+            from rich.live import Live
+
+            self._bar = _bar(self._console, total_steps, step)
+            self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a logged step."""
+        if self._console is None:
+            return
+        numbers, seconds = format_metrics(metrics)
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
+            self._bar.update(self._bar.task_ids[0], completed=step)
+            lines = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in (numbers, seconds) if line]
+            self._live.update(Group(self._bar, *lines))
+        else:
+            width = len(str(self._total_steps))
+            parts = [f"step {step:>{width}}/{self._total_steps}", numbers, seconds, self._left(step)]
+            line = " · ".join(part for part in parts if part)
+            if self._cell is None:
+                self.say(line)
+            else:
+                self._cell.update({"text/plain": line}, raw=True)
+
+    def say(self, text: str) -> None:
+        """Print a text above the bar, as it is."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def completions(self, rows: Sequence[Mapping[str, Any]], limit: int | None = None) -> None:
+        """Print completions with their rewards and advantages above the bar, `limit` of them or all."""
+        if self._console is not None:
+            self._console.print(completions_table(rows[:limit]))
+
+    def _left(self, step: int) -> str:
+        """Return the time that the rest of the run takes at the speed so far."""
+        done, todo = step - self._first, self._total_steps - step
+        if done <= 0 or todo <= 0:
+            return ""
+        seconds = round((self._clock() - self._began) / done * todo)
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02}:{seconds % 60:02} left"
+
+
+def completions_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table of completions: prompt, completion, each reward, advantage; a prompt stands once a group.
+
+    Args:
+      rows: dicts with "prompt", "completion", "rewards" (name → number or None), "advantage", and "ended".
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    table = Table(show_lines=False, header_style="bold", pad_edge=False)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    for name in (*names, "advantage"):
+        table.add_column(Text(name), justify="right", overflow="fold")
+    last: Any = None
+    for row in rows:
+        scores = [row["rewards"].get(name) for name in names]
+        table.add_row(
+            Text("" if row["prompt"] == last else _spoken(row["prompt"])),
+            Text(_spoken(row["completion"]) + ("" if row.get("ended", True) else " …")),
+            *(Text(_digits(score, 2)) for score in scores),
+            Text(_digits(row["advantage"], 2)),
+        )
+        last = row["prompt"]
+    return table
+
+
+def _default_console() -> Console:
+    """Return a console on standard error, or on a notebook's cell."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_jupyter else Console(stderr=True)
+
+
+def _bar(console: Console, total_steps: int, start: int) -> Any:
+    """Return a rich progress bar with one task."""
+    from rich import progress
+
+    bar = progress.Progress(
+        progress.TextColumn("GRPO"),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+    bar.add_task("GRPO", total=total_steps, completed=start)
+    return bar
+
+
+def _digits(value: Any, digits: int | None) -> str:
+    """Return a number with so many digits after the point, three that count if None, "–" if there is none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:.{digits}f}" if digits is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _spoken(text: Any) -> str:
+    """Return a prompt or completion as text; of a conversation, who said what."""
+    if isinstance(text, str):
+        return text
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)

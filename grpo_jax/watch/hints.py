@@ -1,0 +1,221 @@
+"""Hints while a run goes: signs in the logged numbers that something is off, and the fields that change it.
+
+A hint is a pure function of the logged lines and the config, which returns a message or None; `HINTS` is the table of
+them. `Hints` feeds them a run's lines as they come and lets each speak once. A resumed run feeds it the lines that are
+there already, and so goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_jax.config.config import GRPOConfig
+
+__all__ = ["HINTS", "Hints"]
+
+KL_WINDOW = 50
+"""Logged steps over which a KL has to go on rising."""
+WINDOW = 10
+"""Logged steps of which the mean stands for the present."""
+FIRST, LAST = 12, 100
+"""Lines that are kept: the first ones of the run and the newest."""
+SAMPLER_GAP = {"float32": 0.05, "bfloat16": 1.0}
+"""Largest |l − l_sampling| in nats, in the mean of the window, that rounding may explain, by compute dtype."""
+
+History = Sequence[Mapping[str, Any]]
+
+
+def equal_rewards(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all groups have equal rewards, so that all advantages are 0.
+
+    Example:
+      >>> equal_rewards([{"frac_reward_zero_std": 1.0}] * 10, GRPOConfig()).split(":")[0]
+      '100 % of the groups of the last 10 logged steps had equal rewards and taught nothing'
+    """
+    share = _now(history, "frac_reward_zero_std")
+    if share is None or share < 0.95:
+        return None
+    further = "" if config.dynamic_sampling else ", or set dynamic_sampling=True, which samples other prompts instead"
+    return (
+        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and taught nothing:"
+        " if all are right, the task is learned; if not, give rewards that tell completions apart, raise"
+        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){further}"
+    )
+
+
+def all_truncated(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all completions were cut off, so that rewards see half an answer."""
+    share = _now(history, "completions/clipped_ratio")
+    if share is None or share < 0.995:
+        return None
+    return (
+        f"nearly all completions of the last {WINDOW} logged steps were cut off at max_completion_length ="
+        f" {config.max_completion_length} tokens: raise it, or check that the model knows its EOS and chat template;"
+        " mask_truncated_completions=True keeps what was cut off out of the loss"
+    )
+
+
+def kl_rising(history: History, config: GRPOConfig) -> str | None:
+    """The KL to a frozen reference has risen for a long stretch (what TR-DPO was made for)."""
+    values = _values(history, "kl")[-KL_WINDOW:]
+    if config.sync_ref_model or len(values) < KL_WINDOW:
+        return None
+    fifth = KL_WINDOW // 5
+    means = [statistics.fmean(values[i : i + fifth]) for i in range(0, KL_WINDOW, fifth)]
+    if not all(later > earlier for earlier, later in itertools.pairwise(means)) or means[-1] <= 2 * means[0]:
+        return None
+    return (
+        f"the KL to the frozen reference has risen over the last {KL_WINDOW} logged steps, from {means[0]:.3g} to"
+        f" {means[-1]:.3g} nats a token: sync_ref_model=True lets the reference follow, a larger beta (now"
+        f" {config.beta:g}) or a smaller learning_rate holds the policy back"
+    )
+
+
+def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
+    """The policy has become all but certain, so that groups hold one answer many times."""
+    values = _values(history, "entropy")
+    if len(values) < 2 * WINDOW:
+        return None
+    first, now = statistics.fmean(values[:5]), statistics.fmean(values[-WINDOW:])
+    if now >= 0.05 * first or now >= 0.05:
+        return None
+    return (
+        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats a token, and it hardly explores any"
+        f" more: fine if the task is learned; if not, set entropy_coef (now {config.entropy_coef:g}) or"
+        " use_adaptive_entropy=True, raise epsilon_high or temperature, or lower learning_rate"
+    )
+
+
+def much_clipped(history: History, config: GRPOConfig) -> str | None:
+    """Much of the batch lies outside the clip, so that it teaches nothing."""
+    share = _now(history, "clip_fraction")
+    if share is None or share < 0.3:
+        return None
+    return (
+        f"a share of {share:.2f} of the tokens of the last {WINDOW} logged steps had a clipped ratio: the policy moves"
+        f" too far in one iteration. Lower learning_rate (now {config.learning_rate:g}), num_iterations (now"
+        f" {config.num_iterations}) or steps_per_generation, or end an iteration's updates early by max_kl_old"
+    )
+
+
+def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
+    """Sampler and trainer disagree about tokens that both should give the same log-probs."""
+    gap = _now(history, "sampler_gap")
+    # Where the policy is no longer that of the sampler, the gap is no fault.
+    if gap is None or gap <= SAMPLER_GAP[config.compute_dtype] or not config.on_policy:
+        return None
+    return (
+        f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps:"
+        ' check that the model computes the same with and without a cache; compute_dtype="float32" rounds less, and'
+        " off_policy_mask_threshold leaves the worst completions out"
+    )
+
+
+def reward_hacking(history: History, config: GRPOConfig) -> str | None:
+    """One reward has risen while another has fallen, each by half of its spread over completions."""
+    moves: dict[str, tuple[float, float, float]] = {}
+    for name in dict.fromkeys(name for line in history[-1:] for name in line):
+        match = re.fullmatch(r"rewards/(.+)/mean", name)
+        means = _values(history, name)
+        if match is None or len(means) < 3 * WINDOW:
+            continue
+        spreads = _values(history, f"rewards/{match[1]}/std")
+        spread = max((statistics.fmean(part) for part in (spreads[:WINDOW], spreads[-WINDOW:]) if part), default=0.0)
+        first, now = statistics.fmean(means[:WINDOW]), statistics.fmean(means[-WINDOW:])
+        if spread > 0:
+            moves[match[1]] = (now - first) / spread, first, now
+    up, down = max(moves, key=moves.__getitem__, default=""), min(moves, key=moves.__getitem__, default="")
+    if not moves or moves[up][0] < 0.5 or moves[down][0] > -0.5:
+        return None
+    return (
+        f"the reward {up!r} has risen from {moves[up][1]:.3g} to {moves[up][2]:.3g} while {down!r} has fallen from"
+        f" {moves[down][1]:.3g} to {moves[down][2]:.3g}: the policy may be gaming the one at the expense of the other."
+        " Read its completions (report.html, log_completions=True), then change reward_weights or the function, or"
+        f" raise beta (now {config.beta:g})"
+    )
+
+
+def slower(history: History, config: GRPOConfig) -> str | None:
+    """Tokens a second have fallen to less than half of what they were."""
+    rates = _values(history, "tokens_per_second")[1:]  # the first line compiles
+    if len(rates) < 2 * WINDOW:
+        return None
+    first, now = statistics.median(rates[:WINDOW]), statistics.median(rates[-WINDOW:])
+    if now >= first / 2:
+        return None
+    names = [name for name in history[-1] if name.startswith("seconds/") and name != "seconds/total"]
+    grown = {name: _values(history, name) for name in names}
+    more = {
+        name.removeprefix("seconds/"): statistics.median(values[-WINDOW:]) - statistics.median(values[1 : 1 + WINDOW])
+        for name, values in grown.items()
+        if len(values) > WINDOW
+    }
+    phase = max(more, key=more.__getitem__, default="")
+    advice = {
+        "rollout": "are completions longer? max_completion_length bounds them",
+        "rewards": "is a reward function slow? make it async, give it workers with isolated, or use rollout_ahead=True",
+        "evaluation": "raise eval_steps",
+        "update": "are completions longer? max_completion_length bounds them",
+        "reference": "are completions longer? max_completion_length bounds them",
+    }
+    longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if more else ""
+    return (
+        f"{now:,.0f} completion tokens a second in the last {WINDOW} logged steps, {first:,.0f} at the beginning:"
+        f"{longest} unless the machine is shared with others now"
+    )
+
+
+HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
+    "equal rewards": equal_rewards,
+    "all truncated": all_truncated,
+    "KL rising": kl_rising,
+    "entropy collapse": entropy_collapse,
+    "much clipped": much_clipped,
+    "sampler mismatch": sampler_mismatch,
+    "reward hacking": reward_hacking,
+    "slower": slower,
+}
+
+
+class Hints:
+    """The hints of one run, each of which speaks once.
+
+    Args:
+      config: the run's settings.
+
+    Example:
+      >>> hints = Hints(GRPOConfig())
+      >>> [len(hints({"completions/clipped_ratio": 1.0})) for _ in range(12)]
+      [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
+    """
+
+    def __init__(self, config: GRPOConfig):
+        self._config = config
+        self._silent = dict(HINTS)
+        self._history: list[Mapping[str, Any]] = []
+
+    def __call__(self, line: Mapping[str, Any]) -> list[str]:
+        """Take the next line of a run's metrics, and return what there is to say."""
+        self._history.append(line)
+        if len(self._history) > FIRST + LAST:
+            del self._history[FIRST]
+        messages = {name: hint(self._history, self._config) for name, hint in self._silent.items()}
+        self._silent = {name: hint for name, hint in self._silent.items() if messages[name] is None}
+        return [message for message in messages.values() if message is not None]
+
+
+def _values(history: History, name: str) -> list[float]:
+    """What was logged of a metric, without what is not finite."""
+    values = (line.get(name) for line in history)
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _now(history: History, name: str) -> float | None:
+    """The mean of the last `WINDOW` values of a metric; None if there are fewer."""
+    values = _values(history, name)[-WINDOW:]
+    return statistics.fmean(values) if len(values) == WINDOW else None

@@ -1,0 +1,173 @@
+"""What the loop tells the outside: one object that passes it on to files, callbacks, the stopwatch and the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.models.transformer import count_parameters
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.display import Display
+from grpo_jax.watch.hints import Hints
+from grpo_jax.watch.phases import Phases, describe_run
+from grpo_jax.watch.progress import Progress
+from grpo_jax.watch.trackers import Tracker, open_trackers
+from grpo_jax.watch.writer import Callback, RunWriter, check_callbacks, notify, read_lines
+
+__all__ = ["Monitor"]
+
+MOST_WARNINGS = 200
+"""Warnings that are kept of a run, each text once."""
+
+
+class Monitor:
+    """Files, callbacks, stopwatch, hints and display of one run.
+
+    A context manager: inside, Python's warnings are shown as ever and kept in `warnings.jsonl` too; at the end the
+    pictures are drawn and the trackers of `report_to` closed. A quiet one opens none: it is not the process that logs.
+    """
+
+    def __init__(
+        self, run_dir: str | Path | None, config: GRPOConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False
+    ):
+        self.phase = Phases()
+        self._config = config
+        self._writer = RunWriter(run_dir)
+        self._callbacks = check_callbacks(callbacks)
+        self._trackers: list[Tracker] = []
+        self._reports = not quiet
+        self._display = Display(quiet=quiet)
+        self._hints = Hints(config)
+        self._tokens = 0.0
+        self._hurry = False
+        self._step: int | None = None  # None: the files are not cut back yet
+        self._early: list[tuple[str, str]] = []
+        self._warned: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Monitor:
+        self._display.__enter__()
+        self._show_warning, warnings.showwarning = warnings.showwarning, self._warning
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._display.__exit__(*error)
+        try:
+            self._writer.report(picture=not self._hurry)
+        finally:
+            warnings.showwarning = self._show_warning
+            with contextlib.ExitStack() as trackers:  # all are closed, whatever one of them raises
+                for tracker in self._trackers:
+                    trackers.push(tracker)
+
+    def start(
+        self,
+        state: TrainState,
+        progress: Progress,
+        *,
+        total_steps: int,
+        num_rows: int,
+        num_dropped: int = 0,
+        resumed: bool = False,
+    ) -> None:
+        """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
+        last, ending = (0, "") if resumed else self._writer.put_aside()
+        if last:
+            warnings.warn(
+                f"run_dir = {str(self._writer.run_dir)!r} tells of steps up to {last} and has no checkpoint to go"
+                f" on from, so the run begins anew; its lines are kept in files with {ending} after their names"
+                " (save_steps and save_minutes say how often a run is saved)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
+        self._writer.config(self._config)
+        if self._reports:
+            self._trackers = open_trackers(self._config, self._writer.run_dir, step=progress.step if resumed else 0)
+        if resumed and self._writer.run_dir is not None:
+            for line in read_lines(self._writer.path("metrics.jsonl")):
+                self._hear(line)
+            for line in read_lines(self._writer.path("warnings.jsonl")):
+                self._warned.add((line["category"], line["message"]))
+        self._step = progress.step
+        for category, message in self._early:
+            self._keep(category, message)
+        self._display.say(
+            describe_run(
+                self._config,
+                num_rows=num_rows,
+                num_parameters=count_parameters(state.params),
+                state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+                device=jax.devices()[0].device_kind,
+            )
+        )
+        if num_dropped:
+            self._display.say(f"{num_dropped} rows are left out: their prompts are longer than max_prompt_length")
+        if resumed:
+            self._display.say(f"going on after step {progress.step}")
+        self._display.start(total_steps, step=progress.step)
+        self._tokens = float(progress.tokens)
+        self.phase.take()
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the completions that the update which makes `step` will learn from."""
+        self._step = step
+        self._writer.completions(step, rows)
+        if self._config.log_completions and self._config.logs_at(step):
+            self._display.completions(rows, self._config.num_completions_to_print)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line of metrics and show it."""
+        seconds = self.phase.take()
+        tokens, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
+        rate = {"tokens_per_second": tokens / seconds["seconds/total"]} if seconds["seconds/total"] > 0 else {}
+        line = {**metrics, **rate, **seconds}
+        self._step = step
+        self._emit(step, line)
+        for message in self._hear(line):
+            self._display.say(f"hint: {message}")
+            self._keep("hint", message)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of an evaluation and show it."""
+        self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False) -> None:
+        """Say what there is at the end, and how to go on if that is not the end of the run.
+
+        With `hurry`, a run that is to go on leaves the picture out: it is slow, and the page shows the same.
+        """
+        self._hurry = hurry and step < total_steps
+        if best is not None:
+            self._display.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
+        if step < total_steps:
+            self._display.say(
+                f"stopped after step {step} of {total_steps} and saved: to go on, call train again with this run_dir"
+            )
+
+    def _emit(self, step: int, line: Mapping[str, float]) -> None:
+        self._writer.metrics(step, line)
+        notify((self._display, *self._callbacks, *self._trackers), step, line)
+
+    def _hear(self, line: Mapping[str, Any]) -> list[str]:
+        """What a line of training gives reason to say; evaluations give none."""
+        return self._hints(line) if "num_tokens" in line else []
+
+    def _warning(self, message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        """Show a warning as it would have been, and keep it."""
+        self._show_warning(message, category, *where, **more)
+        self._keep(category.__name__, str(message))
+
+    def _keep(self, category: str, message: str) -> None:
+        """Write a warning to its file, once; what comes before the file is cut back waits."""
+        if self._step is None:
+            self._early.append((category, message))
+        elif (category, message) not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add((category, message))
+            with contextlib.suppress(OSError):  # a warning never ends a run; metrics say that a disk is full
+                self._writer.warning(self._step, category, message)

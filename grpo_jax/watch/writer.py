@@ -1,0 +1,263 @@
+"""What a run leaves behind and tells: files in a run directory, seconds per phase, callbacks, the line at the start.
+
+| file | what it holds |
+|---|---|
+| `config.json` | the config, package versions, the command line |
+| `metrics.jsonl` | one JSON object a logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
+| `completions.jsonl` | one JSON object a completion: step, prompt, completion, rewards, advantage, ended |
+| `warnings.jsonl` | one JSON object a warning: step, category, message |
+| `report.png` | the picture of the run, see `plots` |
+| `report.html` | the same as a page, with completions, settings and warnings, see `html_report` |
+
+Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
+`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import itertools
+import json
+import os
+import pathlib
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.names import plain
+
+__all__ = [
+    "Callback",
+    "RunWriter",
+    "check_callbacks",
+    "notify",
+    "package_versions",
+    "read_lines",
+]
+
+
+Callback = Callable[[int, Mapping[str, Any]], Any]
+"""Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
+
+Trackers and live plots are such functions, and whoever opened one closes it:
+
+```python
+def tensorboard(step, metrics):
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, step)
+
+callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step)]
+```
+"""
+
+
+_LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
+
+
+_PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file, up to a line that a kill tore, and nothing if there is no file."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for _, line in _whole_lines(file):
+            yield line
+
+
+class RunWriter:
+    """The files of a run directory, written as the run goes.
+
+    Each line is flushed as it is written. After a kill, `truncate` cuts the files back to the step of the checkpoint
+    that the run goes on from, so that no line is there twice. On all processes but one of a multi-host run, and where
+    nothing shall be kept, the directory is None and every method does nothing.
+
+    Args:
+      run_dir: the directory, made if it is not there; None: nothing is written.
+
+    Raises:
+      ValueError: the directory cannot be made or written to.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as run_dir:
+      ...     writer = RunWriter(run_dir)
+      ...     writer.metrics(1, {"reward": 0.25})
+      ...     writer.metrics(2, {"reward": 0.5})
+      ...     writer.truncate(1)
+      ...     list(read_lines(writer.path("metrics.jsonl")))
+      [{'step': 1, 'reward': 0.25}]
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None):
+        self.run_dir = None if run_dir is None else pathlib.Path(run_dir)
+        if self.run_dir is not None:
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self.path(".writable").touch()
+                self.path(".writable").unlink()
+            except OSError as error:
+                raise ValueError(
+                    f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
+                    " give a directory of your own, or None to keep nothing"
+                ) from error
+
+    def path(self, name: str) -> pathlib.Path:
+        """Return the path of a file in the run directory."""
+        if self.run_dir is None:
+            raise ValueError("run_dir is None: there are no files")
+        return self.run_dir / name
+
+    def config(self, config: GRPOConfig, **more: Any) -> None:
+        """Write `config.json`: the config, versions, the command line, and whatever else is given."""
+        content = {
+            "config": config.to_dict(),
+            **more,
+            "argv": sys.argv,
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), **package_versions()},
+            "platform": platform.platform(),
+        }
+        if self.run_dir is not None:
+            text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+            self._replace("config.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+
+    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add a line to `metrics.jsonl`."""
+        self._append("metrics.jsonl", [{"step": step, **metrics}])
+
+    def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines to `completions.jsonl`: one a row, with the step in front."""
+        self._append("completions.jsonl", [{"step": step, **row} for row in rows])
+
+    def warning(self, step: int, category: str, message: str) -> None:
+        """Add a line to `warnings.jsonl`."""
+        self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
+
+    def truncate(self, step: int, *, evaluated: bool = True) -> None:
+        """Cut the files back to `step`: drop all lines of later steps, and a last line that a kill tore.
+
+        Args:
+          step: optimizer steps of the checkpoint that the run goes on from; -1 for a run that begins anew.
+          evaluated: whether the evaluation of that step is done, if one is due; its line is dropped if not.
+        """
+        for name in _LINES:
+            if self.run_dir is None or not self.path(name).exists():
+                continue
+            with open(self.path(name), "r+b") as file:
+                end = 0
+                for start_of_next, line in _whole_lines(file):
+                    undone = not evaluated and any(key.startswith("eval/") for key in line)
+                    if line["step"] > step or (line["step"] == step and undone):
+                        break
+                    end = start_of_next
+                file.truncate(end)
+
+    def put_aside(self) -> tuple[int, str]:
+        """Give other names to the files of a run that has made steps and cannot be gone on with.
+
+        Returns:
+          The last step that they tell of, and the ending that their names have now; (0, "") if there was none.
+        """
+        steps = [] if self.run_dir is None else [line["step"] for line in read_lines(self.path("metrics.jsonl"))]
+        if max(steps, default=0) < 1:
+            return 0, ""
+        ending = next(f".old-{n}" for n in itertools.count(1) if not self.path(f"metrics.jsonl.old-{n}").exists())
+        for name in _LINES:
+            if self.path(name).exists():
+                os.replace(self.path(name), self.path(name + ending))
+        return max(steps), ending
+
+    def report(self, *, picture: bool = True) -> None:
+        """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing.
+
+        Args:
+          picture: False writes the page alone, which takes a small part of the time of both.
+        """
+        if self.run_dir is None:
+            return
+        for name, write in (("report.png", self._draw), ("report.html", self._page))[not picture :]:
+            try:
+                self._replace(name, write)
+            except Exception as error:
+                message = f"{name} was not drawn: {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _draw(self, file: IO[bytes]) -> None:
+        from grpo_jax.watch.plots import draw_report, save_figure
+
+        lines = list(read_lines(self.path("metrics.jsonl")))
+        save_figure(draw_report(lines, title=self.path(".").resolve().name), file)
+
+    def _page(self, file: IO[bytes]) -> None:
+        from grpo_jax.watch.page import html_report
+
+        file.write(html_report(self.path(".")).encode("utf-8", "backslashreplace"))
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines in one write."""
+        if self.run_dir is not None:
+            lines = [json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+            try:
+                with open(self.path(name), "ab") as file:
+                    file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            except OSError as error:  # a write that fails does not say where
+                raise OSError(error.errno, error.strerror, str(self.path(name))) from error
+
+    def _replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
+        """Write a file whole or not at all."""
+        temporary = self.path(f".{name}.partial")
+        with open(temporary, "wb") as file:
+            write(file)
+        os.replace(temporary, self.path(name))
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Return the callbacks, or raise a `TypeError` that says which one cannot be called."""
+    callbacks = tuple(callbacks)
+    for i, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise TypeError(f"callbacks[{i}] = {callback!r} is not a function; give one that takes (step, metrics)")
+    return callbacks
+
+
+def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, Any]) -> None:
+    """Call each callback with the step and a copy of the metrics as plain Python numbers.
+
+    Raises:
+      Exception: whatever a callback raises, with a note that names it.
+    """
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
+    for i, callback in enumerate(callbacks):
+        try:
+            callback(step, dict(values))
+        except Exception as error:
+            error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
+            raise
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset of the next line, object) of each line, up to one that is torn."""
+    end = 0
+    for text in file:
+        end += len(text)
+        try:
+            line = json.loads(text) if text.endswith(b"\n") else None
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return
+        yield end, line
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a run's numbers, without importing them."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,0 +1,285 @@
+"""A script written for TRL runs with another import, and what it cannot have it is told."""
+
+import json
+import sys
+import types
+
+import jax
+import pytest
+from hub_server import serving
+from test_readme import chat_checkpoint
+from test_trackers import Fake, scalars
+from tiny import tiny_policy
+
+import grpo_jax
+from grpo_jax import from_pretrained, save_pretrained
+from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
+from grpo_jax.models.lora import LoraModel
+
+# As it would be written for TRL, but for the import, which the issue lets us change. Its dataset is conversational and
+# has a column with the truth; of its two reward functions one is asynchronous, and they use all that TRL gives.
+SCRIPT = """
+import asyncio
+
+from {package} import GRPOConfig, GRPOTrainer
+
+def correct(prompts, completions, ground_truth, log_extra=None, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    log_extra("truth", ground_truth)
+    return [1.0 if truth in content else 0.0 for content, truth in zip(contents, ground_truth)]
+
+async def brevity(completions, completion_ids, trainer_state, log_metric, **kwargs):
+    await asyncio.sleep(0)
+    assert kwargs["topic"] == ["sums"] * len(completions)
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    log_metric("mean_ids", sum(map(len, completion_ids)) / len(completion_ids))
+    log_metric("at_step", trainer_state.global_step)
+    return [-length / 100 for length in lengths]
+
+training_args = GRPOConfig(
+    output_dir=output_dir,
+    per_device_train_batch_size=8,
+    num_generations=4,
+    max_completion_length=8,
+    learning_rate=1e-3,
+    max_steps=2,
+    logging_steps=1,
+    eval_strategy="steps",
+    eval_steps=2,
+    save_strategy="no",
+    bf16=False,
+    report_to="none",
+    reward_weights=[1.0, 0.5],
+)
+trainer = GRPOTrainer(
+    model=model,
+    reward_funcs=[correct, brevity],
+    args=training_args,
+    train_dataset=dataset,
+    eval_dataset=dataset,
+)
+trainer.train()
+metrics = trainer.evaluate()
+trainer.save_model(training_args.output_dir)
+"""
+
+
+def reward(completions):
+    return [0.0 for _ in completions]
+
+
+# The fields that have effects outside of the numbers: trackers, the hub, the best checkpoint, how the model is loaded.
+OUTWARD = """
+from {package} import GRPOConfig, GRPOTrainer
+
+def short(completions, **kwargs):
+    return [float(-len(completion[0]["content"])) for completion in completions]
+
+def even(completion_ids, **kwargs):
+    return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+args = GRPOConfig(
+    output_dir=output_dir,
+    run_name="sums-1",
+    project="sums",
+    report_to=["tensorboard", "wandb", "trackio"],
+    logging_steps=2,
+    logging_first_step=True,
+    per_device_train_batch_size=4,
+    num_generations=4,
+    max_completion_length=4,
+    learning_rate=0.05,
+    max_steps=3,
+    reward_weights=[1.0, 0.5],
+    eval_strategy="steps",
+    eval_steps=1,
+    save_strategy="steps",
+    save_steps=1,
+    save_total_limit=1,
+    load_best_model_at_end=True,
+    metric_for_best_model="eval_reward",
+    greater_is_better=True,
+    model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
+    push_to_hub=True,
+    hub_model_id="me/sums",
+    hub_private_repo=True,
+)
+trainer = GRPOTrainer(model=model, reward_funcs=[short, even], args=args, train_dataset=dataset, eval_dataset=dataset)
+trainer.train()
+trainer.save_model()
+trainer.push_to_hub()
+"""
+
+
+def test_a_script_with_trackers_a_hub_and_the_best_model_runs_with_another_import(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    packages = {name: Fake(name) for name in ("wandb", "trackio")}
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}]} for n in range(2)]
+    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(tmp_path / "out"), "dataset": rows}
+    with serving(monkeypatch) as hub:
+        exec(compile(OUTWARD.replace("{package}", "grpo_jax.compat.trainer"), "script.py", "exec"), names)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    # logging_first_step: 1 beside every second and the last.
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert len([line for line in lines if "loss" in line and line["step"] == 1]) == 1
+    # report_to, run_name, project: each tracker has every line, under the name of the run, and is closed.
+    for package in packages.values():
+        (_, settings), *logged, last = package.done
+        assert (settings["project"], settings["name"]) == ("sums", "sums-1")
+        assert [step for _, step, _ in logged] == [line["step"] for line in lines]
+        assert last == ("finish",)
+    (events,) = (tmp_path / "out" / "tensorboard").glob("events.out.tfevents.*")
+    assert {step for step, _ in scalars(events)} == {0, 1, 2, 3}
+    # load_best_model_at_end: the state with the best weighted sum, whose checkpoint is kept beside the last.
+    totals = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    sums = {line["step"]: line["eval/short"] + 0.5 * line["eval/even"] for line in lines if "eval/even" in line}
+    assert totals == pytest.approx(sums)
+    best = max(range(1, 4), key=lambda step: (totals[step], step))
+    trainer = names["trainer"]
+    assert int(trainer.state.step) == best
+    assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {str(best), "3"}
+    # model_init_kwargs: params in bfloat16, with masters for the optimizer, computing in bfloat16.
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(trainer.policy.params)} == {"bfloat16"}
+    assert trainer.config.compute_dtype == "bfloat16"
+    # push_to_hub: at checkpoints, where none is under way, and at the end; save_model and push_to_hub push too.
+    assert hub.private == {"me/sums": True}
+    messages = [message for _, _, message, _ in hub.commits]
+    assert messages[0] == "Training in progress, step 1"
+    assert messages[-3:] == ["End of training", "Model save", "End of training"]
+    assert all(files.keys() >= {"config.json", "model.safetensors", "tokenizer.json"} for *_, files in hub.commits)
+    saved = (tmp_path / "out" / "final" / "model.safetensors").read_bytes()
+    assert [files["model.safetensors"] == saved for *_, files in hub.commits[-3:]] == [True] * 3
+
+
+def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_path):
+    model = chat_checkpoint(tmp_path)
+    save_pretrained(tmp_path / "half", from_pretrained(model), dtype="bfloat16")
+
+    def dtypes(name, **values):
+        trainer = GRPOTrainer(str(name), reward, args=GRPOConfig(**values))
+        params = {leaf.dtype.name for leaf in jax.tree.leaves(trainer.policy.params)}
+        return params, trainer.config.compute_dtype
+
+    auto = {"model_init_kwargs": {"dtype": "auto"}}
+    assert dtypes(model) == dtypes(model, **auto) == dtypes(tmp_path / "half") == ({"float32"}, "float32")
+    assert dtypes(tmp_path / "half", **auto) == ({"bfloat16"}, "bfloat16")
+    assert dtypes(model, model_init_kwargs={"torch_dtype": "float32"}, bf16=True) == ({"float32"}, "bfloat16")
+    with pytest.raises(ValueError, match="model_init_kwargs has the dtype 'float32', and model is a Policy"):
+        GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(model_init_kwargs={"dtype": "float32"}))
+
+
+def test_the_best_model_needs_a_directory_and_an_evaluation():
+    args = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 1, "save_steps": 4}
+    args |= {"max_completion_length": 4}
+    trainer = GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(**args), train_dataset=[{"prompt": "a"}])
+    with pytest.raises(ValueError, match=r"load_best_model_at_end = True: there are no checkpoints .* give run_dir"):
+        trainer.train()
+    args |= {"eval_strategy": "steps", "eval_steps": 4, "output_dir": "never-made"}
+    trainer = GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(**args), train_dataset=[{"prompt": "a"}])
+    with pytest.raises(ValueError, match="eval_steps = 4: there is nothing to evaluate on; pass eval_dataset"):
+        trainer.train()
+
+
+def make_dataset(rows):
+    """A `datasets.Dataset` where that is installed; a list has the same rows."""
+    try:
+        import datasets
+    except ImportError:
+        return rows
+    return datasets.Dataset.from_list(rows)
+
+
+def test_a_trl_script_runs_with_another_import(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1="}], "ground_truth": str(n + 1), "topic": "sums"}
+        for n in range(4)
+    ]
+    out = tmp_path / "out"
+    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": make_dataset(rows)}
+    exec(compile(SCRIPT.replace("{package}", "grpo_jax.compat.trainer"), "script.py", "exec"), names)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["at_step"] for line in steps] == [0, 1]
+    assert all({"rewards/correct/mean", "rewards/brevity/mean"} <= set(line) for line in steps)
+    for line in steps:
+        assert line["mean_ids"] == pytest.approx(line["completions/mean_length"])
+        assert -0.5 < line["rewards/brevity/mean"] < 0
+    assert [line["eval/at_step"] for line in lines if "eval/brevity" in line] == [0, 2]
+    completions = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
+    assert len(completions) == 2 * 8
+    truths = {row["prompt"][0]["content"]: row["ground_truth"] for row in rows}
+    assert all(row["truth"] == truths[row["prompt"][0]["content"]] for row in completions)
+    assert set(names["metrics"]) >= {"eval_rewards/correct/mean", "eval_rewards/brevity/mean"}
+    saved = from_pretrained(out / "final")
+    trained = names["trainer"].state.params
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, trained))
+    assert not jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, tiny_policy().params))
+
+
+def test_the_config_is_ours_and_refuses_what_cannot_be_had():
+    args = GRPOConfig(output_dir="out", bf16=True, beta=0.1, kl_placement="reward")
+    assert args.output_dir == "out"
+    assert args.config == grpo_jax.GRPOConfig(compute_dtype="bfloat16", beta=0.1, kl_placement="reward")
+    with pytest.raises(
+        ValueError, match=r"asks for what is not here:\n  hub_token: .*\n  optim: 'sgd': pass optimizer"
+    ):
+        GRPOConfig(hub_token="hf_secret", optim="sgd")
+    with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
+        GRPOConfig(num_generations=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": [print]}, "takes no tools here"),
+        ({"quantization_config": 4, "rollout_func": print}, "takes no quantization_config, rollout_func here"),
+        ({"model": object()}, "model is a object: give a name, a directory or a Policy"),
+        ({"args": {"beta": 0.1}}, "args is a builtins.dict: use grpo_jax.compat.trainer.GRPOConfig"),
+        ({"optimizers": (None, 1)}, "optimizers has a scheduler"),
+        ({"eval_dataset": {"a": []}}, "eval_dataset is a dict"),
+        ({"peft_config": types.SimpleNamespace(r=4, lora_alpha=8, use_dora=True)}, "peft_config.use_dora is True"),
+        (
+            {"peft_config": types.SimpleNamespace(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"])},
+            r"target_modules has \['lm_head'\]: choose of",
+        ),
+        ({"peft_config": types.SimpleNamespace(r=4, lora_alpha=8, target_modules=".*")}, "give a list of names"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_the_trainer_does_not_take_it_refuses_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(**{"model": tiny_policy(), "reward_funcs": reward, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        (None, {"q_proj", "v_proj"}),
+        ({"o_proj", "up_proj"}, {"o_proj", "up_proj"}),
+        ("all-linear", {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}),
+    ],
+    ids=["default", "names", "all"],
+)
+def test_adapters_are_those_that_peft_asks_for(targets, adapted):
+    peft = types.SimpleNamespace(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=targets)
+    policy = GRPOTrainer(tiny_policy(), reward, peft_config=peft).policy
+    assert isinstance(policy.model, LoraModel)
+    assert (policy.model.scale, policy.model.dropout) == (2.0, 0.1)
+    paths = [[key.key for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(policy.params)]
+    assert {path[-2] for path in paths} == adapted
+    ranks = {
+        leaf.shape[-1] for path, leaf in zip(paths, jax.tree.leaves(policy.params), strict=True) if path[-1] == "a"
+    }
+    assert ranks == {4}
+
+
+def test_a_trainer_says_what_it_lacks(tmp_path):
+    trainer = GRPOTrainer(tiny_policy(), reward, processing_class=tiny_policy().tokenizer)
+    with pytest.raises(ValueError, match="eval_dataset is None, here and in GRPOTrainer"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="output_dir is None, here and in GRPOConfig"):
+        trainer.save_model()
+    with pytest.raises(ValueError, match="resume_from_checkpoint is 'checkpoint-5'"):
+        trainer.train(resume_from_checkpoint="checkpoint-5")

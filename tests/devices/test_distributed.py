@@ -1,0 +1,80 @@
+"""The flags of a run of several processes, and what is wrong with them; real processes are in test_two_processes."""
+
+import argparse
+
+import jax
+import pytest
+
+from grpo_jax.devices import distributed
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What JAX is told, and nothing is begun."""
+    told = []
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **how: told.append((args, how)))
+    monkeypatch.setattr("sys.excepthook", None)
+    return told
+
+
+def start(line):
+    parser = argparse.ArgumentParser()
+    distributed.add_flags(parser)
+    distributed.start(parser.parse_args(line.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", []),
+        ("--distributed auto", [(None, None, None)]),
+        ("--coordinator host0:8476 --num-processes 4 --process-id 3", [("host0:8476", 4, 3)]),
+    ],
+)
+def test_flags_are_handed_on_and_none_begins_nothing(line, told, begun):
+    start(line)
+    assert [args for args, _ in begun] == told
+    assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in begun), "a loss shows within a minute"
+
+
+ALL = "coordinator, num_processes and process_id are given together, or none of them"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num-processes 2", f"coordinator and process_id are missing: {ALL}"),
+        ("--coordinator host0:1 --num-processes 2", f"process_id is missing: {ALL}"),
+        ("--coordinator host0 --num-processes 2 --process-id 0", "coordinator is 'host0': write host:port, such as"),
+        ("--coordinator host0:1 --num-processes 2 --process-id 2", "process_id is 2: of 2 processes it is 0 to 1"),
+        ("--distributed auto --process-id 2", "--distributed auto finds out what --coordinator, --num-processes and"),
+    ],
+)
+def test_flags_that_cannot_be(line, message, begun):
+    with pytest.raises(SystemExit, match=message):
+        start(line)
+    assert begun == []
+
+
+def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
+    def nothing_found(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", nothing_found)
+    with pytest.raises(SystemExit, match=r"no cluster was found \(Slurm, TPU pod, .*Give coordinator, num_processes"):
+        start("--distributed auto")
+    with pytest.raises(SystemExit, match=r"^coordinator_address should be defined"):
+        start("--coordinator host0:1 --num-processes 2 --process-id 0")
+
+
+def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
+    try:
+        raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")
+    except RuntimeError as error:
+        distributed._explained(type(error), error, error.__traceback__)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-2] == "RuntimeError: Gloo all-reduce failed: Connection reset by peer"
+    assert "another process was lost" in lines[-1]
+    assert "Start all again with the same run_dir" in lines[-1]

@@ -1,0 +1,85 @@
+"""The sharding table: it knows every parameter of every shape of decoder, and loading puts shards where it says."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import from_pretrained, save_pretrained
+from grpo_jax.devices import sharding
+from grpo_jax.devices.sharding import gather_objects, parameter_sharding
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def test_each_side_of_a_block_is_cut_where_it_should_be():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    at = lambda *path: parameter_sharding(path, (8, 8), mesh).spec
+    assert at("layers_3", "self_attn", "q_proj", "kernel") == P("fsdp", "tensor")
+    assert at("layers_3", "self_attn", "o_proj", "kernel") == P("tensor", "fsdp")
+    assert at("layers_0", "mlp", "up_proj", "kernel") == P("fsdp", "tensor")
+    assert at("layers_0", "mlp", "down_proj", "kernel") == P("tensor", "fsdp")
+    assert at("embed_tokens", "embedding") == P("tensor", "fsdp")
+    assert at("norm", "scale") == P()
+    assert parameter_sharding(("layers_0", "self_attn", "k_proj", "bias"), (8,), mesh).spec == P("tensor")
+    assert parameter_sharding(("layers_0", "mlp", "experts", "up_proj"), (3, 8, 8), mesh).spec == P(
+        None, "fsdp", "tensor"
+    )
+
+
+def test_an_axis_that_is_missing_or_does_not_divide_cuts_nothing():
+    path = ("embed_tokens", "embedding")
+    assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
+    assert parameter_sharding(path, (7, 8), mesh_of(fsdp=2, tensor=2)).spec == P(None, "fsdp")
+
+
+@pytest.mark.parametrize("settings", [{}, {"qkv_bias": True, "tie_word_embeddings": False, "qk_norm": "head"}])
+def test_every_matrix_of_a_decoder_is_cut(settings):
+    mesh = mesh_of(fsdp=2, tensor=2)
+    _, params = tiny_model(**settings)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = tuple(key.key for key in path)
+        used = {axis for axis in parameter_sharding(names, leaf.shape, mesh).spec if axis is not None}
+        assert used == ({"fsdp", "tensor"} if leaf.ndim == 2 else used), names
+
+
+def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
+    policy = tiny_policy()
+    save_pretrained(tmp_path / "model", policy)
+    mesh = mesh_of(fsdp=2, tensor=2)
+    loaded = from_pretrained(tmp_path / "model", mesh=mesh)
+    kernel = loaded.params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    assert [shard.data.shape for shard in kernel.addressable_shards] == [(8, 16)] * 4
+    np.testing.assert_array_equal(kernel, policy.params["layers_0"]["mlp"]["up_proj"]["kernel"])
+    tokens = np.arange(12).reshape(2, 6)
+    apply = jax.jit(lambda params: loaded.model.apply({"params": params}, tokens))
+    np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
+
+
+def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
+    """Two processes, of which this is the first: whatever their texts weigh, what is gathered has one of few shapes."""
+    shapes, other = set(), [""]
+
+    def allgather(own):
+        if own.dtype == np.uint8:
+            shapes.add(own.shape)
+            theirs = np.zeros_like(own)
+            theirs[: len(other[0])] = np.frombuffer(other[0], np.uint8)
+        else:
+            theirs = np.array([len(other[0])])
+        return np.stack([own, theirs])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharding.multihost_utils, "process_allgather", allgather)
+    for size in [*range(40), 1021, 1022, 1023, 1024, *range(1025, 200_000, 997)]:
+        own, theirs = ["é" + "x" * size, None], {"n": list(range(size % 50))}
+        other[0] = json.dumps(theirs).encode()
+        assert gather_objects(own) == [own, theirs]
+        assert gather_objects(theirs["n"]) == [theirs["n"], theirs]
+    assert sorted(shapes) == [(1024 << i,) for i in range(9)], "200 kB are gathered as 256 KiB"

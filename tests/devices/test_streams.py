@@ -1,0 +1,157 @@
+"""Streams: a batch shared out to threads is the same batch."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax import generate, make_prompts
+from grpo_jax.devices import streams
+from grpo_jax.rollout import generate as rollout
+from grpo_jax.rollout import layout as layout_module
+
+LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
+
+
+def test_there_are_as_many_streams_as_cores_and_no_more_than_parts(monkeypatch):
+    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
+    params = {"w": jnp.ones(3)}
+    assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
+
+
+def test_large_parameters_are_read_by_one_stream(monkeypatch):
+    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
+    monkeypatch.setattr(streams, "CACHED", 40)
+    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(6)}, 9) == 4
+    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(7)}, 9) == 1
+
+
+def test_lanes_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
+    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
+    params = {"w": jnp.ones(3)}
+    shapes = [(8, 8), (6, 10), (7, 100), (8, 4), (9, 3), (1, 1000)]
+    assert [layout_module._streams(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
+
+
+def test_params_on_several_devices_are_left_to_the_compiler():
+    mesh = jax.make_mesh((4,), ("data",))
+    spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P()))
+    assert streams.count_streams({"w": spread}, 8) == 1
+
+
+def test_every_part_has_a_thread_of_its_own():
+    meet = threading.Barrier(3, timeout=30)  # passes only if three parts are under way at once
+    assert streams.run_in_streams(lambda i: (meet.wait() >= 0, i * i), [1, 2, 3]) == [(True, 1), (True, 4), (True, 9)]
+
+
+def test_what_is_on_a_cpu_is_waited_for():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x))
+    coming = {"x": slow(jnp.eye(256)), "host": np.ones(3)}
+    assert not coming["x"].is_ready(), "or this tests nothing"
+    assert streams.in_turn(coming)["x"].is_ready()
+
+
+def test_a_failure_in_a_part_is_a_failure_of_all():
+    def part(i):
+        if i == 1:
+            raise ValueError("part 1")
+        return i
+
+    with pytest.raises(ValueError, match="part 1"):
+        streams.run_in_streams(part, [0, 1])
+
+
+@pytest.mark.parametrize("into", [2, 4])
+def test_samples_are_those_of_one_stream(monkeypatch, into):
+    model, params = tiny_model()
+    results = []
+    for n in (1, into):
+        monkeypatch.setattr(rollout, "_streams", lambda params, groups, width, n=n: min(n, groups))
+        settings = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (5, 7)}
+        results.append(generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings))
+    one, many = results
+    np.testing.assert_array_equal(one.tokens, many.tokens)
+    np.testing.assert_array_equal(one.mask, many.mask)
+    np.testing.assert_array_equal(one.ended, many.ended)
+    np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-5)
+
+
+def test_a_new_program_is_met_by_one_thread_first():
+    others = threading.Event()
+
+    def first_alone(i):
+        if i == 0:
+            return others.wait(timeout=0.2)
+        others.set()
+        return True
+
+    assert streams.run_in_streams(first_alone, [0, 1, 2], program="of this test") == [False, True, True]
+    meet = threading.Barrier(3, timeout=30)
+    assert len(streams.run_in_streams(lambda i: meet.wait(), [0, 1, 2], program="of this test")) == 3
+
+
+def test_streams_compile_a_program_once(monkeypatch):
+    """Fresh shapes, two lanes: as many programs as one lane of the same shape needs."""
+    model, params = tiny_model(vocab=29)
+    monkeypatch.setattr(rollout, "count_streams", lambda *_: 2)
+    compiled, named = [], []
+
+    def listen(event, *_, fun_name="", **__):
+        compiled.append(event)
+        named.extend([fun_name] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    settings = {"num_generations": 4, "max_completion_length": 9}
+    generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings)
+    assert [sum(name in of for of in named) for name in ("_prefill", "_decode")] == [1, 1], named
+    programs = compiled.count("/jax/core/compile/backend_compile_duration")
+    generate(model, params, make_prompts(LISTS), jax.random.key(1), **settings)
+    assert compiled.count("/jax/core/compile/backend_compile_duration") == programs
+
+
+def test_work_beside_is_under_way_at_once_and_waited_for():
+    meet, ended = threading.Barrier(2, timeout=30), []
+
+    def work():
+        meet.wait()
+        ended.append(threading.current_thread() is not threading.main_thread())
+        return 7
+
+    with streams.beside(work) as coming:
+        meet.wait()  # passes only if both are under way
+    assert ended == [True]
+    assert coming.result() == 7
+
+
+def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work():
+    def fails():
+        raise ValueError("there")
+
+    with pytest.raises(ValueError, match="there"), streams.beside(fails) as coming:
+        coming.result()
+    ended, go = [], threading.Event()
+    with contextlib.suppress(ValueError), streams.beside(lambda: go.wait(30) and ended.append(1)):
+        go.set()
+        raise ValueError
+    assert ended == [1], "no thread is left at work with arrays that are about to go"
+
+
+def test_settings_of_the_callers_thread_hold_beside():
+    product = jax.jit(lambda x: x @ x)
+
+    def lowered():
+        return product.lower(jnp.ones((2, 2))).as_text().count("HIGHEST"), jnp.ones(1).devices()
+
+    highest, third = jax.default_matmul_precision("highest"), jax.default_device(jax.devices()[3])
+    with highest, third, streams.beside(lowered) as coming:
+        here = lowered()
+    assert coming.result() == here == (2, {jax.devices()[3]})
+
+
+def test_a_single_part_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: pytest.fail("waited"))
+    assert streams.run_in_streams(lambda part: part + 1, [jnp.ones(())]) == [2]

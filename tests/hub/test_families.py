@@ -1,0 +1,444 @@
+"""Every family against transformers with PyTorch, and against stored logits where PyTorch is absent.
+
+Weights are made by numpy from the name of each tensor, so that the golden file holds logits only. To make it anew, with
+PyTorch installed: `python -m tests.test_families`.
+"""
+
+import dataclasses
+import functools
+import json
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.hub.families import FAMILIES, family_of, read_config
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_array
+from grpo_jax.hub.tensors import parameter_paths, tensor_plan
+from grpo_jax.models.experts import router_loss
+from grpo_jax.models.transformer import empty_cache
+
+GOLDEN = Path(__file__).parent / "golden" / "families.json"
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+T = 20
+WINDOW = 6
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING = ["sliding_attention", "full_attention"]
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
+
+# One row a family, with the switches that are its own, thrown so that each of them shows in the logits.
+CASES = {
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": WINDOW, "head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "layer_types": SLIDING}),
+    "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", {"rope_theta": 5e5}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+# Further values of config keys; these are compared in their logits only.
+VARIANTS = {
+    "qwen2 windows": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen2 window off": ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": WINDOW}),
+    "qwen3 layer types": (
+        "Qwen3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": SLIDING},
+    ),
+    "qwen3 yarn": ("Qwen3ForCausalLM", {"rope_parameters": YARN}),
+    "qwen3 yarn, old keys": (
+        "Qwen3ForCausalLM",
+        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama yarn mscale": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False, "beta_fast": 8}},
+    ),
+    "llama linear": ("LlamaForCausalLM", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama dynamic, within": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama dynamic, beyond": (
+        "LlamaForCausalLM",
+        {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "llama gelu": ("LlamaForCausalLM", {"hidden_act": "gelu"}),
+    "smollm3 windows": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True},
+    ),
+    "mistral full": ("MistralForCausalLM", {"sliding_window": None}),
+    "gemma3, old keys": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "sliding_window_pattern": 2,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3 longrope, within": (
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3, 4, 5]},
+        },
+    ),
+    "phi3 longrope, beyond": (
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3, 4, 5]},
+        },
+    ),
+    "olmo2 bias": ("Olmo2ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_moe sparse step": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+        },
+    ),
+}
+
+
+def raw_config(name):
+    """The config.json of a case; a factor of `dynamic` lacks its base, which the older key gives."""
+    architecture, fields = {**CASES, **VARIANTS}[name]
+    fields = {**SHAPE, "architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **fields}
+    return fields | {"dtype": "float32"}
+
+
+def numpy_weight(name, shape, norm_center=1.0):
+    """A weight that depends on its name only; no norm is 1 and no bias 0, so that each of them shows."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    draw = rng.standard_normal(shape).astype(np.float32)
+    if len(shape) == 1:
+        return draw * np.float32(0.3) + np.float32(norm_center if "norm" in name else 0)
+    return draw * np.float32(1 / np.sqrt(shape[-1]))
+
+
+def write_checkpoint(directory, raw):
+    """A checkpoint of `numpy_weight`s."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir()
+    config = read_config(raw)
+    center = 1 - config.norm_offset
+    tensors = {t.name: numpy_weight(t.name, t.shape, center) for t in tensor_plan(raw, config)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def tokens_and_lengths():
+    """A batch of right-padded rows, all longer than the sliding window."""
+    rng = np.random.default_rng(7)
+    tokens, lengths = rng.integers(0, SHAPE["vocab_size"], (3, T)), np.array([T, 13, 9])
+    return np.where(np.arange(T)[None] < lengths[:, None], tokens, 0), lengths
+
+
+@functools.cache
+def torch_model(directory, dtype="float32"):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: the golden file stands in for it")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def torch_logits(model, **kwargs):
+    import torch
+
+    tokens, lengths = tokens_and_lengths()
+    mask = torch.tensor(np.arange(T)[None] < lengths[:, None]).long()
+    with torch.no_grad():
+        return model(torch.tensor(tokens), attention_mask=mask, **kwargs)
+
+
+def greedy(model, params, tokens, lengths, steps):
+    """Tokens [B, steps] and the logits [B, steps, V] that they were taken from, by prefill and cached decode."""
+    variables = {"params": params}
+    last, prefix = model.apply(variables, tokens, lengths, method="prefill")
+
+    def step(carry, index):
+        cache, logits = carry
+        token = jnp.argmax(logits, axis=-1)
+        hidden, cache = model.apply(variables, token[:, None, None], prefix, cache, index, method="hidden")
+        return (cache, model.apply(variables, hidden[:, 0, 0], method="unembed")), (token, logits)
+
+    first = model.apply(variables, last, method="unembed")
+    cache = empty_cache(model.config, tokens.shape[0], 1, steps)
+    _, (chosen, logits) = jax.lax.scan(step, (cache, first), jnp.arange(steps))
+    return chosen.T, logits.transpose(1, 0, 2)
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request, tmp_path_factory):
+    """(name, directory of the numpy checkpoint, policy)."""
+    root = tmp_path_factory.mktemp(request.param)
+    directory = write_checkpoint(root / "numpy", raw_config(request.param))
+    return request.param, directory, from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def greedy_of_case(case):
+    _, _, policy = case
+    tokens, lengths = tokens_and_lengths()
+    return jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
+
+
+def test_there_is_a_case_for_each_family():
+    assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)
+
+
+def test_logits_and_greedy_tokens_equal_the_golden_file(case, greedy_of_case):
+    name, _, policy = case
+    stored = json.loads(GOLDEN.read_text())[name]
+    tokens, lengths = tokens_and_lengths()
+    logits = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    assert logits.dtype == jnp.float32
+    last = np.stack([logits[b, n - 1] for b, n in enumerate(lengths)])
+    np.testing.assert_allclose(last, stored["last_logits"], atol=1e-4)
+    np.testing.assert_array_equal(greedy_of_case[0], stored["greedy"])
+
+
+def test_cached_decode_equals_the_uncached_forward(case, greedy_of_case):
+    _, _, policy = case
+    tokens, lengths = tokens_and_lengths()
+    chosen, logits = greedy_of_case
+    for b, n in enumerate(lengths):
+        whole = np.concatenate([tokens[b, :n], chosen[b], np.zeros(T - n, int)])
+        full = jax.jit(policy.model.apply)({"params": policy.params}, whole[None])[0]
+        np.testing.assert_allclose(logits[b], full[n - 1 : n + 31], atol=1e-5)
+
+
+def test_a_checkpoint_made_by_pytorch_loads_and_its_logits_agree(case, tmp_path):
+    _, directory, _ = case
+    model = torch_model(directory)
+    model.save_pretrained(tmp_path / "torch")
+    policy = from_pretrained(tmp_path / "torch")
+    tokens, lengths = tokens_and_lengths()
+    ours, theirs = jax.jit(policy.model.apply)({"params": policy.params}, tokens), torch_logits(model).logits.numpy()
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
+
+
+def test_logits_agree_with_pytorch_in_bfloat16(case):
+    _, directory, _ = case
+    theirs = torch_logits(torch_model(directory, "bfloat16")).logits.float().numpy()
+    policy = from_pretrained(directory, dtype="bfloat16")
+    tokens, lengths = tokens_and_lengths()
+    ours = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    assert ours.dtype == jnp.float32
+    for b, n in enumerate(lengths):
+        assert np.linalg.norm(ours[b, :n] - theirs[b, :n]) <= 3e-2 * np.linalg.norm(theirs[b, :n])
+
+
+def test_greedy_tokens_equal_generate(case, greedy_of_case):
+    _, directory, _ = case
+    model = torch_model(directory)
+    import torch
+
+    tokens, lengths = tokens_and_lengths()
+    for b, n in enumerate(lengths):
+        prompt = torch.tensor(tokens[b : b + 1, :n])
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False, pad_token_id=0
+        )
+        np.testing.assert_array_equal(greedy_of_case[0][b], out[0, n:].numpy())
+
+
+def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
+    _, directory, policy = case
+    before = torch_model(directory).state_dict()
+    save_pretrained(tmp_path / "ours", policy, max_shard_size="10KB")
+    after = torch_model(tmp_path / "ours").state_dict()
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        assert tensor.numpy().tobytes() == after[name].numpy().tobytes(), name
+
+
+def mean_log_prob(model, params, tokens, lengths):
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, tokens)[:, :-1])
+    chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
+    mask = jnp.arange(1, tokens.shape[1])[None] < lengths[:, None]
+    return jnp.sum(jnp.where(mask, chosen, 0)) / mask.sum()
+
+
+def test_gradients_of_every_parameter_agree_with_pytorch(case):
+    _, directory, policy = case
+    model = torch_model(directory)
+    import torch
+
+    tokens, lengths = tokens_and_lengths()
+    grads = jax.jit(jax.grad(functools.partial(mean_log_prob, policy.model)))(policy.params, tokens, lengths)
+    leaves = dict(parameter_paths(grads))
+    ours = {tensor.name: stored_array(tensor, leaves) for tensor in tensor_plan(policy.config, policy.model.config)}
+
+    mask = torch.tensor(np.arange(T)[None] < lengths[:, None])
+    model.zero_grad()
+    logits = model(torch.tensor(tokens), attention_mask=mask.long()).logits
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
+    (chosen * mask[:, 1:]).sum().div(mask[:, 1:].sum()).backward()
+    theirs = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.numpy()
+        if grad.ndim < 3:
+            theirs[name] = grad
+            continue
+        stem, kind = name.rsplit(".", 1)
+        for e, expert in enumerate(grad):  # transformers holds the experts of a layer in one tensor
+            halves = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+            for projection, half in halves.items():
+                theirs[f"{stem}.{e}.{projection}.weight"] = np.split(expert, len(halves))[half]
+    assert set(ours) == set(theirs)
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
+        assert np.abs(theirs[name]).max() > 1e-3, f"{name} hardly matters: this would not see a wrong gradient"
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
+    directory = write_checkpoint(tmp_path / "numpy", raw_config(name))
+    tokens, lengths = tokens_and_lengths()
+    theirs = torch_logits(torch_model(directory)).logits.numpy()
+    policy = from_pretrained(directory)
+    ours = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
+
+
+def test_router_loss_equals_pytorch(tmp_path):
+    directory = write_checkpoint(tmp_path / "numpy", raw_config("qwen3_moe"))
+    theirs = torch_logits(torch_model(directory), output_router_logits=True).aux_loss.item()
+    policy = from_pretrained(directory)
+    tokens, lengths = tokens_and_lengths()
+    for remat in (False, True):
+        model = policy.model.clone(config=dataclasses.replace(policy.model.config, remat=remat))
+        _, state = jax.jit(functools.partial(model.apply, mutable=["router"]))({"params": policy.params}, tokens)
+        mask = np.arange(T)[None] < lengths[:, None]
+        assert len(jax.tree.leaves(state["router"])) == 2
+        ours = router_loss(state["router"], mask, num_experts_per_token=2)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+BAD_VALUES = [
+    ("Qwen2ForCausalLM", {"hidden_act": "relu6"}, r"'hidden_act' is 'relu6'.*silu"),
+    (
+        "Qwen2ForCausalLM",
+        {"layer_types": ["full_attention", "linear_attention"]},
+        r"'layer_types' is .*linear_attention",
+    ),
+    ("Qwen2ForCausalLM", {"num_key_value_heads": 3}, r"'num_key_value_heads' is 3.*num_attention_heads = 4"),
+    ("Qwen2ForCausalLM", {"vocab_size": None}, r"'vocab_size' is None.*positive int"),
+    ("Qwen2ForCausalLM", {"quantization_config": {"bits": 4}}, r"'quantization_config' is \{'bits': 4\}"),
+    ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope"}}, r"'rope_scaling.rope_type' is 'mrope'.*yarn"),
+    ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "linear"}}, r"'rope_parameters.factor' is missing"),
+    ("MistralForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .* supported: None"),
+    ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0.5.*Phi3ForCausalLM"),
+    (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+        "is 0.*positive int",
+    ),
+    ("MistralForCausalLM", {"sliding_window": 0}, r"'sliding_window' is 0.*positive int"),
+    ("Gemma2ForCausalLM", {"sliding_window": None}, r"'sliding_window' is None.*positive int"),
+    ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"'attn_logit_softcapping' is 50.0"),
+    ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is True"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 1e6}}, r"'rope_parameters' is .*'full_attention'"),
+    ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]"),
+    ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "message"), BAD_VALUES)
+def test_an_unsupported_config_value_is_named(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**SHAPE, "architectures": [architecture], **fields})
+
+
+def test_a_missing_config_key_is_named():
+    raw = {key: value for key, value in raw_config("qwen2").items() if key != "hidden_size"}
+    with pytest.raises(ValueError, match="'hidden_size' is missing; a Qwen2ForCausalLM"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("names", [["BertForMaskedLM"], [], None])
+def test_an_unsupported_architecture_lists_the_supported_ones(names):
+    with pytest.raises(ValueError, match=r"'architectures' is .*Qwen2ForCausalLM.*Qwen3MoeForCausalLM"):
+        family_of({"architectures": names})
+
+
+def write_golden():
+    """Store what PyTorch says of every case."""
+    import tempfile
+
+    import torch
+
+    golden = {}
+    tokens, lengths = tokens_and_lengths()
+    for name in CASES:
+        with tempfile.TemporaryDirectory() as root:
+            model = torch_model(write_checkpoint(Path(root) / name, raw_config(name)))
+            logits = torch_logits(model).logits.numpy()
+            rows = [torch.tensor(tokens[b : b + 1, :n]) for b, n in enumerate(lengths)]
+            kwargs = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+            outs = [model.generate(row, attention_mask=torch.ones_like(row), **kwargs) for row in rows]
+        golden[name] = {
+            "last_logits": [[round(float(x), 5) for x in logits[b, n - 1]] for b, n in enumerate(lengths)],
+            "greedy": [out[0, n:].tolist() for out, n in zip(outs, lengths, strict=True)],
+        }
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in golden.items())
+    GOLDEN.write_text("{\n" + rows + "\n}\n")
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -1,0 +1,56 @@
+"""Tensors by rows, and directories that appear when they are complete."""
+
+import numpy as np
+import pytest
+
+from grpo_jax.hub.files import appearing, check_replaceable, some, stored_tensors
+
+
+def test_tensors_are_found_and_read_by_rows(tmp_path):
+    from safetensors.numpy import save_file
+
+    matrix, vector = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(5, dtype=np.float16)
+    save_file({"m": matrix, "v": vector}, tmp_path / "model.safetensors")
+    stored = stored_tensors(tmp_path)
+    assert {name: (entry.shape, entry.dtype) for name, entry in stored.items()} == {
+        "m": ((4, 3), np.float32),
+        "v": ((5,), np.float16),
+    }
+    np.testing.assert_array_equal(stored["m"].rows(1, 2), matrix[1:3])
+    np.testing.assert_array_equal(stored["v"].rows(4, 1), vector[4:])
+
+
+def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
+    target = tmp_path / "a" / "b"
+    for content in ("old", "new"):
+        with appearing(target) as scratch:
+            (scratch / "file").write_text(content)
+            assert not target.exists() or (target / "file").read_text() == "old"
+        assert (target / "file").read_text() == content
+    assert [path.name for path in target.parent.iterdir()] == ["b"]
+
+
+def test_a_directory_does_not_appear_where_something_fails(tmp_path):
+    def fail():
+        with appearing(tmp_path / "x") as scratch:
+            (scratch / "file").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
+    check_replaceable(tmp_path / "new")
+    for name in ("config.json", "model-1.safetensors", "tokenizer.json", "adapter_config.json"):
+        (tmp_path / name).touch()
+    check_replaceable(tmp_path)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(FileExistsError, match=r"holds files that are no checkpoint's \(notes\)"):
+        check_replaceable(tmp_path)
+
+
+def test_some():
+    assert some(["a", "b"]) == "a, b"
+    assert some(list("abcdefg")) == "a, b, c, d, e and 2 more"

@@ -1,0 +1,483 @@
+"""Checkpoints in and out: layouts, storage dtypes, bad input, and what an interrupted save leaves."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from grpo_jax.hub import huggingface
+from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.policy import Policy, init_policy
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "a_key_of_another_program": [1, 2],
+}
+TEXT = [
+    "sort 3 1 2 <answer> 1 2 3 </answer>",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9",
+]
+
+
+def byte_level_tokenizer():
+    import tokenizers
+    import transformers
+
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXT, vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    fast.add_special_tokens({"pad_token": "<pad>", "eos_token": "</s>"})
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return fast
+
+
+@pytest.fixture(scope="module")
+def policy():
+    tokenizer = byte_level_tokenizer()
+    return init_policy({**QWEN3, "vocab_size": 300}, jax.random.key(0), tokenizer=tokenizer)
+
+
+@functools.cache
+def bare_policy(**changes):
+    """Without a tokenizer."""
+    return init_policy({**QWEN3, **changes}, jax.random.key(0))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with weights, without a tokenizer."""
+    save_pretrained(tmp_path / "model", bare_policy())
+    return tmp_path / "model"
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b))
+
+
+def stored(directory):
+    """Name to (dtype, shape, bytes), over all weight files, read without the code under test."""
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        raw = path.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for name, entry in json.loads(raw[8:start]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                tensors[name] = entry["dtype"], entry["shape"], raw[start + begin : start + end]
+    return tensors
+
+
+def rewrite(directory, change):
+    """Change the tensors of a checkpoint: `change` maps name to array to the same."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = change(load_file(directory / "model.safetensors"))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def rewrite_config(directory, **changes):
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_a_fresh_policy_makes_the_round_trip(policy, tmp_path):
+    save_pretrained(tmp_path / "model", policy)
+    loaded = from_pretrained(tmp_path / "model")
+    assert equal(loaded.params, policy.params)
+    assert loaded.model.config == policy.model.config
+    assert dict(loaded.config) == dict(policy.config)
+    assert loaded.config["a_key_of_another_program"] == [1, 2]
+    assert loaded.files == policy.files
+    ids = loaded.tokenizer(TEXT[0])["input_ids"]
+    assert ids == policy.tokenizer(TEXT[0])["input_ids"]
+    assert loaded.tokenizer.decode(ids) == TEXT[0]
+    assert loaded.tokenizer.chat_template == policy.tokenizer.chat_template
+    assert (loaded.eos_token_ids, loaded.pad_token_id) == ((2,), 0)
+
+
+def test_tokenizer_and_generation_files_are_kept_as_they_came(policy, tmp_path):
+    save_pretrained(tmp_path / "a", policy)
+    odd = b'{"eos_token_id": [2, 5], "temperature":0.6,  "top_p": 0.95}'
+    (tmp_path / "a" / "generation_config.json").write_bytes(odd)
+    (tmp_path / "a" / "chat_template.jinja").write_bytes(b"{{ messages[0]['content'] }}  \n")
+    loaded = from_pretrained(tmp_path / "a")
+    assert loaded.eos_token_ids == (2, 5)
+    assert loaded.generation_config["temperature"] == 0.6
+    save_pretrained(tmp_path / "b", loaded)
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == json.loads(odd)
+    for name in policy.files:
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_split_checkpoint_holds_the_same_tensors(tied, tmp_path):
+    policy = bare_policy(tie_word_embeddings=tied)
+    save_pretrained(tmp_path / "one", policy)
+    save_pretrained(tmp_path / "many", policy, max_shard_size="4KB")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert stored(tmp_path / "one") == stored(tmp_path / "many")
+    assert ("lm_head.weight" in stored(tmp_path / "one")) == (not tied)
+    assert equal(from_pretrained(tmp_path / "one").params, from_pretrained(tmp_path / "many").params)
+
+
+@pytest.mark.parametrize(("dtype", "header"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
+def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path):
+    policy = from_pretrained(checkpoint)
+    save_pretrained(tmp_path / "a", policy, dtype=dtype)
+    loaded = from_pretrained(tmp_path / "a", dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    save_pretrained(tmp_path / "b", loaded, dtype=dtype)
+    assert {entry[0] for entry in stored(tmp_path / "a").values()} == {header}
+    assert stored(tmp_path / "a") == stored(tmp_path / "b")
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == dtype
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(np.asarray(x.astype(dtype), "float32"), np.asarray(y, "float32")),
+        policy.params,
+        loaded.params,
+    )
+
+
+def test_the_older_name_of_the_dtype_is_kept(checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    save_pretrained(tmp_path / "b", from_pretrained(checkpoint), dtype="bfloat16")
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16"
+    assert "dtype" not in written
+
+
+def test_dtype_is_that_of_params_and_of_compute(checkpoint):
+    for dtype, param_dtype, stored_as in (("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32")):
+        policy = from_pretrained(checkpoint, dtype=dtype, param_dtype=param_dtype, remat=True)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)} == {stored_as}
+        assert (policy.model.config.dtype, policy.model.config.remat) == (dtype, True)
+        hidden, _ = policy.model.apply({"params": policy.params}, jnp.zeros((1, 1, 2), int), method="hidden")
+        assert hidden.dtype == jnp.bfloat16
+
+
+def test_a_mesh_places_the_params_on_all_of_its_devices(checkpoint):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    policy = from_pretrained(checkpoint, mesh=mesh)
+    assert equal(policy.params, from_pretrained(checkpoint).params)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(policy.params)} == {4}
+
+
+def test_params_own_their_memory(checkpoint):
+    """A donated step must not find buffers that numpy owns or that two leaves share."""
+    params = from_pretrained(checkpoint).params
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
+    assert len(set(pointers)) == len(pointers)
+    doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(params)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(doubled))
+
+
+def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
+    whole = from_pretrained(checkpoint).params
+    monkeypatch.setattr(huggingface, "BLOCK", 100)
+    assert equal(from_pretrained(checkpoint).params, whole)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos", "pad"),
+    [
+        ({"eos_token_id": [7, 8], "pad_token_id": 3}, {"eos_token_id": 9, "pad_token_id": 4}, (7, 8), 3),
+        ({}, {"eos_token_id": 9}, (9,), 9),
+        ({"eos_token_id": None, "pad_token_id": -1}, {"eos_token_id": None}, (), 0),
+    ],
+)
+def test_eos_and_pad_ids_come_from_the_first_place_that_has_them(generation, config, eos, pad):
+    policy = Policy(None, None, None, config, generation)
+    assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
+
+
+def test_eos_and_pad_ids_come_from_the_tokenizer_last():
+    policy = Policy(None, None, byte_level_tokenizer())
+    assert (policy.eos_token_ids, policy.pad_token_id) == ((2,), 0)
+
+
+def test_replace_keeps_the_rest(policy):
+    assert policy.replace(params=None).params is None
+    assert policy.replace(params=None).tokenizer is policy.tokenizer
+
+
+def test_pytorch_loads_what_we_save_and_says_the_same(policy, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    save_pretrained(tmp_path / "model", policy)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = np.array([tokenizer(TEXT[0])["input_ids"]])
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(policy.model.apply({"params": policy.params}, ids), theirs, atol=1e-5)
+    assert model.generation_config.eos_token_id == 2
+
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside this repository")
+def test_a_real_checkpoint_tells_its_story():
+    policy = from_pretrained(STORIES)
+    ids = policy.tokenizer("Once upon a time")["input_ids"]
+    tokens = np.zeros((1, 32), int)
+    apply = jax.jit(policy.model.apply)
+    for n in range(len(ids), 32):
+        tokens[0, : len(ids)] = ids
+        ids = [*ids, int(apply({"params": policy.params}, tokens)[0, n - 1].argmax())]
+    assert policy.tokenizer.decode(ids, skip_special_tokens=True).startswith(
+        "Once upon a time, there was a little girl named Lily."
+    )
+
+
+# Bad input: each message names what came and what to do.
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    for name in (tmp_path / "nothing", str(tmp_path / "nothing"), "./nothing"):
+        with pytest.raises(FileNotFoundError, match=r"nothing' is no directory; give one, or a hub name"):
+            from_pretrained(name)
+
+
+def test_a_hub_name_that_cannot_be_fetched():
+    with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is no local directory, and the hub did not give it"):
+        from_pretrained("nobody/nothing")
+
+
+def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+    fetch = lambda name, allow_patterns: asked.update({name: allow_patterns}) or str(checkpoint)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert from_pretrained("owner/model").config["vocab_size"] == 96
+    assert set(asked) == {"owner/model"}
+    assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
+    assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
+
+
+def test_a_directory_without_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        from_pretrained(tmp_path)
+
+
+def test_a_config_that_is_not_json(checkpoint):
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        from_pretrained(checkpoint)
+
+
+def test_a_directory_without_weights(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(
+        FileNotFoundError, match=r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors"
+    ):
+        from_pretrained(checkpoint)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    save_pretrained(tmp_path / "m", bare_policy(), max_shard_size="4KB")
+    (second,) = (tmp_path / "m").glob("model-00002-of-*.safetensors")
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"has no weights: {second.name}\."):
+        from_pretrained(tmp_path / "m")
+
+
+def test_a_weight_file_that_was_cut_off(checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"was cut off: it ends before tensor '.*' does"):
+        from_pretrained(checkpoint)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"is not a safetensors file"):
+        from_pretrained(checkpoint)
+
+
+def test_an_unsupported_architecture(checkpoint):
+    rewrite_config(checkpoint, architectures=["MambaForCausalLM"])
+    with pytest.raises(
+        ValueError, match=r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, "
+    ):
+        from_pretrained(checkpoint)
+
+
+def test_missing_tensors_are_named(checkpoint):
+    rewrite(checkpoint, lambda tensors: {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k})
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."):
+        from_pretrained(checkpoint)
+
+
+def test_unexpected_tensors_are_named_and_spare_ones_are_not(checkpoint):
+    before = from_pretrained(checkpoint).params
+    spare = {
+        "lm_head.weight": np.ones((96, 16), "f4"),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "f4"),
+    }
+    rewrite(checkpoint, lambda tensors: tensors | spare)
+    assert equal(from_pretrained(checkpoint).params, before)
+    rewrite(checkpoint, lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")})
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."):
+        from_pretrained(checkpoint)
+
+
+def test_tensors_of_another_shape_are_named(checkpoint):
+    rewrite_config(checkpoint, intermediate_size=20)
+    message = r"of another shape: .*mlp\.down_proj\.weight \[16, 24\] where config\.json says \[16, 20\].* and 1 more"
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(checkpoint)
+
+
+def test_a_stored_dtype_that_is_not_supported(checkpoint):
+    rewrite(checkpoint, lambda tensors: {k: v.astype("f8") for k, v in tensors.items()})
+    with pytest.raises(ValueError, match=r"stored as F64, which is not supported; supported: F32, F16, BF16"):
+        from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
+def test_a_dtype_that_is_not_supported(argument, checkpoint):
+    with pytest.raises(ValueError, match=rf"{argument} is 'float64'; use 'float32' or 'bfloat16'"):
+        from_pretrained(checkpoint, **{argument: "float64"})
+    with pytest.raises(ValueError, match=r"dtype is 'int8'; use 'float32'"):
+        save_pretrained(checkpoint, bare_policy(), dtype="int8")
+
+
+def home_made(checkpoint, model):
+    """Give the checkpoint a tokenizer that transformers takes for Qwen's own byte-level BPE."""
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<unk>"}')
+
+
+def test_a_tokenizer_that_transformers_would_break_is_taken_from_its_file(checkpoint):
+    home_made(checkpoint, tokenizers.models.WordLevel({"<unk>": 0, "fox": 1, "is": 2}, unk_token="<unk>"))
+    tokenizer = from_pretrained(checkpoint).tokenizer
+    assert tokenizer("fox is fox")["input_ids"] == [1, 2, 1]
+    assert tokenizer.pad_token_id == 0
+
+
+def test_a_tokenizer_that_encodes_text_to_nothing(checkpoint):
+    home_made(checkpoint, tokenizers.models.BPE())
+    with pytest.raises(ValueError, match=r"encodes .* to no ids.*a token for unknown words"):
+        from_pretrained(checkpoint)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(policy, tmp_path):
+    save_pretrained(tmp_path / "model", policy)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer that transformers cannot load or use"):
+        load_tokenizer(tmp_path / "model")
+
+
+def test_params_of_another_model_are_not_saved(policy, tmp_path):
+    params = {**policy.params, "extra": {"kernel": jnp.zeros((2, 2))}}
+    del params["norm"]
+    with pytest.raises(
+        ValueError, match=r"not those of policy\.config: norm/scale is missing, extra/kernel is unexpected"
+    ):
+        save_pretrained(tmp_path / "model", policy.replace(params=params))
+    short = {**policy.params, "norm": {"scale": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=r"norm/scale has shape \(3,\), not \(16,\)"):
+        save_pretrained(tmp_path / "model", policy.replace(params=short))
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_a_checkpoint_is_replaced(policy, checkpoint, tmp_path):
+    save_pretrained(checkpoint, policy)
+    assert from_pretrained(checkpoint).config["vocab_size"] == 300
+    (checkpoint / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"holds files that are no checkpoint's \(thesis\.tex\)"):
+        save_pretrained(checkpoint, policy)
+    with pytest.raises(FileExistsError, match=r"is no directory"):
+        save_pretrained(checkpoint / "thesis.tex", policy)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, monkeypatch):
+    before = stored(checkpoint)
+    fail = lambda *args: (_ for _ in ()).throw(OSError("disk full"))
+    monkeypatch.setattr(huggingface, "write_json", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(checkpoint, policy)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(tmp_path / "new", policy)
+    assert stored(checkpoint) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_rename_puts_the_old_checkpoint_back(policy, checkpoint, tmp_path, monkeypatch):
+    before, rename = stored(checkpoint), Path.rename
+
+    def failing(self, target):
+        if self.suffix == ".tmp":
+            raise OSError("no such luck")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no such luck"):
+        save_pretrained(checkpoint, policy)
+    assert stored(checkpoint) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+KILLED = """
+import os, signal, sys, jax
+from grpo_jax.models import huggingface
+policy = huggingface.from_pretrained(sys.argv[1])
+huggingface.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # after the weights, before config.json
+huggingface.save_pretrained(sys.argv[2], policy)
+"""
+
+
+def test_a_killed_save_leaves_nothing_under_the_final_name(checkpoint, tmp_path):
+    target = tmp_path / "export"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, checkpoint, target], cwd=Path(__file__).parents[2], timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert list(tmp_path.glob(".export.*.tmp/*.safetensors")), "it was killed before it had written anything"
+    save_pretrained(target, from_pretrained(checkpoint))
+    assert stored(target) == stored(checkpoint)
+
+
+QUIET = """
+import builtins, sys
+sys.modules["torch"] = None
+from grpo_jax.hub.huggingface import from_pretrained
+assert not {"transformers", "huggingface_hub"} & set(sys.modules), "imported too early"
+print(from_pretrained(sys.argv[1]).tokenizer is not None)
+assert sys.modules["torch"] is None
+"""
+
+
+def test_loading_needs_no_pytorch_and_does_not_say_so(policy, tmp_path):
+    save_pretrained(tmp_path / "model", policy)
+    env = {**os.environ, "USE_TORCH": "0", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", QUIET, tmp_path / "model"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert "PyTorch" not in done.stderr

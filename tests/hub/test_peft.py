@@ -1,0 +1,111 @@
+"""Adapters on a policy, in PEFT's format and out of it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_lora import ARCHITECTURES, SHAPE, TOKENS, base_policy, logits, lora_policy
+
+from grpo_jax.hub.huggingface import save_pretrained
+from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
+from grpo_jax.hub.policy import init_policy
+from grpo_jax.models.lora import TARGETS
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])
+def test_adapters_make_the_round_trip(kind, targets, tmp_path):
+    policy = lora_policy(kind, targets=targets)
+    save_lora(tmp_path / "adapter", policy, base_name="somewhere")
+    loaded = load_lora(tmp_path / "adapter", base_policy(kind))
+    np.testing.assert_allclose(logits(loaded), logits(policy), atol=1e-5)
+    if kind == "plain":
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, policy.params)
+        assert loaded.model.scale == policy.model.scale
+
+
+def peft_and_base(kind, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    save_pretrained(tmp_path / "base", base_policy(kind))
+    return torch, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])
+def test_peft_loads_our_adapters(kind, targets, tmp_path):
+    torch, base = peft_and_base(kind, tmp_path)
+    import peft
+
+    policy = lora_policy(kind, targets=targets)
+    save_lora(tmp_path / "adapter", policy)
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(logits(policy), theirs, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9}}]
+)
+def test_we_load_adapters_of_peft(kind, options, tmp_path):
+    torch, base = peft_and_base(kind, tmp_path)
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, **options)
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits.numpy()
+    ours = logits(load_lora(tmp_path / "adapter", base_policy(kind)))
+    assert np.abs(ours - logits(base_policy(kind))).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_adapters_are_not_added_twice_or_taken_for_weights(tmp_path):
+    policy = lora_policy()
+    save_lora(tmp_path / "adapter", policy)
+    for again in (lambda: add_lora(policy, jax.random.key(0)), lambda: load_lora(tmp_path / "adapter", policy)):
+        with pytest.raises(ValueError, match=r"policy has adapters already; merge them by `merge_lora"):
+            again()
+    with pytest.raises(ValueError, match=r"policy has adapters; write them by `save_lora`"):
+        save_pretrained(tmp_path / "model", policy)
+    for plain in (lambda: merge_lora(base_policy()), lambda: save_lora(tmp_path / "x", base_policy())):
+        with pytest.raises(ValueError, match=r"policy has no adapters; add some by `add_lora"):
+            plain()
+
+
+def test_a_directory_without_an_adapter(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
+        load_lora(tmp_path, base_policy())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"peft_type": "IA3"}, {"bias": "all"}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}]
+)
+def test_other_kinds_of_adapters_are_named(changes, tmp_path):
+    save_lora(tmp_path / "adapter", lora_policy())
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"config key '{key}' is .*, which is not supported"):
+        load_lora(tmp_path / "adapter", base_policy())
+
+
+def test_adapters_of_another_base_are_refused(tmp_path):
+    save_lora(tmp_path / "a", lora_policy())
+    other = {**SHAPE, "architectures": ["Qwen2ForCausalLM"]}
+    wide = init_policy({**other, "intermediate_size": 40}, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"mlp\.down_proj is 48 → 3 → 32, .* is 40 → 32; it belongs to another base"):
+        load_lora(tmp_path / "a", wide)
+    short = init_policy({**other, "num_hidden_layers": 1}, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"has adapters for what the policy has no projection: .*layers\.1"):
+        load_lora(tmp_path / "a", short)

@@ -1,0 +1,336 @@
+"""Checkpoints: everything comes back as it was, the newest whole one, and nothing is written where nothing shall be."""
+
+import functools
+import os
+import resource
+import shutil
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import Batch, Completions, GRPOConfig, Prompts
+from grpo_jax.keep import checkpoint
+from grpo_jax.keep.checkpoint import Checkpoints
+from grpo_jax.update.state import create_state
+from grpo_jax.watch.progress import Progress
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def state_at(step, **keep):
+    params = {"a": {"w": jnp.arange(6.0).reshape(2, 3) + step}, "b": jnp.full(4, step, jnp.bfloat16)}
+    state = create_state(params, OPTIMIZER, jax.random.key(step), **keep)
+    return state.replace(step=jnp.int32(step))
+
+
+def batch(**optional):
+    shape = (2, 2, 3)
+    return Batch(
+        prompts=Prompts(jnp.ones((2, 4), jnp.int32), jnp.array([4, 1])),
+        tokens=jnp.arange(12).reshape(shape),
+        mask=jnp.arange(12).reshape(shape) % 2 == 0,
+        advantages=jnp.array([[0.1, -0.1], [1 / 3, -1 / 3]]),
+        sampling_log_probs=-jnp.ones(shape) / 7,
+        **optional,
+    )
+
+
+def as_data(tree):
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def sampled():
+    some = batch()
+    arrays = (np.asarray(x) for x in (some.tokens, some.mask, some.sampling_log_probs))
+    return Completions(*arrays, ended=np.eye(2) > 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "ahead"),
+    [({}, sampled()), ({"keep_old": True, "keep_reference": True, "keep_initial": True}, None)],
+    ids=["ahead", "keep"],
+)
+@pytest.mark.parametrize(
+    "pending", [None, batch(), batch(ref_log_probs=jnp.zeros((2, 2, 3)), counted=jnp.array([True, False]))]
+)
+def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, pending):
+    progress = Progress(step=3, cursor=24, updates_done=1, evaluated=0, tokens=99, window={"kl": [0.1, 3]})
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        checkpoints.save(state_at(3, **keep), progress, pending, ahead)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        state, found, resumed, sampled_ahead = checkpoints.restore(state_at(0, **keep))
+    chex.assert_trees_all_equal(as_data(state), as_data(state_at(3, **keep)))
+    chex.assert_trees_all_equal_dtypes(as_data(state), as_data(state_at(3, **keep)))
+    assert found == progress
+    if pending is None:
+        assert resumed is None
+    else:
+        chex.assert_trees_all_equal(resumed, pending)
+    chex.assert_trees_all_equal(sampled_ahead, ahead)
+
+
+def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):
+    """Checkpoints of these steps, one a metric."""
+    with Checkpoints(run_dir, GRPOConfig(**settings), about) as checkpoints:
+        for step, metric in zip(steps, metrics or [None] * len(steps), strict=True):
+            progress = Progress(step=step, metric=metric, evaluated=step if evaluated is None else evaluated)
+            checkpoints.save(state_at(step), progress, None)
+        checkpoints.wait()
+        return checkpoints.best()
+
+
+def names_in(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_the_newest_is_found_and_old_ones_go(tmp_path):
+    write(tmp_path, 2, 4, 6, save_total_limit=2)
+    assert names_in(tmp_path) == ["4", "6"]
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.latest() == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "metrics", "best"),
+    [
+        ({"metric_for_best_model": "reward"}, [0.1, 0.9, 0.3, 0.2, 0.2], (4, 0.9)),
+        ({"metric_for_best_model": "reward"}, [0.1, 0.9, 0.9, 0.2, 0.2], (6, 0.9)),
+        ({"metric_for_best_model": "reward", "greater_is_better": False}, [0.1, 0.9, 0.3, 0.2, 0.2], (2, 0.1)),
+        ({"metric_for_best_model": "loss"}, [0.5, 0.1, 0.3, 0.2, 0.2], (4, 0.1)),
+        ({"metric_for_best_model": "loss", "greater_is_better": True}, [0.5, 0.1, 0.3, 0.2, 0.2], (2, 0.5)),
+    ],
+)
+def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
+    steps = (2, 4, 6, 8, 10)
+    # In two parts: what was measured is known again after a restart.
+    write(tmp_path, *steps[:3], metrics=metrics[:3], save_total_limit=2, **settings)
+    assert write(tmp_path, *steps[3:], metrics=metrics[3:], save_total_limit=2, **settings) == best
+    assert names_in(tmp_path) == sorted({"8", "10", str(best[0])})
+
+
+BEST = {"metric_for_best_model": "reward", "save_total_limit": 1, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize(("metrics", "step"), [([0.1, 0.9, 0.3], 4), ([0.1, 0.3, 0.9], 6)], ids=["earlier", "last"])
+def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, metrics, step):
+    write(tmp_path, 2, 4, 6, metrics=metrics, **BEST)
+    last = state_at(6)
+    with Checkpoints(tmp_path, GRPOConfig(**BEST)) as checkpoints:
+        best = checkpoints.restore_best(last)
+        assert checkpoints.latest() == 6  # which a longer run goes on from
+    chex.assert_trees_all_equal(as_data(best), as_data(state_at(step)))
+    # There was room for one of them.
+    assert all(leaf.is_deleted() == (step != 6) for leaf in jax.tree.leaves(last))
+
+
+def test_without_a_best_the_last_state_stays(tmp_path):
+    last = state_at(4)
+    with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
+        assert checkpoints.restore_best(last) is last
+    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has not been measured"):
+        write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
+    with (
+        Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints,
+        pytest.warns(RuntimeWarning, match="load_best_model_at_end: no checkpoint has a measured 'rewrd'"),
+    ):
+        assert checkpoints.restore_best(last) is last
+
+
+def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
+    settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
+    assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
+    assert write(tmp_path, 3, metrics=[0.9], evaluated=2, **settings) == (2, 0.5)
+
+
+def test_a_metric_that_does_not_exist_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"metric_for_best_model = 'rewrd' has not been measured up to step 2"):
+        assert write(tmp_path, 2, metric_for_best_model="rewrd") is None
+
+
+def test_when_a_save_is_due(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
+    due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings)).due(step, last=7)
+    assert [step for step in range(1, 8) if due(step, save_steps=3)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if due(step, save_steps=None)] == [7]
+    with Checkpoints(tmp_path, GRPOConfig(save_steps=None, save_minutes=2)) as checkpoints:
+        for seconds, wanted in ((119, False), (2, True)):
+            clock[0] += seconds
+            assert checkpoints.due(1, last=7) is wanted
+        checkpoints.save(state_at(1), Progress(step=1), None)
+        assert not checkpoints.due(2, last=7), "counted from the last save"
+
+
+def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
+    """On a CPU the arrays to be written are views of the device's: the runtime may not give their memory away."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state):
+        return jax.tree.map(lambda x: (x * 1.5 + 1).astype(x.dtype), state)
+
+    params = {f"w{i}": jax.random.normal(jax.random.key(i), (1_000_000,)) for i in range(4)}
+    state = create_state(params, OPTIMIZER, jax.random.key(0)).replace(key=None)
+    first, state = state, update(state)
+    assert first.params["w0"].is_deleted(), "or this tests nothing"
+    wanted = jax.tree.map(np.array, state)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        checkpoints.save(state, Progress(step=1), None)
+        for _ in range(3):
+            state = update(state)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        chex.assert_trees_all_equal(checkpoints.restore(state)[0], wanted)
+
+
+def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
+    params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"step 4 could not be written to .*checkpoints \(.*\); the last whole one is of step 2\. Make room"
+
+    def fill():
+        with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:
+            checkpoints.save(state, Progress(step=2), None)
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+            checkpoints.save(state, Progress(step=4), None)
+
+    try:
+        with pytest.raises(OSError, match=message):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:
+        found, progress, *_ = checkpoints.restore(state)
+        assert progress.step == 2
+        chex.assert_trees_all_equal(found.params, params)
+        checkpoints.save(state, Progress(step=4), None)
+    assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
+
+
+@pytest.mark.parametrize("then", ["save", "wait", "end"])
+def test_a_save_that_failed_in_the_background_is_told_by_its_own_step(tmp_path, then):
+    """Who asks later, when the failure has long been noted, hears of step 4 and not of the last whole one."""
+    params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+            checkpoints.save(state, Progress(step=3), None)
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+            checkpoints.save(state, Progress(step=4), None)
+            deadline = time.monotonic() + 60
+            while checkpoints.latest() != 3:
+                assert time.monotonic() < deadline, "the failure was never noted"
+                time.sleep(0.01)
+            if then == "save":
+                checkpoints.save(state, Progress(step=5), None)
+            elif then == "wait":
+                checkpoints.wait()
+
+    message = r"^the checkpoint of step 4 could not be written to .*; the last whole one is of step 3\. Make room"
+    try:
+        with pytest.raises(OSError, match=message):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
+    def fail():
+        with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+            checkpoints.save(state_at(2), Progress(step=2), None)
+            monkeypatch.setattr(checkpoints._pending[1], "result", broken)
+            raise KeyError("first")
+
+    def broken():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(KeyError, match="first") as caught:
+        fail()
+    assert "could not be written" in caught.value.__notes__[0]
+
+
+def damage(path, how):
+    """Every file of a checkpoint that holds arrays or what they mean."""
+    for file in [*path.rglob("manifest.ocdbt"), *path.glob("*/d/*"), *path.rglob("_METADATA")]:
+        how(file)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda path: damage(path, lambda file: os.truncate(file, file.stat().st_size // 2)),
+        lambda path: damage(path, lambda file: file.write_bytes(bytes(file.stat().st_size))),
+        lambda path: shutil.rmtree(path / "rest"),
+        lambda path: (path / "_CHECKPOINT_METADATA").write_text("{}"),
+        lambda path: [shutil.rmtree(path), path.mkdir(), (path / "notes.txt").write_text("mine")],
+    ],
+    ids=["torn", "zeros", "a part is missing", "no metadata", "foreign"],
+)
+def test_the_run_goes_on_from_the_last_checkpoint_that_can_be_read(tmp_path, how):
+    write(tmp_path, 2, 4)
+    how(tmp_path / "checkpoints" / "4")
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(.*; it is kept as .*, and .* of step 2"):
+            state, progress, *_ = checkpoints.restore(state_at(0))
+        chex.assert_trees_all_equal(as_data(state), as_data(state_at(2)))
+        assert progress.step == checkpoints.latest() == 2
+        checkpoints.save(state_at(4), Progress(step=4), None)
+    two, four, aside = names_in(tmp_path)
+    assert (two, four, aside[:13]) == ("2", "4", "4.unreadable-")
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1].step == 4
+
+
+def test_without_a_checkpoint_that_can_be_read_the_directory_is_named(tmp_path):
+    write(tmp_path, 2, 4)
+    for step in ("2", "4"):
+        damage(tmp_path / "checkpoints" / step, lambda file: os.truncate(file, 10))
+    message = r"run_dir = '.*': none of its checkpoints can be read \(step 4: .*step 2: .* or move .*checkpoints away"
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.restore(state_at(0))
+    assert names_in(tmp_path) == ["2", "4"], "nothing is moved"
+
+
+def test_resume_modes(tmp_path):
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.restore(state_at(0), "never")[1] is None
+        with pytest.raises(ValueError, match=r'holds no checkpoint to go on from \(resume="must"\)'):
+            checkpoints.restore(state_at(0), "must")
+    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.restore(state_at(0), "auto")[1] is None
+        with pytest.raises(ValueError, match=r'holds a run \(resume="never"\): give this one a directory of its own'):
+            checkpoints.restore(state_at(0), "never")
+    (tmp_path / "metrics.jsonl").unlink()
+    write(tmp_path, 2)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.restore(state_at(0), "must")[1].step == 2
+        with pytest.raises(ValueError, match="holds a run"):
+            checkpoints.restore(state_at(0), "never")
+
+
+def test_what_a_kill_leaves_behind_is_ignored(tmp_path):
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        checkpoints.save(state_at(2), Progress(step=2), None)
+    torn = tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp"
+    torn.mkdir()
+    (torn / "half").write_bytes(b"x")
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert checkpoints.restore(state_at(0))[1].step == 2
+
+
+def test_without_a_run_directory_nothing_is_written_or_found():
+    with Checkpoints(None, GRPOConfig()) as checkpoints:
+        checkpoints.save(state_at(2), Progress(step=2), None)
+        assert checkpoints.latest() is None
+        assert checkpoints.restore(state_at(0))[1] is None

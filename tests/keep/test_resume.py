@@ -1,0 +1,409 @@
+"""A run that is stopped and begun again ends in the bytes of one that was left alone, or says why it cannot."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora, train
+from grpo_jax.keep.resume import describe, differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.update.state import create_state
+from grpo_jax.watch.writer import read_lines
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
+# μ = 3 over 2 slices of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third shuffled epoch.
+SETTINGS = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "steps_per_generation": 2,
+    "num_iterations": 3,
+    "max_completion_length": 4,
+    "max_steps": 18,
+    "learning_rate": 1e-2,
+    "gradient_checkpointing": False,
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+    "ref_model_mixup_alpha": 0.6,
+    "dynamic_sampling": True,
+    "use_adaptive_entropy": True,
+    "entropy_coef_max": 0.1,
+    "eval_steps": 5,
+    "per_device_eval_batch_size": 16,  # as many as in a rollout: the programs are the same
+    "logging_steps": 3,
+    "save_steps": 2,
+    "save_total_limit": 2,
+}
+LORA = {"steps_per_generation": 1, "max_steps": 7, "dynamic_sampling": False, "eval_steps": None}
+
+
+def vowels(completions):
+    return [float(any(char in "aeiouAEIOU" for char in text)) for text in completions]
+
+
+def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
+    config = GRPOConfig(**{**SETTINGS, **settings})
+    return train(
+        policy or tiny_policy(), ROWS, reward_fn, config, eval_dataset=ROWS[:4], run_dir=run_dir, callbacks=callbacks
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures():
+    """They are looked at elsewhere, and each takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: None)
+        yield
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_at(step):
+    def callback(now, metrics):
+        if now >= step:
+            raise Cut
+
+    return callback
+
+
+def assert_same_run(one, two, directory_of_one, directory_of_two):
+    """The state to the last bit; the files but for their timings."""
+    data = lambda state: dataclasses.replace(state, key=jax.random.key_data(state.key))
+    chex.assert_trees_all_equal(data(one), data(two))
+    timing = ("seconds", "tokens_per_second")
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        lines, others = (
+            [
+                {key: value for key, value in line.items() if not any(part in key for part in timing)}
+                for line in read_lines(directory / name)
+            ]
+            for directory in (directory_of_one, directory_of_two)
+        )
+        assert lines == others, name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    return run(directory), directory
+
+
+def test_the_run_has_all_that_could_go_wrong(whole):
+    _, directory = whole
+    lines = list(read_lines(directory / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "eval/vowels" in line] == [0, 5, 10, 15, 18]
+    assert sum(line.get("dynamic_sampling/refills", 0) for line in lines) > 0
+    assert max(line.get("num_prompts", 0) for line in lines) > 2 * len(ROWS), "into the third epoch"
+    steps = sorted({row["step"] for row in read_lines(directory / "completions.jsonl")})
+    assert steps == [1, 7, 13], "and checkpoints at even steps are in the middle of an iteration"
+
+
+def test_cut_anywhere_it_ends_in_the_same_bytes(whole, tmp_path):
+    # Stopped while steps 3, 9 and 15 are logged; it goes on from 2, 8 and 14: lines of later steps are cut back.
+    for step in (3, 9, 15):
+        with pytest.raises(Cut):
+            run(tmp_path, callbacks=[cut_at(step)])
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 16, "rew')  # a kill in the middle of a write
+    assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
+
+
+def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path, monkeypatch, capfd):
+    """SIGTERM in each part of the loop, before it and after it; each time the run is gone on with.
+
+    An update is finished. A rollout, its rewards and an evaluation are not: the run that goes on makes them again.
+    """
+    import grpo_jax.keep.checkpoint
+    import grpo_jax.run.collect
+    import grpo_jax.run.train
+
+    calls = []
+
+    def signalling(function, at):
+        def wrapped(*args, **kwargs):
+            calls.append(at)
+            if calls.count(at) == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    module = sys.modules["grpo_jax.run.train"]
+    moments = {
+        "update": (module, "update", 1),
+        "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),
+        "rollout": (grpo_jax.run.collect, "generate", 6),
+        "rewards": (grpo_jax.run.collect, "compute_rewards", 12),
+        "save": (grpo_jax.keep.checkpoint.Checkpoints, "save", 14),
+        "evaluation": (module, "evaluate", 15),
+    }
+    newest = lambda: max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    stops = []
+    for moment, (owner, name, _) in moments.items():
+        if moment in ("rollout", "rewards"):  # the next rollout is some steps away: go up to it
+            with pytest.raises(Cut):
+                run(tmp_path, callbacks=[cut_at({"rollout": 6, "rewards": 12}[moment])])
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, signalling(getattr(owner, name), moment))
+            with pytest.raises(SystemExit) as left:
+                run(tmp_path)
+        assert left.value.code == 0
+        stops.append(newest())
+    assert stops == [at for *_, at in moments.values()]
+    assert not any("eval/vowels" in line for line in read_lines(tmp_path / "metrics.jsonl") if line["step"] == 15)
+    assert "stopped after step 6 of 18 and saved" in capfd.readouterr().err
+    with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
+        patch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit) as left:
+            run(tmp_path)
+    assert (left.value.code, newest()) == (0, SETTINGS["max_steps"])
+    assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])  # a run that is through stays as it is
+
+
+def test_lora_goes_on_as_well(tmp_path):
+    policy = add_lora(tiny_policy(), jax.random.key(1), rank=2, alpha=4.0, dropout=0.1)
+    one = run(tmp_path / "whole", policy, **LORA)
+    with pytest.raises(Cut):
+        run(tmp_path / "cut", policy, callbacks=[cut_at(6)], **LORA, save_minutes=1e-9, save_steps=None)
+    assert_same_run(run(tmp_path / "cut", policy, **LORA), one, tmp_path / "cut", tmp_path / "whole")
+    with pytest.raises(ValueError, match="policy: the frozen base model is not that of the run"):
+        run(tmp_path / "cut", add_lora(tiny_policy(1), jax.random.key(1), rank=2, alpha=4.0, dropout=0.1), **LORA)
+
+
+def test_what_differs_is_refused_all_at_once_before_anything_is_sampled(whole, monkeypatch):
+    monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled before the check"))
+
+    def consonants(completions):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(ValueError, match="holds a run that was begun otherwise") as caught:
+        run(whole[1], reward_fn=consonants, beta=0.2, max_steps=20)
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith("this call has 3 errors:")
+    assert lines[0] == "  beta = 0.2: the run has 0.1"
+    assert lines[1].startswith("  max_steps = 20: the run has 18, and the learning rate of every step depends on")
+    assert lines[2] == "  reward_fns: ['consonants'], the run has ['vowels']"
+
+
+HARMLESS = {
+    "eval_steps",
+    "per_device_eval_batch_size",
+    "num_generations_eval",
+    "temperature_eval",
+    "logging_steps",
+    "log_completions",
+    "num_completions_to_print",
+    "save_steps",
+    "save_minutes",
+    "save_total_limit",
+    "metric_for_best_model",
+    "greater_is_better",
+    "logging_first_step",
+    "load_best_model_at_end",
+    "report_to",
+    "run_name",
+    "project",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+    "hub_strategy",
+    "hub_revision",
+    "max_skipped_updates",
+}
+CUTS = {
+    "mesh",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "rollout_batch_size",
+}
+
+
+def about(
+    config=None,
+    token_ids=((5, 6), (7,)),
+    rows=None,
+    reward_fns=(vowels,),
+    steps=10,
+    optimizer=None,
+    shape=(2, 3),
+    model=None,
+    eos=(1,),
+    **settings,
+):
+    config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
+    rows = rows or [{}] * len(token_ids)
+    data = EncodedPrompts(rows=rows, token_ids=[list(ids) for ids in token_ids], dropped=[])
+    state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
+    return json.loads(
+        json.dumps(
+            describe(
+                config,
+                data=data,
+                reward_fns=reward_fns,
+                model=model or tiny_policy().model,
+                state=state,
+                total_steps=steps,
+                eos_token_ids=eos,
+                own_optimizer=optimizer is not None,
+            )
+        )
+    )
+
+
+def shaped(**changes):
+    """A model of the same arrays, with other settings."""
+    shape = TransformerConfig(24, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
+    return Transformer(dataclasses.replace(shape, **changes))
+
+
+def lora(scale):
+    return LoraModel({"w": np.ones((2, 2), np.float32)}, shaped(), scale=scale)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOConfig)])
+def test_each_field_is_harmless_or_refused_by_its_name(name):
+    saved, present = about(), about()
+    old = saved["config"][name]
+    present["config"][name] = "other" if not isinstance(old, int | float) or isinstance(old, bool) else old + 1
+    lines = differences(saved, present, step=4)
+    # Of the cuts the sizes that follow decide, of the last two the number of steps; neither is changed here.
+    if name in HARMLESS | CUTS | {"max_steps", "num_train_epochs"}:
+        assert lines == []
+    else:
+        assert len(lines) == 1
+        assert lines[0].startswith(f"{name} = {present['config'][name]!r}: the run has {old!r}")
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "lines"),
+    [
+        ({}, {}, []),
+        ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
+        ({}, {"token_ids": [[7], [5, 6]]}, ["dataset: its 2 prompts are not those of the run, or not in their order"]),
+        ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts are not those of the run, or not in their order"]),
+        ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], the run has ['vowels']"]),
+        (
+            {},
+            {"shape": (2, 4)},
+            ["policy: its params are not those of the run: params['w'] float32[2, 4] for float32[2, 3]"],
+        ),
+        ({}, {"optimizer": optax.sgd(0.1)}, ["optimizer: the caller's, the run has the config's"]),
+        (
+            {"optimizer": optax.sgd(0.1)},
+            {"optimizer": optax.sgd(0.1, momentum=0.9)},
+            ["optimizer: its state is not that of the run: opt_state[0].trace['w'] float32[2, 3] for (none)"],
+        ),
+        # The same arrays under other settings of the model.
+        ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
+        ({"model": lora(1.0)}, {"model": lora(2.0)}, ["policy: scale = 2.0, the run has 1.0"]),
+        (
+            {"model": shaped()},
+            {"model": shaped(rms_norm_eps=1e-5)},
+            ["policy: rms_norm_eps = 1e-05, the run has 1e-06"],
+        ),
+        (
+            {"model": shaped()},
+            {"model": shaped(dtype="bfloat16", remat=True)},
+            [],
+        ),  # as the config says, compared above
+        # More steps where the learning rate does not know of the last one.
+        ({}, {"max_steps": 20, "steps": 20}, []),
+        ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "max_steps": 20, "steps": 20},
+            [],
+        ),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1, "max_steps": 20, "steps": 20},
+            [
+                "max_steps = 20: the run has -1, and the learning rate of every step depends on the number of steps"
+                " (lr_scheduler_type = 'constant_with_warmup'); one that is constant from the start does not"
+            ],
+        ),
+        ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
+        # The same batches on other devices, and other batches.
+        (
+            {"per_device_train_batch_size": 32},
+            {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4}, "rollout_batch_size": 8},
+            [],
+        ),
+        ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16: the run has 8"]),
+        # After an error under "raise" there would be no checkpoint.
+        ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
+        ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise': the run has 'none'"]),
+    ],
+)
+def test_differences(saved, present, lines):
+    assert differences(about(**saved), about(**present), step=4) == lines
+
+
+def test_a_field_that_the_run_did_not_know_yet_had_its_default():
+    saved = about()
+    del saved["config"]["max_kl_old"]
+    assert differences(saved, about(), step=4) == []
+    assert differences(saved, about(max_kl_old=0.5), step=4) == ["max_kl_old = 0.5: the run has None"]
+
+
+def test_other_columns_of_the_same_prompts_are_told():
+    """Reward functions read them; an object without a value of its own counts by its type."""
+    rows = lambda *answers, image=None: [{"prompt": "p", "answer": x, "image": image or object()} for x in answers]
+    saved = about(rows=rows("4", np.float32(5)))
+    warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
+    for changed in (rows("4", 6.0), rows(5.0, "4"), rows("4", [5.0])):
+        with pytest.warns(UserWarning, match="prompts are those of the run, and its column answer not: rewards that"):
+            warn_of_changes(saved, about(rows=changed))
+    with pytest.warns(UserWarning, match="its columns answer, image, level not"):
+        warn_of_changes(saved, about(rows=[{"prompt": "p", "level": 1}, {"prompt": "p"}]))
+    del saved["columns"], saved["policy"]  # of an earlier version
+    assert differences(saved, about(), step=4) == []
+    warn_of_changes(saved, about())
+
+
+def test_other_versions_and_devices_are_told():
+    saved = about()
+    saved["versions"]["jax"] = "0.1"
+    with pytest.warns(UserWarning, match=r"otherwise than it was begun \(jax 0\.1 → "):
+        warn_of_changes(saved, about())
+    with pytest.warns(
+        UserWarning, match=r"begun \(mesh None → \{'data': 2\}\): from here on its numbers may differ in"
+    ):
+        warn_of_changes(about(), about(mesh={"data": 2}))
+    warn_of_changes(about(), about())
+    with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
+        warn_of_no_rollout(about(steps=10), about(steps=20))
+    warn_of_no_rollout(about(), about())
+
+
+def test_killed_at_random_moments(tmp_path):
+    """Five SIGKILLs, some in the middle of a save, and a SIGTERM, from outside; the whole is `--kills 50`."""
+    command = ["-m", "experiments.kill_and_resume", "--kills", "5", "--terms", "1", "--run-dir"]
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "runs")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["kills"] == 5
+    assert results["runs the same"] == results["runs"] > 0
+    assert results["with a checkpoint half written"] > 0

@@ -1,0 +1,65 @@
+"""One run at a time in a directory: in one process, between processes, and whatever ends the first one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from grpo_jax.keep.run_dir import locked
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write("by process 1 on mars")
+file.flush()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_of_the_same_process_is_refused(tmp_path):
+    with locked(tmp_path / "new" / "run"):
+        holder = f"is in use by process {os.getpid()} on {socket.gethostname()}: wait for that run to end or end it"
+        with pytest.raises(RuntimeError, match=holder), locked(tmp_path / "new" / "run"):
+            pytest.fail("two at a time")
+    with locked(tmp_path / "new" / "run"), locked(tmp_path / "another"):
+        pass
+
+
+def test_another_process_holds_it_until_it_is_killed(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RuntimeError, match="in use by process 1 on mars"), locked(tmp_path):
+            pytest.fail("two at a time")
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
+
+
+def test_where_there_is_no_lock_nothing_is_held(tmp_path, monkeypatch):
+    with locked(None):
+        pass
+
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("grpo_jax.keep.run_dir.fcntl.flock", unsupported)
+    with locked(tmp_path), locked(tmp_path):
+        pass
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=r"run_dir = '.*file/run': cannot be written to \(Not a directory\)"),
+        locked(str(tmp_path / "file" / "run")),
+    ):
+        pytest.fail("made")

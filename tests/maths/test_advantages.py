@@ -1,0 +1,272 @@
+"""Advantages: against the definition in loops, by hand, under every symmetry they must have, and at extremes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+
+SCALES = ["group", "batch", "none"]
+AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
+
+
+def x64():
+    """64-bit floats for a block; the name moved between jax versions."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+def by_loops(rewards, weights, scale, aggregation, epsilon):
+    """The definition, one completion at a time, over plain lists of the scored values."""
+    B, G, K = rewards.shape
+    std = lambda values: float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    per_function = rewards.copy()
+    if aggregation == "normalize_then_sum":
+        for b in range(B):
+            for k in range(K):
+                scored = [x for x in rewards[b, :, k] if x == x]
+                for g in range(G):
+                    if rewards[b, g, k] == rewards[b, g, k]:
+                        per_function[b, g, k] = (rewards[b, g, k] - np.mean(scored)) / (std(scored) + epsilon)
+    total = np.full((B, G), np.nan)
+    for b in range(B):
+        for g in range(G):
+            scored = [k for k in range(K) if rewards[b, g, k] == rewards[b, g, k]]
+            if scored:
+                total[b, g] = sum(weights[k] * per_function[b, g, k] for k in scored)
+    everything = [x for x in total.ravel() if x == x]
+    result = np.zeros((B, G))
+    for b in range(B):
+        group = [x for x in total[b] if x == x]
+        for g in range(G):
+            if total[b, g] != total[b, g]:
+                continue
+            if aggregation == "normalize_then_sum":
+                result[b, g] = (total[b, g] - np.mean(everything)) / (std(everything) + epsilon)
+            else:
+                divisor = {"group": std(group) + epsilon, "batch": std(everything) + epsilon, "none": 1.0}[scale]
+                result[b, g] = (total[b, g] - np.mean(group)) / divisor
+    return result
+
+
+def example(seed=0, B=3, G=4, K=2, missing=0.0):
+    rng = np.random.default_rng(seed)
+    rewards = rng.normal(size=(B, G, K)) * np.array([1.0, 5.0, 0.3])[:K]
+    rewards[rng.random(rewards.shape) < missing] = np.nan
+    return rewards
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("missing", [0.0, 0.3, 0.7])
+def test_definition(scale, aggregation, missing):
+    rewards, weights = example(missing=missing, K=3), [0.5, -2.0, 3.0]
+    for epsilon in (1e-4, 0.5):
+        expected = by_loops(rewards, weights, scale, aggregation, epsilon)
+        assert np.abs(expected).max() > 0.1, "the case must have something in it"
+        settings = {
+            "weights": weights,
+            "scale_rewards": scale,
+            "multi_objective_aggregation": aggregation,
+            "epsilon": epsilon,
+        }
+        np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=3e-6)
+        with x64():
+            np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
+
+
+def test_defaults():
+    rewards = example()
+    np.testing.assert_allclose(
+        compute_advantages(rewards), by_loops(rewards, [1, 1], "group", "sum_then_normalize", 1e-4), atol=1e-6
+    )
+
+
+def test_two_completions_by_hand():
+    # G = 2: mean 1, deviations ±1, std with Bessel √2: A = ±1/(√2 + 1e-4).
+    advantages = compute_advantages(jnp.array([[0.0, 2.0]]))
+    np.testing.assert_allclose(advantages, [[-0.7070568, 0.7070568]], atol=1e-6)
+    # And without the 1e-4 the number would differ in the fifth digit.
+    np.testing.assert_allclose(
+        compute_advantages(jnp.array([[0.0, 2.0]]), epsilon=0.0), [[-(0.5**0.5), 0.5**0.5]], 1e-7
+    )
+
+
+def test_rank_two_is_one_reward_function():
+    rewards = example(K=1)
+    np.testing.assert_array_equal(compute_advantages(rewards[..., 0]), compute_advantages(rewards))
+    np.testing.assert_array_equal(
+        compute_advantages(rewards[..., 0], weights=[2.0], scale_rewards="none"),
+        2 * compute_advantages(rewards, scale_rewards="none"),
+    )
+
+
+def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
+    rewards = example(B=3, K=1)
+    other = rewards.copy()
+    other[1:] *= 7.0
+    first = lambda r, scale: np.asarray(compute_advantages(r, scale_rewards=scale))[0]
+    for scale in ("group", "none"):
+        np.testing.assert_array_equal(first(rewards, scale), first(other, scale))
+    assert np.abs(first(rewards, "batch") - first(other, "batch")).max() > 0.1
+
+
+def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
+    rewards = np.array([[1.0, 2.0, 4.0, np.nan]])
+    advantages = np.asarray(compute_advantages(rewards))
+    assert advantages[0, 3] == 0.0
+    np.testing.assert_allclose(advantages[:, :3], compute_advantages(rewards[:, :3]), atol=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_shift_scale_and_permutations(scale, aggregation):
+    settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "epsilon": 0.0}
+    rewards, shift = example(missing=0.2), np.array([10.0, -3.0])
+    advantages = np.asarray(compute_advantages(rewards, **settings))
+    scaled_by = 3.0 if (scale, aggregation) == ("none", "sum_then_normalize") else 1.0
+    np.testing.assert_allclose(compute_advantages(3.0 * rewards, **settings), scaled_by * advantages, atol=1e-5)
+    if aggregation == "normalize_then_sum":
+        # A shift of one function moves nothing; in a sum it would move completions that the function did not score.
+        np.testing.assert_allclose(compute_advantages(rewards + shift, **settings), advantages, atol=1e-5)
+    full = example()
+    np.testing.assert_allclose(
+        compute_advantages(full + shift, **settings), compute_advantages(full, **settings), atol=1e-5
+    )
+    rows, groups = [2, 0, 3, 1], [1, 2, 0]
+    np.testing.assert_allclose(compute_advantages(rewards[:, rows], **settings), advantages[:, rows], atol=1e-5)
+    np.testing.assert_allclose(compute_advantages(rewards[groups], **settings), advantages[groups], atol=1e-5)
+    np.testing.assert_allclose(
+        compute_advantages(rewards[..., ::-1], weights=[2.0, 1.0], **settings),
+        compute_advantages(rewards, weights=[1.0, 2.0], **settings),
+        atol=1e-5,
+    )
+
+
+def test_zero_weight_is_no_reward_function():
+    rewards = example()
+    np.testing.assert_allclose(
+        compute_advantages(rewards, weights=[1.0, 0.0]), compute_advantages(rewards[..., :1]), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1000.1, -3e7, 1e30])
+def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
+    rewards = np.full((2, 3, 2), reward)
+    rewards[1, 2, 0] = np.nan if reward == 0.0 else reward
+    advantages = compute_advantages(rewards, scale_rewards=scale, multi_objective_aggregation=aggregation)
+    np.testing.assert_array_equal(advantages, 0.0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregation):
+    settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
+    nan = np.nan
+    np.testing.assert_array_equal(compute_advantages(np.full((2, 3), nan), **settings), 0.0)
+    np.testing.assert_array_equal(compute_advantages(np.array([[nan, 5.0, nan]]), **settings), 0.0)
+    np.testing.assert_array_equal(compute_advantages(np.array([[7.0]]), **settings), 0.0)
+    # Beside a group that has a signal.
+    both = np.asarray(compute_advantages(np.array([[nan, 5.0, nan], [1.0, 2.0, 3.0]]), **settings))
+    if aggregation == "sum_then_normalize":
+        np.testing.assert_array_equal(both[0], 0.0)
+    np.testing.assert_array_equal(both[0, [0, 2]], 0.0)
+    assert both[1, 2] > 0.5
+
+
+def test_a_large_offset_does_not_cost_the_signal():
+    small = np.array([[0.0, 1.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(compute_advantages(small + 2.0**20), compute_advantages(small))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_])
+def test_other_dtypes_are_computed_in_float32(dtype):
+    rewards = jnp.array([[1, 0, 0, 1], [1, 1, 1, 0]])
+    advantages = compute_advantages(rewards.astype(dtype))
+    assert advantages.dtype == jnp.float32
+    np.testing.assert_array_equal(advantages, compute_advantages(rewards.astype(jnp.float32)))
+
+
+def test_rewards_are_data():
+    gradient = jax.grad(lambda r: jnp.sum(compute_advantages(r, scale_rewards="none") ** 2))(jnp.array([[1.0, 0.0]]))
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_zero_signal_groups():
+    nan = np.nan
+    rewards = np.array(
+        [
+            [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]],  # both constant
+            [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]],  # sums constant, functions not
+            [[1.0, 0.0], [nan, 0.0], [1.0, 0.0]],  # one not scored by the first: its sum differs
+            [[nan, nan], [nan, nan], [nan, nan]],
+            [[0.0, 0.0], [0.0, 0.0], [0.0, 1e-3]],
+        ]
+    )
+    assert zero_signal_groups(rewards).tolist() == [True, True, False, True, False]
+    assert zero_signal_groups(rewards, multi_objective_aggregation="normalize_then_sum").tolist() == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    # The second function does not count.
+    first_only = [1.0, 0.0]
+    for aggregation in AGGREGATIONS:
+        signal = zero_signal_groups(rewards[[0, 1, 4]], weights=first_only, multi_objective_aggregation=aggregation)
+        assert signal.tolist() == [True, False, True]
+    assert zero_signal_groups(np.full((1, 3), 0.1)).tolist() == [True]
+
+
+def test_zero_signal_groups_are_those_with_zero_advantages():
+    rewards = np.random.default_rng(1).integers(0, 2, size=(50, 3)).astype(float)
+    expected = np.all(np.asarray(compute_advantages(rewards)) == 0.0, axis=1)
+    assert 0 < expected.sum() < 50
+    np.testing.assert_array_equal(zero_signal_groups(rewards), expected)
+
+
+@pytest.mark.parametrize("function", [compute_advantages, zero_signal_groups])
+def test_bad_arguments_are_named(function):
+    rewards = jnp.zeros((2, 3, 2))
+    for shape in ((3,), (1, 2, 3, 4)):
+        with pytest.raises(ValueError, match=r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]"):
+            function(jnp.zeros(shape))
+    for weights in ([1.0], [1.0, 2.0, 3.0], 1.0):
+        with pytest.raises(ValueError, match=r"weights has shape .*; pass \(2,\), one weight per reward function"):
+            function(rewards, weights=weights)
+    with pytest.raises(
+        ValueError, match=r"multi_objective_aggregation='sum_then' is not known.* Did you mean 'sum_then_n"
+    ):
+        function(rewards, multi_objective_aggregation="sum_then")
+    with pytest.raises(ValueError, match=r"scale_rewards='groups' is not known.* Did you mean 'group'\?"):
+        compute_advantages(rewards, scale_rewards="groups")
+
+
+class VariantsTest(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    @parameterized.product(scale=SCALES, aggregation=AGGREGATIONS)
+    def test_compute_advantages(self, scale, aggregation):
+        rewards, weights = example(missing=0.2), jnp.array([1.0, 2.0])
+        function = self.variant(
+            lambda r, w: compute_advantages(r, weights=w, scale_rewards=scale, multi_objective_aggregation=aggregation)
+        )
+        advantages = function(jnp.asarray(rewards), weights)
+        chex.assert_shape(advantages, (3, 4))
+        chex.assert_type(advantages, jnp.float32)
+        np.testing.assert_allclose(advantages, by_loops(rewards, [1, 2], scale, aggregation, 1e-4), atol=3e-6)
+
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_zero_signal_groups(self):
+        zero = self.variant(zero_signal_groups)(jnp.array([[1.0, 1.0], [0.0, 1.0]]))
+        chex.assert_shape(zero, (2,))
+        chex.assert_type(zero, bool)
+        assert zero.tolist() == [True, False]

@@ -1,0 +1,1164 @@
+"""`grpo_loss` against an independent NumPy version (derivatives by complex step), by hand tables, and by symmetries."""
+
+import math
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from grpo_jax.maths.checks import MAX_LOG_RATIO
+from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
+from grpo_jax.maths.metrics import (
+    MetricSums,
+    batch_totals,
+    finalize_metrics,
+    merge_metrics,
+    top_entropy_threshold,
+    update_entropy_coef,
+)
+from grpo_jax.maths.surrogates import LOSS_TYPES, LossSettings
+
+TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+LEVELS = ["token", "sequence", "trajectory"]
+NAN, INF = float("nan"), float("inf")
+
+
+def x64():
+    """64-bit floats for a block; the name moved between jax versions."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+# An independent version ---------------------------------------------------------------------------------------------
+# One completion and one token at a time, in Python numbers. `l` is the list of lists that is differentiated and may be
+# complex; `l0` is the same point held constant, which is what stop_gradient means.
+
+
+def smaller(a, b):
+    return a if a.real <= b.real else b
+
+
+def larger(a, b):
+    return a if a.real >= b.real else b
+
+
+def numpy_loss(l, l0, c):
+    """Returns the loss and the metrics, by the table of the design."""
+    rows = [[t for t in range(c.T) if c.mask[i][t]] for i in range(c.R)]
+    n_tokens = sum(map(len, rows))
+    eps_high = c.epsilon if c.epsilon_high is None else c.epsilon_high
+    old = l0 if c.old is None else c.old
+    advantage = lambda i, t: c.A[i] if np.ndim(c.A) == 1 else c.A[i][t]
+
+    chosen = [[True] * c.T for _ in range(c.R)]
+    if c.H is not None and c.top_entropy_quantile < 1:
+        threshold = c.entropy_threshold
+        if threshold is None:
+            threshold = np.quantile([c.H[i][t] for i in range(c.R) for t in rows[i]], 1 - c.top_entropy_quantile)
+        chosen = [[c.H[i][t] >= threshold for t in range(c.T)] for i in range(c.R)]
+
+    p, k, w = [{} for _ in rows], [{} for _ in rows], [{} for _ in rows]
+    count = dict.fromkeys(["low", "high", "delta", "bounded", "off_policy"], 0)
+    kl = approx = 0.0
+    for i, row in enumerate(rows):
+        n = max(len(row), 1)
+        ratio_of = lambda x, t: x[i][t] - old[i][t]
+        total0 = sum(ratio_of(l0, t) for t in row)
+        for t in row:
+            if c.importance_sampling_level == "token":
+                w[i][t] = np.exp(ratio_of(l, t))
+            elif c.importance_sampling_level == "sequence":
+                w[i][t] = np.exp(sum(ratio_of(l, s) for s in row) / n)
+            else:
+                w[i][t] = np.exp(total0) * np.exp(l[i][t] - l0[i][t])
+
+        if c.off_policy_mask_threshold is not None:
+            sampler = old if c.sampling is None else c.sampling
+            drift = [0.0 if np.isnan(sampler[i][t]) else sampler[i][t] - l0[i][t] for t in row]
+            drift = sum(drift) / n
+        for t in row:
+            A, v, v0 = advantage(i, t), w[i][t], w[i][t].real
+            if c.loss_type == "cispo":
+                p[i][t] = -min(v0, eps_high) * A * l[i][t]
+                count["high"] += v0 > eps_high
+            elif c.loss_type == "sapo":
+                tau = c.sapo_temperature_pos if A > 0 else c.sapo_temperature_neg
+                p[i][t] = -A * 4 / tau / (1 + np.exp(-tau * (v - 1)))
+            elif c.loss_type == "vespo":
+                s = sum(min(max(ratio_of(l0, u), -20), 20) for u in row)
+                if c.weights is not None and np.ndim(c.weights) == 1:
+                    s += np.log(c.weights[i])
+                elif c.weights is not None:
+                    s += sum(np.log(c.weights[i][u]) for u in row)
+                s = min(max(s, np.log(1e-8)), 20)
+                power, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if A >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
+                p[i][t] = -np.exp(rate + power * s - rate * np.exp(s)) * A * l[i][t]
+            else:
+                first = v if c.delta is None else smaller(v, c.delta + 0j)
+                second = smaller(larger(v, 1 - c.epsilon + 0j), 1 + eps_high + 0j)
+                p[i][t] = -smaller(first * A, second * A)
+                count["low"] += v0 < 1 - c.epsilon and A < 0
+                count["high"] += v0 > 1 + eps_high and A > 0
+                count["delta"] += c.delta is not None and v0 > c.delta and A < 0
+            if c.off_policy_mask_threshold is not None and A < 0 and drift > c.off_policy_mask_threshold:
+                p[i][t] *= 0
+                count["off_policy"] += 1
+            if not chosen[i][t]:
+                p[i][t] *= 0
+            if c.weights is not None and c.loss_type != "vespo":
+                p[i][t] *= c.weights[i] if np.ndim(c.weights) == 1 else c.weights[i][t]
+
+            log_ratio = ratio_of(l0, t)
+            approx += np.exp(log_ratio) - 1 - log_ratio
+            if c.ref is not None:
+                d, d0 = l[i][t] - c.ref[i][t], l0[i][t] - c.ref[i][t]
+                kl += np.exp(-d0) - 1 + d0
+                count["bounded"] += d0 < -20
+                if c.kl_placement == "reward":
+                    k[i][t] = v * sum(l0[i][s] - c.ref[i][s] for s in row if s >= t)
+                else:
+                    k[i][t] = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[c.kl_estimator]
+                    if c.use_bias_correction_kl:
+                        k[i][t] = (v0 if c.kl_estimator == "k2" else v) * k[i][t]
+
+    R = c.R if c.num_rows is None else c.num_rows
+    N = n_tokens if c.num_tokens is None else c.num_tokens
+
+    def reduce(x):
+        total = sum(sum(row.values()) for row in x)
+        if c.loss_type in ("grpo", "sapo"):
+            return sum(sum(row.values()) / max(len(row), 1) for row in x) / R
+        if c.loss_type == "luspo":
+            return total / R
+        if c.loss_type == "dr_grpo":
+            return total / (R * (c.T if c.max_completion_length is None else c.max_completion_length))
+        if c.loss_type == "bnpo":
+            return total / max(N, 1)
+        return total / max(N if c.normalizer is None else c.normalizer, 1)
+
+    policy_loss = reduce(p)
+    kl_in_loss = c.beta * reduce(k) if c.beta else 0.0
+    loss = policy_loss + kl_in_loss
+    mean = lambda x: x / max(n_tokens, 1)
+    all_w = [v.real for row in w for v in row.values()]
+    metrics = {
+        "policy_loss": policy_loss.real,
+        "kl_in_loss": kl_in_loss.real,
+        "kl": mean(kl),
+        "approx_kl_old": mean(approx),
+        "ratio_mean": mean(sum(all_w)),
+        "ratio_max": max(all_w, default=0.0),
+        "clip_fraction": mean(count["low"] + count["high"]),
+        "clip_fraction_low": mean(count["low"]),
+        "clip_fraction_high": mean(count["high"]),
+        "clip_fraction_delta": mean(count["delta"]),
+        "kl_bounded_tokens": count["bounded"],
+        "tokens": n_tokens,
+        "rows": c.R,
+    }
+    if c.off_policy_mask_threshold is not None:
+        metrics["off_policy_fraction"] = mean(count["off_policy"])
+    if c.H is not None:
+        inside = [c.H[i][t] for i in range(c.R) for t in rows[i]]
+        bonus = [c.H[i][t] for i in range(c.R) for t in rows[i] if chosen[i][t]]
+        denominator = c.num_selected_tokens
+        if denominator is None:
+            denominator = N if c.top_entropy_quantile == 1 else len(bonus)
+        metrics |= {
+            "entropy": mean(sum(inside)),
+            "selected_tokens": len(bonus),
+            "selected_entropy": sum(bonus) / max(len(bonus), 1),
+            "entropy_bonus": c.entropy_coef * sum(bonus) / max(denominator, 1),
+        }
+        loss = loss - metrics["entropy_bonus"]
+    return loss, metrics | {"loss": loss.real}
+
+
+def complex_step(c):
+    """Loss, metrics and d loss / d l of the NumPy version; exact to rounding, no difference is taken."""
+    l0 = c.l
+    loss, metrics = numpy_loss([[x + 0j for x in row] for row in l0], l0, c)
+    gradient = np.zeros((c.R, c.T))
+    for i in range(c.R):
+        for t in range(c.T):
+            if c.mask[i][t]:
+                l = [[x + 0j for x in row] for row in l0]
+                l[i][t] += 1e-30j
+                gradient[i, t] = numpy_loss(l, l0, c)[0].imag / 1e-30
+    return loss.real, metrics, gradient
+
+
+R, T = 6, 5
+MASK = np.array(
+    [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]], bool
+)
+
+
+def data(seed=0):
+    """Six completions: one full, two short, one of one token, one all masked, one with a hole; ratios 0.5 to 2."""
+    rng = np.random.default_rng(seed)
+    l = -rng.uniform(0.1, 2.0, (R, T))
+    old = l - rng.uniform(-0.7, 0.7, (R, T))
+    return {
+        "l": l,
+        "old": old,
+        "ref": l - rng.normal(0, 0.8, (R, T)),
+        "sampling": old + rng.normal(0, 0.2, (R, T)),
+        "A": np.array([1.2, -0.7, -1.5, 0.4, 2.0, -0.3]),
+        "A_token": rng.normal(size=(R, T)),
+        "H": rng.uniform(0.05, 2.0, (R, T)),
+        "weights_token": rng.uniform(0.4, 1.6, (R, T)),
+        "weights_row": rng.uniform(0.4, 1.6, R),
+    }
+
+
+DEFAULTS = {
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "kl_estimator": "k3",
+    "use_bias_correction_kl": True,
+    "kl_placement": "loss",
+    "max_completion_length": None,
+    "normalizer": None,
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "entropy_coef": 0.0,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "num_rows": None,
+    "num_tokens": None,
+    "num_selected_tokens": None,
+    "entropy_threshold": None,
+}
+EVERYTHING = {
+    "epsilon": 0.1,
+    "epsilon_high": 0.35,
+    "delta": 1.6,
+    "beta": 0.3,
+    "max_completion_length": 9,
+    "normalizer": 23,
+    "entropy_coef": 0.2,
+    "top_entropy_quantile": 0.6,
+    "off_policy_mask_threshold": 0.05,
+    "use": ["old", "ref", "sampling", "A", "H", "weights_token"],
+}
+SETTINGS = {
+    "plain": {},
+    "one update": {"use": ["ref", "A"], "beta": 0.2},
+    "asymmetric clip": {"epsilon": 0.1, "epsilon_high": 0.35},
+    "delta": {"delta": 1.4},
+    "k3 corrected": {"beta": 0.3},
+    "k3": {"beta": 0.3, "use_bias_correction_kl": False},
+    "k2 corrected": {"beta": 0.3, "kl_estimator": "k2"},
+    "k2": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "k1 corrected": {"beta": 0.3, "kl_estimator": "k1"},
+    "k1": {"beta": 0.3, "kl_estimator": "k1", "use_bias_correction_kl": False},
+    "kl in reward": {"beta": 0.3, "kl_placement": "reward"},
+    "no reference": {"use": ["old", "A"]},
+    "length and normalizer": {"max_completion_length": 9, "normalizer": 23},
+    "part of a batch": {"beta": 0.1, "num_rows": 11, "num_tokens": 40},
+    "token advantages": {"use": ["old", "ref", "A_token"], "epsilon_high": 0.3},
+    "token weights": {"use": ["old", "ref", "A", "weights_token"], "beta": 0.1},
+    "row weights": {"use": ["old", "ref", "A", "weights_row"], "beta": 0.1},
+    "off-policy by sampler": {"use": ["old", "ref", "A", "sampling"], "off_policy_mask_threshold": -0.02, "beta": 0.1},
+    "off-policy by old": {"off_policy_mask_threshold": 0.02},
+    "off-policy, one update": {"use": ["ref", "A"], "off_policy_mask_threshold": -0.01},
+    "entropy bonus": {"use": ["old", "ref", "A", "H"], "entropy_coef": 0.2},
+    "entropy measured": {"use": ["old", "ref", "A", "H"]},
+    "top entropy": {"use": ["old", "ref", "A", "H"], "top_entropy_quantile": 0.35, "entropy_coef": 0.2, "beta": 0.1},
+    "top entropy of a part": {
+        "use": ["old", "ref", "A", "H"],
+        "top_entropy_quantile": 0.35,
+        "entropy_coef": 0.2,
+        "entropy_threshold": 1.1,
+        "num_selected_tokens": 30,
+        "num_tokens": 50,
+    },
+    "other shapes of the gate": {
+        "sapo_temperature_neg": 2.5,
+        "sapo_temperature_pos": 0.5,
+        "vespo_k_pos": 1.2,
+        "vespo_lambda_pos": 0.7,
+        "vespo_k_neg": 0.5,
+        "vespo_lambda_neg": 1.5,
+    },
+    "everything": EVERYTHING,
+}
+
+
+def case(loss_type, level, settings, arrays=None):
+    """The arguments for the NumPy version."""
+    settings = dict(settings)
+    use = settings.pop("use", ["old", "ref", "A"])
+    arrays = data() if arrays is None else arrays
+    pick = lambda *names: next((arrays[name] for name in names if name in use), None)
+    c = SimpleNamespace(**DEFAULTS, R=R, T=T, mask=MASK, l=arrays["l"], loss_type=loss_type)
+    c.importance_sampling_level = level
+    c.old, c.ref, c.sampling, c.H = pick("old"), pick("ref"), pick("sampling"), pick("H")
+    c.A, c.weights = pick("A_token", "A"), pick("weights_token", "weights_row")
+    vars(c).update(settings)
+    if loss_type == "cispo" and c.epsilon_high is None:
+        c.epsilon_high = 1.5
+    return c
+
+
+def jax_loss(c, dtype=jnp.float32, loss=grpo_loss, junk=NAN, shape=(R,)):
+    """Loss, metrics and gradients of the real thing; `junk` stands under the mask, `shape` are the leading axes."""
+
+    def tokens(x):
+        x = np.where(MASK, x, junk) if np.ndim(x) == 2 else np.asarray(x)
+        return jnp.asarray(x.reshape(*shape, *x.shape[1:]), dtype)
+
+    optional = lambda x: None if x is None else tokens(x)
+    settings = {name: getattr(c, name) for name in DEFAULTS}
+    settings |= {"loss_type": c.loss_type, "importance_sampling_level": c.importance_sampling_level}
+
+    def objective(l, H):
+        return loss(
+            l,
+            optional(c.old),
+            optional(c.ref),
+            tokens(c.A),
+            jnp.asarray(MASK.reshape(*shape, T)),
+            entropies=H,
+            sampling_log_probs=optional(c.sampling),
+            importance_weights=optional(c.weights),
+            **settings,
+        )
+
+    if c.H is None:
+        (value, metrics), gradient = jax.value_and_grad(lambda l: objective(l, None), has_aux=True)(tokens(c.l))
+        return value, metrics, gradient.reshape(R, T), None
+    (value, metrics), gradients = jax.value_and_grad(objective, (0, 1), has_aux=True)(tokens(c.l), tokens(c.H))
+    return value, metrics, *(g.reshape(R, T) for g in gradients)
+
+
+def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
+    loss, metrics, gradient = complex_step(c)
+    value, got, got_gradient, entropy_gradient = jax_loss(c, dtype, **kwargs)
+    assert value.shape == ()
+    assert value.dtype == dtype
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    close(value, loss)
+    assert np.abs(gradient).max() > 1e-3, "the case must have a gradient"
+    close(got_gradient, gradient)
+    assert set(got) == set(metrics)
+    for name in metrics:
+        assert got[name].dtype == dtype
+        np.testing.assert_allclose(got[name], metrics[name], rtol=tolerance, atol=tolerance, err_msg=name)
+    if c.H is not None:
+        step = 1e-3
+        expected = np.zeros((R, T))
+        if c.entropy_coef:
+            # The loss is linear in each entropy as long as the selection does not change: a difference is exact.
+            for i, t in np.argwhere(MASK):
+                moved = SimpleNamespace(**vars(c))
+                moved.H = c.H.copy()
+                moved.H[i, t] += step
+                l = [[x + 0j for x in row] for row in c.l]
+                same = SimpleNamespace(**vars(c))
+                if c.top_entropy_quantile < 1 and c.entropy_threshold is None:
+                    inside = np.quantile(c.H[MASK], 1 - c.top_entropy_quantile)
+                    moved.entropy_threshold = same.entropy_threshold = inside
+                expected[i, t] = (numpy_loss(l, c.l, moved)[0] - numpy_loss(l, c.l, same)[0]).real / step
+        np.testing.assert_allclose(entropy_gradient, expected, atol=max(tolerance, 1e-11))
+
+
+LEVEL_MATTERS = ["plain", "one update", "delta", "k3 corrected", "kl in reward", "everything"]
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equal_to_numpy_in_float64(loss_type, name):
+    # All three levels where they can make a difference; elsewhere they take turns.
+    turn = (TYPES.index(loss_type) + list(SETTINGS).index(name)) % len(LEVELS)
+    with x64():
+        for level in LEVELS if name in LEVEL_MATTERS else [LEVELS[turn]]:
+            assert_equal_to_numpy(case(loss_type, level, SETTINGS[name]), jnp.float64, 1e-11)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_equal_to_numpy_in_float32(loss_type):
+    for level in LEVELS:
+        assert_equal_to_numpy(case(loss_type, level, EVERYTHING), jnp.float32, 1e-6)
+
+
+def test_the_settings_meet_every_branch():
+    """The grid above proves little if no token is clipped, dropped or bounded in it."""
+    seen = set()
+    for name, settings in SETTINGS.items():
+        metrics = numpy_loss(data()["l"] + 0j, data()["l"], case("grpo", "token", settings))[1]
+        seen |= {key for key, value in metrics.items() if value != 0}
+        if name in ("off-policy by sampler", "off-policy by old", "off-policy, one update", "everything"):
+            assert 0 < metrics["off_policy_fraction"] < 0.9, name
+        if "top entropy" in name:
+            assert 0 < metrics["selected_tokens"] < metrics["tokens"]
+    assert seen >= {"clip_fraction_low", "clip_fraction_high", "clip_fraction_delta", "entropy_bonus", "kl"}
+    assert set(TYPES) == set(LOSS_TYPES)
+
+
+# Hand tables --------------------------------------------------------------------------------------------------------
+# ε = 0.2, ε_high = 0.3, delta = 2 (the cap of cispo is 2). Value p and derivative dp/dl at each ratio w, for A = +1 and
+# A = −1. As dw/dl = w, an unclipped −w·A has the derivative −w·A.
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+L_OLD = math.log(0.2)
+TABLES = {
+    "grpo": {
+        +1: {0.5: (-0.5, -0.5), 0.9: (-0.9, -0.9), 1: (-1, -1), 1.25: (-1.25, -1.25), 1.5: (-1.3, 0), 4: (-1.3, 0)},
+        -1: {0.5: (0.8, 0), 0.9: (0.9, 0.9), 1: (1, 1), 1.25: (1.25, 1.25), 1.5: (1.5, 1.5), 4: (2, 0)},
+    },
+    # The weight is a constant, so the derivative of −weight·A·l is −weight·A; l = log(0.2·w).
+    "cispo": {
+        A: {w: (-weight * A * math.log(0.2 * w), -weight * A)
+            for w, weight in {0.5: 0.5, 0.9: 0.9, 1: 1, 1.25: 1.25, 1.5: 1.5, 4: 2}.items()}
+        for A in (+1, -1)
+    },
+    # −A·(4/τ)·σ(τ(w − 1)) with τ = 1 for A > 0, 2 for A < 0; derivative −A·4·σ(1 − σ)·w.
+    "sapo": {
+        +1: {w: (-4 * sigmoid(x), -4 * sigmoid(x) * sigmoid(-x) * w)
+             for w, x in {0.5: -0.5, 0.9: -0.1, 1: 0, 1.25: 0.25, 1.5: 0.5, 4: 3}.items()},
+        -1: {w: (2 * sigmoid(x), 4 * sigmoid(x) * sigmoid(-x) * w)
+             for w, x in {0.5: -1, 0.9: -0.2, 1: 0, 1.25: 0.5, 1.5: 1, 4: 6}.items()},
+    },
+    # φ = w^k·exp(λ(1 − w)): (k, λ) = (2, 3) for A > 0, (3, 2) for A < 0.
+    "vespo": {
+        +1: {w: (-phi * math.log(0.2 * w), -phi)
+             for w, phi in {0.5: 0.25 * math.exp(1.5), 0.9: 0.81 * math.exp(0.3), 1: 1,
+                            1.25: 1.5625 * math.exp(-0.75), 1.5: 2.25 * math.exp(-1.5), 4: 16 * math.exp(-9)}.items()},
+        -1: {w: (phi * math.log(0.2 * w), phi)
+             for w, phi in {0.5: 0.125 * math.exp(1), 0.9: 0.729 * math.exp(0.2), 1: 1,
+                            1.25: 1.953125 * math.exp(-0.5), 1.5: 3.375 * math.exp(-1), 4: 64 * math.exp(-6)}.items()},
+    },
+}  # fmt: skip
+for same in ("bnpo", "dr_grpo", "dapo", "luspo"):
+    TABLES[same] = TABLES["grpo"]
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_hand_table(loss_type, level):
+    # One completion of one token: all levels and all reductions are the same thing.
+    @jax.jit
+    def loss(l, A):
+        cap = 2.0 if loss_type == "cispo" else 0.3
+        settings = {"epsilon_high": cap, "delta": 2.0, "sapo_temperature_neg": 2.0, "importance_sampling_level": level}
+        return grpo_loss(l[None, None], jnp.full((1, 1), L_OLD), None, A[None], jnp.ones((1, 1)),
+                         loss_type=loss_type, **settings)[0]  # fmt: skip
+
+    for A, row in TABLES[loss_type].items():
+        for w, expected in row.items():
+            got = jax.value_and_grad(loss)(jnp.float32(L_OLD + math.log(w)), jnp.float32(A))
+            assert [float(x) for x in got] == pytest.approx(expected, rel=2e-6, abs=1e-6), (A, w)
+
+
+def test_without_delta_a_bad_token_that_became_likely_is_pushed_down_in_full():
+    loss = lambda l: grpo_loss(l, jnp.full((1, 1), L_OLD), None, -jnp.ones(1), jnp.ones((1, 1)))[0]
+    value, gradient = jax.value_and_grad(loss)(jnp.full((1, 1), L_OLD + math.log(4)))
+    assert float(value) == pytest.approx(4.0, rel=1e-6)
+    assert float(gradient[0, 0]) == pytest.approx(4.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("A", [1.0, -1.0])
+def test_on_the_edge_of_the_clip_the_gradient_is_whole(A):
+    # ε = 0 makes the ratio 1 lie on both edges; jnp.minimum and jnp.clip would each halve the gradient there.
+    l = jnp.full((1, 1), -1.0)
+    for delta in (None, 1.0):
+        loss = lambda l: grpo_loss(l, None, None, jnp.full(1, A), jnp.ones((1, 1)), epsilon=0.0, delta=delta)[0]
+        assert float(jax.grad(loss)(l)[0, 0]) == -A
+
+
+def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
+    def fractions(ratio, A, **settings):
+        l = jnp.array([[-1.0]])
+        old = None if ratio == 1 else l - math.log(ratio)
+        metrics = grpo_loss(l, old, None, jnp.array([A]), jnp.ones((1, 1)), **settings)[1]
+        return [float(metrics["clip_fraction" + which]) for which in ("", "_low", "_high", "_delta")]
+
+    for A in (1.0, -1.0):
+        assert fractions(1, A, epsilon=0.0, delta=1.0) == [0, 0, 0, 0]
+        assert fractions(1, A, epsilon_high=1.0, loss_type="cispo") == [0, 0, 0, 0]
+    for ratio in (0.3, 3.0):
+        assert fractions(ratio, 0.0, delta=2.0) == [0, 0, 0, 0]
+    assert fractions(0.3, -1.0) == [1, 1, 0, 0]
+    assert fractions(3.0, 1.0) == [1, 0, 1, 0]
+    assert fractions(3.0, -1.0, delta=2.0) == [0, 0, 0, 1]
+
+
+# Special case = general case ----------------------------------------------------------------------------------------
+
+
+def outcome(c, **kwargs):
+    value, metrics, gradient, _ = jax_loss(c, **kwargs)
+    return value, gradient, metrics
+
+
+def assert_same(a, b, tolerance=1e-6, metrics=True):
+    np.testing.assert_allclose(a[0], b[0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(a[1], b[1], rtol=tolerance, atol=tolerance)
+    if metrics:
+        chex.assert_trees_all_close(a[2], b[2], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_special_cases(loss_type):
+    plain = outcome(case(loss_type, "token", {"use": ["old", "ref", "A", "H"]}))
+    for neutral in (
+        {"delta": 1e9},
+        {"top_entropy_quantile": 1.0, "entropy_coef": 0.0},
+        {"off_policy_mask_threshold": 1e9},
+        {"num_rows": R, "num_tokens": int(MASK.sum())},
+        {"normalizer": int(MASK.sum())},
+        {"max_completion_length": T},
+    ):
+        other = outcome(case(loss_type, "token", {"use": ["old", "ref", "A", "H"], **neutral}))
+        other[2].pop("off_policy_fraction", None)
+        assert_same(plain, other, tolerance=0)
+    arrays = data()
+    ones = outcome(
+        case(loss_type, "token", {"use": ["old", "ref", "A", "H", "weights_row"]}, arrays | {"weights_row": np.ones(R)})
+    )
+    assert_same(plain, ones, tolerance=0)
+    per_token = outcome(case(loss_type, "token", {"use": ["old", "ref", "A_token", "H"]},
+                             arrays | {"A_token": np.repeat(arrays["A"][:, None], T, 1)}))  # fmt: skip
+    assert_same(plain, per_token, tolerance=0)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_old_log_probs_of_none_are_the_constant_log_probs(loss_type, level):
+    arrays = data()
+    settings = {"beta": 0.2, "epsilon_high": 2.0}
+    none = outcome(case(loss_type, level, {"use": ["ref", "A"], **settings}))
+    explicit = outcome(case(loss_type, level, settings, arrays | {"old": arrays["l"]}))
+    assert_same(none, explicit, tolerance=0)
+    assert float(none[2]["ratio_max"]) == 1.0
+    assert float(none[2]["approx_kl_old"]) == 0.0
+
+
+def test_at_ratio_one_the_surrogates_have_one_gradient():
+    gradients = {}
+    for loss_type in TYPES:
+        c = case(loss_type, "token", {"use": ["A"], "epsilon_high": 2.0, "num_rows": 1, "num_tokens": 1,
+                                      "max_completion_length": 1})  # fmt: skip
+        gradients[loss_type] = outcome(c)[1]
+    by_token = -np.where(MASK, data()["A"][:, None], 0)
+    by_row = by_token / np.maximum(MASK.sum(1, keepdims=True), 1)
+    for loss_type, gradient in gradients.items():
+        expected = by_row if loss_type in ("grpo", "sapo") else by_token
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, err_msg=loss_type)
+
+
+def test_one_row_or_rows_of_one_length_make_reductions_agree():
+    l, old = jnp.asarray(data()["l"], jnp.float32), jnp.asarray(data()["old"], jnp.float32)
+    A, ones = jnp.asarray(data()["A"], jnp.float32), jnp.ones((R, T))
+    value = lambda rows, mask, name: float(grpo_loss(l[rows], old[rows], None, A[rows], mask[rows], loss_type=name)[0])
+    short = jnp.asarray(MASK)
+    row = slice(1, 2)
+    assert value(row, short, "dapo") == pytest.approx(value(row, short, "grpo"), rel=1e-6)
+    assert value(row, short, "bnpo") == pytest.approx(value(row, short, "grpo"), rel=1e-6)
+    assert value(row, short, "luspo") == pytest.approx(3 * value(row, short, "grpo"), rel=1e-6)
+    everything = slice(None)
+    for name in ("bnpo", "dr_grpo", "dapo"):
+        assert value(everything, ones, name) == pytest.approx(value(everything, ones, "grpo"), rel=1e-6)
+    assert value(everything, short, "dapo") != pytest.approx(value(everything, short, "grpo"), rel=1e-2)
+
+
+def test_levels_agree_on_one_token_and_differ_on_more():
+    first = MASK & (np.arange(T) == 0)
+    l, old = jnp.asarray(data()["l"]), jnp.asarray(data()["old"])
+
+    def grads(mask):
+        return [
+            jax.grad(
+                lambda l: grpo_loss(
+                    l, old, l * 1.1, jnp.asarray(data()["A"]), mask, beta=0.1, importance_sampling_level=level
+                )[0]
+            )(l)
+            for level in LEVELS
+        ]
+
+    token, sequence, trajectory = grads(jnp.asarray(first))
+    np.testing.assert_allclose(token, sequence, atol=1e-6)
+    np.testing.assert_allclose(token, trajectory, atol=1e-6)
+    token, sequence, trajectory = grads(jnp.asarray(MASK))
+    assert np.abs(token - sequence).max() > 1e-2
+    assert np.abs(token - trajectory).max() > 1e-2
+
+
+def test_first_step_has_loss_zero_and_a_gradient():
+    A = jnp.array([[1.0, -1.0, 0.5, -0.5]])
+    l = -jnp.ones((1, 4, 3))
+    value, gradient = jax.value_and_grad(lambda l: grpo_loss(l, None, None, A, jnp.ones((1, 4, 3)))[0])(l)
+    assert float(value) == 0.0
+    np.testing.assert_allclose(gradient, np.broadcast_to(-A[..., None] / 12, l.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_reference_equal_to_policy_gives_no_kl_and_no_gradient(level, estimator):
+    l, old = jnp.asarray(data()["l"]), jnp.asarray(data()["old"])
+    for corrected in (True, False):
+        loss = lambda l: grpo_loss(l, old, data()["l"], jnp.zeros(R), MASK, beta=5.0, kl_estimator=estimator,
+                                   importance_sampling_level=level, use_bias_correction_kl=corrected)  # fmt: skip
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(l)
+        assert float(value) == float(metrics["kl"]) == float(metrics["kl_in_loss"]) == 0.0
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_kl_metric_is_plain_k3_whatever_enters_the_loss():
+    values = [
+        float(outcome(case("grpo", level, {"kl_estimator": estimator, **settings}))[2]["kl"])
+        for level in LEVELS
+        for estimator in ("k1", "k2", "k3")
+        for settings in ({"beta": 0.0}, {"beta": 1.0}, {"beta": 1.0, "kl_placement": "reward"})
+    ]
+    d = (data()["l"] - data()["ref"])[MASK]
+    np.testing.assert_allclose(values, np.mean(np.exp(-d) - 1 + d), rtol=1e-6)
+
+
+# Symmetries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_nothing_under_the_mask_counts(loss_type):
+    for level in LEVELS:
+        c = case(loss_type, level, EVERYTHING)
+        reference = outcome(c, junk=-1.0)
+        for junk in (NAN, INF, -INF, 1e30, 3.0):
+            assert_same(reference, outcome(c, junk=junk), tolerance=0)
+        np.testing.assert_array_equal(np.asarray(reference[1])[~MASK], 0.0)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_padding_and_order_of_rows_change_nothing(loss_type):
+    c = case(loss_type, "sequence", EVERYTHING)
+    arrays = {
+        name: jnp.asarray(getattr(c, name), jnp.float32) for name in ("l", "old", "ref", "sampling", "H", "weights")
+    }
+    A, mask = jnp.asarray(c.A, jnp.float32), jnp.asarray(MASK)
+    settings = {k: v for k, v in EVERYTHING.items() if k != "use"} | {
+        "loss_type": loss_type,
+        "importance_sampling_level": "sequence",
+    }
+
+    def run(arrays, A, mask):
+        def objective(l):
+            return grpo_loss(
+                l, arrays["old"], arrays["ref"], A, mask, entropies=arrays["H"],
+                sampling_log_probs=arrays["sampling"], importance_weights=arrays["weights"], **settings,
+            )  # fmt: skip
+
+        (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(arrays["l"])
+        return value, gradient, metrics
+
+    base = run(arrays, A, mask)
+    wide = lambda x: jnp.pad(x, ((0, 0), (0, 3)), constant_values=jnp.nan if x.dtype == jnp.float32 else 0)
+    padded = run(jax.tree.map(wide, arrays), A, wide(mask))
+    assert_same(base, (padded[0], padded[1][:, :T], padded[2]))
+    order = jnp.array([3, 1, 5, 0, 4, 2])
+    shuffled = run(jax.tree.map(lambda x: x[order], arrays), A[order], mask[order])
+    assert_same((base[0], base[1][order], base[2]), shuffled)
+
+
+def test_leading_axes_are_free():
+    c = case("grpo", "sequence", EVERYTHING)
+    flat = outcome(c)
+    for shape in ((2, 3), (1, 6, 1)):
+        assert_same(flat, outcome(c, shape=shape))
+    plain = case("vespo", "token", {})
+    assert float(outcome(plain, shape=(2, 3))[0]) == float(outcome(plain)[0])
+    # And none at all: one completion.
+    l, old = jnp.asarray(c.l[1]), jnp.asarray(c.old[1])
+    one = grpo_loss(l, old, None, jnp.asarray(c.A[1]), MASK[1], loss_type="grpo")[0]
+    assert float(one) == pytest.approx(
+        float(grpo_loss(l[None], old[None], None, c.A[1:2], MASK[1:2], loss_type="grpo")[0])
+    )
+
+
+def test_row_weights_may_keep_their_token_axis():
+    l, A = jnp.asarray(data()["l"]), jnp.asarray(data()["A"])
+    weights = jnp.asarray(data()["weights_row"])
+    for loss_type in ("grpo", "vespo"):
+        one = grpo_loss(l, None, None, A, MASK, importance_weights=weights, loss_type=loss_type)[0]
+        other = grpo_loss(l, None, None, A[:, None], MASK, importance_weights=weights[:, None], loss_type=loss_type)[0]
+        assert float(one) == float(other)
+
+
+@pytest.mark.parametrize("mask_dtype", [bool, np.int32, np.float32])
+def test_masks_of_any_dtype(mask_dtype):
+    l, A = jnp.asarray(data()["l"]), jnp.asarray(data()["A"])
+    assert float(grpo_loss(l, None, None, A, MASK.astype(mask_dtype))[0]) == float(grpo_loss(l, None, None, A, MASK)[0])
+
+
+def everything_objective():
+    """Arrays by name, and the loss with every term on as a function of them."""
+    c = case("grpo", "token", EVERYTHING)
+    arrays = {n: jnp.asarray(getattr(c, n), jnp.float32) for n in ("l", "old", "ref", "A", "sampling", "weights", "H")}
+
+    def objective(a):
+        return grpo_loss(
+            a["l"], a["old"], a["ref"], a["A"], MASK, beta=0.1, entropies=a["H"], entropy_coef=0.1,
+            top_entropy_quantile=0.5, sampling_log_probs=a["sampling"], off_policy_mask_threshold=0.1,
+            importance_weights=a["weights"], loss_type="grpo",
+        )  # fmt: skip
+
+    return arrays, objective
+
+
+def test_everything_but_log_probs_and_entropies_is_constant():
+    arrays, objective = everything_objective()
+    gradients = jax.grad(lambda a: objective(a)[0])(arrays)
+    moved = {name for name, gradient in gradients.items() if np.any(gradient != 0)}
+    assert moved == {"l", "H"}
+
+
+def test_metrics_carry_no_gradient():
+    arrays, objective = everything_objective()
+    gradients = jax.grad(lambda a: sum(objective(a)[1].values()))(arrays)
+    for gradient in gradients.values():
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+# Micro-batches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("cuts", [1, 2, 4])
+def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
+    rng = np.random.default_rng(3)
+    rows, length = 8, 5
+    mask = jnp.asarray(np.arange(length) < np.array([5, 1, 0, 3, 4, 5, 2, 1])[:, None])
+    draw = lambda: jnp.asarray(-rng.uniform(0.1, 2.0, (rows, length)), jnp.float32)
+    l, old, ref, sampling, H, weights = draw(), draw(), draw(), draw(), -draw(), -draw()
+    A = jnp.asarray(0.5 + rng.normal(size=rows), jnp.float32)
+    settings = {"loss_type": loss_type, "beta": 0.2, "epsilon_high": 0.4, "delta": 1.5,
+                "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.1, "max_completion_length": 7}  # fmt: skip
+
+    def part(l, H, rows, **totals):
+        return grpo_loss_terms(
+            l, old[rows], ref[rows], A[rows], mask[rows], LossSettings(**settings), entropies=H,
+            sampling_log_probs=sampling[rows], importance_weights=weights[rows], entropy_coef=0.1, **totals,
+        )  # fmt: skip
+
+    def grad(rows, **totals):
+        return jax.value_and_grad(lambda l, H: part(l, H, rows, **totals), (0, 1), has_aux=True)(l[rows], H[rows])
+
+    (whole, metrics), gradient = grad(slice(None))
+    totals = batch_totals(mask, H, 0.4)
+    step = rows // cuts
+    parts = [grad(slice(i, i + step), **totals) for i in range(0, rows, step)]
+    np.testing.assert_allclose(sum(float(value) for (value, _), _ in parts), whole, rtol=1e-5, atol=1e-7)
+    for which in (0, 1):
+        np.testing.assert_allclose(jnp.concatenate([g[which] for _, g in parts]), gradient[which], rtol=1e-5, atol=1e-8)
+        assert np.abs(gradient[which]).max() > 1e-4
+    merged = parts[0][0][1]
+    for (_, more), _ in parts[1:]:
+        merged = merge_metrics(merged, more)
+    chex.assert_trees_all_close(finalize_metrics(merged), finalize_metrics(metrics), rtol=1e-5, atol=1e-7)
+    if cuts > 1:
+        # Each part by its own counts is another objective: that is what the totals are for.
+        alone = sum(float(part(l[i : i + step], H[i : i + step], slice(i, i + step))[0]) for i in range(0, rows, step))
+        assert abs(alone - float(whole)) > 1e-3
+
+
+def test_normalizer_alone_makes_dapo_exact_under_cuts():
+    l, old, A = (jnp.asarray(data()[name], jnp.float32) for name in ("l", "old", "A"))
+    run = lambda rows: grpo_loss(l[rows], old[rows], None, A[rows], MASK[rows], normalizer=int(MASK.sum()))[0]
+    assert float(run(slice(0, 2)) + run(slice(2, 6))) == pytest.approx(float(run(slice(None))), rel=1e-6)
+
+
+def test_batch_totals():
+    totals = batch_totals(MASK.reshape(2, 3, T))
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
+    H = np.where(MASK, data()["H"], NAN)
+    totals = batch_totals(MASK, H, 0.35)
+    assert set(totals) == {"num_rows", "num_tokens", "entropy_threshold", "num_selected_tokens"}
+    threshold = np.quantile(H[MASK], 0.65)
+    assert float(totals["entropy_threshold"]) == pytest.approx(threshold, rel=1e-6)
+    assert int(totals["num_selected_tokens"]) == (H[MASK] >= threshold).sum()
+    assert int(batch_totals(MASK, H)["num_selected_tokens"]) == 17
+    totals = batch_totals([[1, 0, 1], [1, 1, 0]])
+    assert all(isinstance(value, jax.Array) for value in totals.values())
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
+
+
+def test_metrics_at_their_edges():
+    """A list as mask; ratios all below 1; a KL exactly at its bound; a single selected token."""
+    old = np.zeros((1, 3), np.float32)
+    l = np.log(np.array([[0.5, 0.25, 0.7]], np.float32))
+    H = np.array([[2.0, 1.0, 9.0]], np.float32)
+    _, metrics = grpo_loss(l, old, l + MAX_LOG_RATIO, [1.0], [[1, 1, 0]], entropies=H, entropy_coef=0.5)
+    assert float(metrics["ratio_max"]) == pytest.approx(0.5), "neither the token under the mask nor 1"
+    assert float(metrics["kl_bounded_tokens"]) == 0, "at the bound is not beyond it"
+    loss, metrics = grpo_loss(
+        l, None, None, [0.0], [[1, 1, 0]], entropies=H, entropy_coef=0.5, top_entropy_quantile=0.2
+    )
+    assert (float(metrics["entropy_bonus"]), float(loss)) == (1.0, -1.0), "one token, divided by 1"
+
+
+def test_nothing_is_sorted_where_every_token_is_kept():
+    l = jnp.zeros((2, 3))
+    for quantile, sorts in ((1.0, False), (0.5, True)):
+        loss = lambda l, quantile=quantile: grpo_loss(
+            l, None, None, [1.0, 2.0], jnp.ones((2, 3)), entropies=l + 1, top_entropy_quantile=quantile
+        )
+        assert ("sort" in str(jax.make_jaxpr(loss)(l))) == sorts
+
+
+def test_weights_of_rows_reach_vespo_whatever_the_leading_axes():
+    l = -jnp.arange(24.0).reshape(2, 3, 4) / 10
+    old, A, weights = l + 0.1, jnp.arange(6.0).reshape(2, 3) - 2.5, jnp.linspace(0.5, 1.5, 6).reshape(2, 3)
+    mask = jnp.ones(l.shape)
+    flat = [x.reshape(6, *x.shape[2:]) for x in (l, old, A, mask, weights)]
+    losses = [
+        grpo_loss(l, old, None, A, mask, loss_type="vespo", importance_weights=weights)[0]
+        for l, old, A, mask, weights in ([l, old, A, mask, weights], flat)
+    ]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
+
+
+def test_metrics_merge_by_sum_and_maximum():
+    first = MetricSums({"a_sum": jnp.float32(1.0), "tokens": jnp.float32(4.0)}, {"ratio_max": jnp.float32(2.0)})
+    second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
+    merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
+    assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
+    assert float(finalize_metrics(second)["a"]) == 5.0, "no token: divided by 1, not by 0"
+    for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
+        sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
+        assert float(finalize_metrics(MetricSums(sums, {}))["selected_entropy"]) == mean
+    one = MetricSums({"a_sum": jnp.float32(3.0), "tokens": jnp.float32(1.0)}, {})
+    assert float(finalize_metrics(one)["a"]) == 3.0
+
+
+# Entropy ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.25, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_top_entropy_threshold_is_the_linear_quantile(quantile, count):
+    H = np.random.default_rng(count).uniform(0, 3, (4, 4))
+    mask = np.arange(16).reshape(4, 4) < count
+    threshold = top_entropy_threshold(jnp.asarray(H, jnp.float32), jnp.asarray(mask), quantile)
+    assert float(threshold) == pytest.approx(np.quantile(H[mask], 1 - quantile), rel=1e-5)
+
+
+def test_top_entropy_of_nothing_is_harmless():
+    value, metrics = grpo_loss(jnp.full((2, 3), NAN), None, None, jnp.ones(2), jnp.zeros((2, 3)),
+                               entropies=jnp.full((2, 3), NAN), top_entropy_quantile=0.5, entropy_coef=0.1)  # fmt: skip
+    assert float(value) == 0.0
+    assert float(metrics["selected_tokens"]) == 0.0
+
+
+def test_the_threshold_carries_no_gradient():
+    H = jnp.array([[1.0, 2.0, 4.0]])
+    gradient = jax.grad(lambda H: top_entropy_threshold(H, jnp.ones((1, 3), bool), 0.3))(H)
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_update_entropy_coef():
+    settings = {"target": 0.5, "delta": 0.25, "minimum": 0.1, "maximum": 0.6}
+    step = lambda coef, entropy: tuple(float(x) for x in update_entropy_coef(coef, entropy, **settings))
+    assert step(0.25, 0.4) == (0.5, 0.5)
+    assert step(0.25, 0.5) == (0.5, 0.5), "at the target the bonus is on"
+    assert step(0.5, 0.6) == (0.25, 0.0), "above it the coefficient falls and is not applied"
+    assert step(0.5, 0.1) == pytest.approx((0.6, 0.6))
+    assert step(0.25, 0.9) == pytest.approx((0.1, 0.0))
+    low = update_entropy_coef(0.001, 9.0, target=0.2, delta=0.005)
+    high = update_entropy_coef(0.999, 0.0, target=0.2, delta=0.005)
+    assert (float(low[0]), float(high[0])) == (0.0, 1.0)
+    traced = jax.jit(lambda c, h: update_entropy_coef(c, h, **settings))(jnp.float32(0.25), jnp.float32(0.4))
+    assert [float(x) for x in traced] == [0.5, 0.5]
+    assert traced[0].dtype == jnp.float32
+    gradient = jax.grad(lambda c: sum(update_entropy_coef(c, 0.4, **settings)))(0.25)
+    assert float(gradient) == 0.0
+
+
+def test_a_traced_entropy_coef_and_beta_are_the_numbers_they_hold():
+    l, A, H, ref = (jnp.asarray(data()[name], jnp.float32) for name in ("l", "A", "H", "ref"))
+    loss = lambda coef, beta: grpo_loss(l, None, ref, A, MASK, entropies=H, entropy_coef=coef, beta=beta)[0]
+    for coef, beta in ((0.0, 0.0), (0.3, 0.2)):
+        assert float(jax.jit(loss)(coef, beta)) == pytest.approx(float(loss(coef, beta)), rel=1e-6)
+
+
+# Extremes -----------------------------------------------------------------------------------------------------------
+
+
+def all_finite(*trees):
+    return all(np.all(np.isfinite(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(trees))
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_finite_with_extreme_log_probs(loss_type, level):
+    extremes = [0.0, -1e-30, -1.0, -80.0, -1e3, -1e30, -INF]
+    grid = np.array([[a, b, c] for a in extremes for b in extremes for c in extremes])
+    l, old, ref = (jnp.asarray(grid[:, i : i + 1].repeat(2, 1), jnp.float32) for i in range(3))
+    mask = jnp.ones(l.shape)
+
+    @jax.jit
+    def run(l, sign):
+        def objective(l):
+            settings = [("k1", "loss", True), ("k2", "loss", True), ("k3", "loss", True), ("k3", "reward", True)]
+            results = [
+                grpo_loss(
+                    l, old, ref, jnp.full(len(grid), sign), mask, loss_type=loss_type, beta=0.1,
+                    importance_sampling_level=level, kl_estimator=k, kl_placement=where, use_bias_correction_kl=c,
+                    off_policy_mask_threshold=1.0, sampling_log_probs=old, importance_weights=jnp.zeros(len(grid)),
+                )
+                for k, where, c in settings
+            ]  # fmt: skip
+            return sum(value for value, _ in results), [metrics for _, metrics in results]
+
+        return jax.value_and_grad(objective, has_aux=True)(l)
+
+    for sign in (1.0, -1.0):
+        assert all_finite(run(l, sign))
+
+
+def test_the_gradient_of_an_overflowing_ratio_and_kl_lives():
+    old, ref, A, mask = jnp.array([[-200.0]]), jnp.array([[-1.0]]), -jnp.ones(1), jnp.ones((1, 1))
+    run = lambda l, **settings: jax.value_and_grad(lambda l: grpo_loss(l, old, ref, A, mask, **settings)[0])(l)
+    value, gradient = run(jnp.array([[-1.0]]))
+    assert float(value) == pytest.approx(math.exp(20), rel=1e-5)
+    assert float(gradient[0, 0]) == pytest.approx(math.exp(20), rel=1e-5)
+    # d = −99: bounded to −20, derivative 1 − e²⁰; the policy term at ratio e¹⁰⁰ is cut off by delta.
+    _, gradient = run(jnp.array([[-100.0]]), beta=1.0, delta=3.0, use_bias_correction_kl=False)
+    assert float(gradient[0, 0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
+
+
+def test_a_token_excluded_by_old_and_new_policy_has_ratio_one():
+    excluded = jnp.full((1, 1), -INF)
+    metrics = grpo_loss(excluded, excluded, excluded, jnp.ones(1), jnp.ones((1, 1)))[1]
+    assert float(metrics["ratio_max"]) == 1.0
+    assert float(metrics["approx_kl_old"]) == float(metrics["kl"]) == 0.0
+
+
+def test_bounded_tokens_are_counted():
+    l, ref = jnp.array([[-30.0, -21.0, -20.5, -1.0, -50.0]]), jnp.array([[-1.0, -0.5, -1.0, -50.0, -1.0]])
+    mask = jnp.array([[1, 1, 1, 1, 0]])
+    assert float(grpo_loss(l, None, ref, jnp.ones(1), mask)[1]["kl_bounded_tokens"]) == 2.0
+
+
+def test_a_trajectory_ratio_within_its_bound_is_the_product():
+    l = jnp.full((1, 30), -1.0)
+    metrics = grpo_loss(l, l - 0.5, None, jnp.ones(1), jnp.ones((1, 30)), importance_sampling_level="trajectory")[1]
+    assert float(metrics["ratio_max"]) == pytest.approx(math.exp(15), rel=1e-5)
+
+
+def test_vespo_bounds_its_log_weight():
+    run = lambda old, A, weights: jax.grad(
+        lambda l: grpo_loss(
+            l,
+            old,
+            None,
+            jnp.array([A]),
+            jnp.ones((1, 2)),
+            loss_type="vespo",
+            vespo_k_pos=1.0,
+            vespo_lambda_pos=1e-9,
+            importance_weights=weights,
+            normalizer=1,
+        )[0]
+    )(jnp.full((1, 2), -1.0))[0, 0]
+    none = jnp.ones(1)
+    # φ ≈ eˢ for k = 1, λ → 0 (λ·eˢ = 0.4 at the upper bound).
+    assert float(run(jnp.full((1, 2), -4.0), 1.0, none)) == pytest.approx(-math.exp(6), rel=1e-4)
+    assert float(run(jnp.full((1, 2), -16.0), 1.0, none)) == pytest.approx(
+        -math.exp(20 - 1e-9 * math.exp(20)), rel=1e-3
+    )
+    deep = jnp.full((1, 2), -1.0 + 15.0)
+    assert float(run(deep, 1.0, none)) == pytest.approx(-1e-8, rel=1e-3), "s ≥ log 1e-8"
+    # Token by token ±20 first: +25 and −22 make 20 − 20 = 0, not 3.
+    assert float(run(jnp.array([[-26.0, 21.0]]), 1.0, none)) == pytest.approx(-1.0, rel=1e-4)
+    # A zero weight counts as 1e-8, a huge one as e²⁰.
+    assert float(run(jnp.full((1, 2), -1.0), 1.0, jnp.zeros(1))) == pytest.approx(-1e-8, rel=1e-3)
+    assert float(run(jnp.full((1, 2), 9.0), 1.0, jnp.array([1e30]))) == pytest.approx(-1.0, rel=1e-4)
+    assert float(run(jnp.array([[-3.0, -1.0]]), 1.0, jnp.array([[0.5, 0.25]]))) == pytest.approx(
+        -math.exp(2) / 8, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    c = case("grpo", "token", EVERYTHING)
+    half = {n: jnp.asarray(getattr(c, n), dtype) for n in ("l", "old", "ref", "A", "sampling", "H", "weights")}
+
+    def run(a):
+        return grpo_loss(a["l"], a["old"], a["ref"], a["A"], MASK, beta=0.3, entropies=a["H"], entropy_coef=0.1,
+                         top_entropy_quantile=0.5, importance_weights=a["weights"], sampling_log_probs=a["sampling"],
+                         off_policy_mask_threshold=0.05)  # fmt: skip
+
+    value, metrics = run(half)
+    expected, expected_metrics = run({name: x.astype(jnp.float32) for name, x in half.items()})
+    assert value.dtype == jnp.float32
+    assert float(value) == float(expected)
+    chex.assert_trees_all_equal(metrics, expected_metrics)
+    gradient = jax.grad(lambda l: run(half | {"l": l})[0])(half["l"])
+    assert gradient.dtype == dtype
+    assert all_finite(gradient)
+
+
+def test_the_dtype_of_log_probs_decides():
+    with x64():
+        a = {name: jnp.asarray(x, jnp.float64) for name, x in data().items()}
+        run = lambda l: grpo_loss(l, a["old"], a["ref"], a["A"], MASK, beta=0.3, entropies=a["H"], entropy_coef=0.1,
+                                  importance_weights=a["weights_row"], sampling_log_probs=a["sampling"],
+                                  off_policy_mask_threshold=0.05, top_entropy_quantile=0.5)  # fmt: skip
+        for dtype in (jnp.float32, jnp.float64):
+            (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(a["l"].astype(dtype))
+            assert {x.dtype for x in (value, gradient, *metrics.values())} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_nothing_but_masked_rows(loss_type):
+    junk = jnp.full((2, 3), NAN)
+    run = lambda l: grpo_loss(l, junk, junk, jnp.array([NAN, 1.0]), jnp.zeros((2, 3)), beta=0.1, loss_type=loss_type,
+                              off_policy_mask_threshold=0.1)  # fmt: skip
+    (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(junk)
+    assert float(value) == 0.0
+    np.testing.assert_array_equal(gradient, 0.0)
+    assert all_finite(metrics)
+
+
+def test_gradients_pass_through_masked_logits():
+    # −inf logits (banned tokens) under a log-softmax; the sampled token is allowed, the reference bans it.
+    logits = jnp.array([[[1.0, -INF, 0.5], [0.2, 0.1, -INF]]])
+    tokens = jnp.array([[0, 1]])
+
+    def loss(x):
+        x = jnp.where(jnp.isneginf(logits), -INF, x)
+        l = jnp.take_along_axis(jax.nn.log_softmax(x), tokens[..., None], -1)[..., 0]
+        return grpo_loss(l, None, jnp.array([[-INF, -1.0]]), jnp.ones(1), jnp.ones((1, 2)), beta=0.1)[0]
+
+    assert all_finite(jax.value_and_grad(loss)(jnp.where(jnp.isneginf(logits), 0.0, logits)))
+
+
+def test_kl_in_the_reward_skips_a_hole_in_the_mask():
+    # d = 1, (hole), 2: rewards-to-go 3 and 2; the hole has one too, but no loss.
+    l, ref, mask = jnp.full((1, 3), -1.0), jnp.array([[-2.0, NAN, -3.0]]), jnp.array([[1, 0, 1]])
+    for loss_type, denominator in {"grpo": 2, "bnpo": 2, "dapo": 2, "luspo": 1, "dr_grpo": 3}.items():
+        loss = lambda l: grpo_loss(l, None, ref, jnp.zeros(1), mask, beta=1.0, kl_placement="reward",
+                                   loss_type=loss_type)[0]  # fmt: skip
+        value, gradient = jax.value_and_grad(loss)(l)
+        assert float(value) == pytest.approx(5 / denominator)
+        np.testing.assert_allclose(gradient, np.array([[3.0, 0.0, 2.0]]) / denominator, rtol=1e-6)
+
+
+def test_a_nan_that_counts_is_seen():
+    assert np.isnan(grpo_loss(jnp.array([[NAN, -1.0]]), None, None, jnp.ones(1), jnp.ones((1, 2)))[0])
+
+
+def test_a_token_that_the_sampler_did_not_score_is_no_evidence():
+    l = jnp.array([[-1.0, -1.0], [-1.0, -1.0]])
+    sampling = jnp.array([[NAN, -0.9], [NAN, -0.5]])
+    metrics = grpo_loss(l, None, None, -jnp.ones(2), jnp.ones((2, 2)), sampling_log_probs=sampling,
+                        off_policy_mask_threshold=0.2)[1]  # fmt: skip
+    assert float(metrics["off_policy_fraction"]) == 0.5
+
+
+@pytest.mark.parametrize(("drift", "kept"), [(0.25, True), (0.2499, True), (0.2501, False)])
+def test_the_off_policy_threshold_belongs_to_the_kept(drift, kept):
+    l, sampling = jnp.array([[-1.0]]), jnp.array([[-1.0 + drift]])
+    run = lambda A: grpo_loss(l, None, None, jnp.array([A]), jnp.ones((1, 1)), sampling_log_probs=sampling,
+                              off_policy_mask_threshold=0.25)[0]  # fmt: skip
+    assert float(run(-1.0)) == (1.0 if kept else 0.0)
+    assert float(run(1.0)) == -1.0
+
+
+def test_advantage_zero_is_kept_by_the_off_policy_mask_and_takes_vespos_positive_side():
+    l, sampling = jnp.array([[-1.0]]), jnp.array([[-0.1]])
+    metrics = grpo_loss(l, None, None, jnp.zeros(1), jnp.ones((1, 1)), sampling_log_probs=sampling,
+                        off_policy_mask_threshold=0.25)[1]  # fmt: skip
+    assert float(metrics["off_policy_fraction"]) == 0.0
+
+
+# Bad arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named():
+    l, A, mask = jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones((2, 3))
+
+    def terms(*args, **kwargs):
+        settings = {name: kwargs.pop(name) for name in vars(LossSettings()) if name in kwargs}
+        return grpo_loss_terms(*args, LossSettings(**settings), **kwargs)
+
+    def fails(match, l=l, old=None, ref=None, A=A, mask=mask, **kwargs):
+        for function in (grpo_loss, terms):
+            with pytest.raises(ValueError, match=match):
+                function(l, old, ref, A, mask, **kwargs)
+
+    fails(r"loss_type='dappo' is not known; use one of 'grpo', .* Did you mean 'dapo'\?", loss_type="dappo")
+    fails(r"importance_sampling_level='seq.*Did you mean 'sequence'\?", importance_sampling_level="sequenc")
+    fails(r"kl_estimator='k4' is not known", kl_estimator="k4")
+    fails(r"kl_placement='rewards'.*Did you mean 'reward'\?", kl_placement="rewards")
+    fails(r"beta=0.1 needs ref_log_probs", beta=0.1)
+    fails(r"entropy_coef and top_entropy_quantile need entropies", entropy_coef=0.1)
+    fails(r"entropy_coef and top_entropy_quantile need entropies", top_entropy_quantile=0.5)
+    fails(r"log_probs has dtype int32", l=jnp.zeros((2, 3), int))
+    fails(r"log_probs has shape \(\)", l=jnp.zeros(()))
+    fails(r"mask has shape \(2,\); pass \(2, 3\)", mask=jnp.ones(2))
+    fails(r"old_log_probs has shape \(3,\); pass \(2, 3\)", old=jnp.zeros(3))
+    fails(r"ref_log_probs has shape \(2, 1\); pass \(2, 3\)", ref=jnp.zeros((2, 1)))
+    fails(r"advantages has shape \(3,\); pass \(2,\) \(per row\) or \(2, 3\) \(per token\)", A=jnp.zeros(3))
+    fails(r"advantages has dtype int32", A=jnp.zeros(2, int))
+    fails(r"entropies has shape \(2,\)", entropies=jnp.zeros(2))
+    fails(r"importance_weights has shape \(2, 2\)", importance_weights=jnp.zeros((2, 2)))
+    fails(r"sampling_log_probs has shape \(2,\)", sampling_log_probs=jnp.zeros(2), off_policy_mask_threshold=0.1)
+
+
+# Every transformation -----------------------------------------------------------------------------------------------
+
+
+class VariantsTest(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    @parameterized.parameters(*TYPES)
+    def test_grpo_loss(self, loss_type):
+        c = case(loss_type, "token", {k: v for k, v in EVERYTHING.items()})
+        arrays = [
+            jnp.asarray(np.where(MASK, x, NAN), jnp.float32) for x in (c.l, c.old, c.ref, c.H, c.weights, c.sampling)
+        ]
+        settings = {k: v for k, v in EVERYTHING.items() if k != "use"}
+
+        def run(l, old, ref, H, weights, sampling, A, mask):
+            return grpo_loss(l, old, ref, A, mask, loss_type=loss_type, entropies=H, importance_weights=weights,
+                             sampling_log_probs=sampling, **settings)  # fmt: skip
+
+        value, metrics = self.variant(run)(*arrays, jnp.asarray(c.A, jnp.float32), jnp.asarray(MASK))
+        expected, expected_metrics, _ = complex_step(c)
+        chex.assert_shape(value, ())
+        chex.assert_type(value, jnp.float32)
+        for metric in metrics.values():
+            chex.assert_shape(metric, ())
+            chex.assert_type(metric, jnp.float32)
+        assert float(value) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert metrics.keys() == expected_metrics.keys()
+
+
+def test_metrics_of_many_tokens_keep_their_digits():
+    """Sums of pairs first: number after number, the mean of these is 9e-7 off, two units in the last place."""
+    rng = np.random.default_rng(0)
+    entropies = rng.uniform(4.8, 4.9, (8, 4, 70)).astype(np.float32)
+    zeros, mask = jnp.zeros(entropies.shape), jnp.ones(entropies.shape, bool)
+    sums = jax.jit(lambda x: grpo_loss_terms(zeros, None, None, zeros[..., 0], mask, LossSettings(), entropies=x)[1])(
+        entropies
+    )
+    exact = entropies.astype(np.float64).mean()
+    assert float(finalize_metrics(sums)["entropy"]) == pytest.approx(exact, rel=1.5e-7)

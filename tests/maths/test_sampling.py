@@ -1,0 +1,182 @@
+"""Sampling: the distribution is the one that was asked for, the log-prob is exact, and nothing impossible is drawn."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from scipy import stats
+
+from grpo_jax.maths.sampling import draw_tokens, process_logits, sample_tokens
+
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 1.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=None):
+    """The processed distribution in NumPy float64, token by token, by the words of the definition."""
+    probs = np.exp(logits.astype(np.float64) / temperature)
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    if top_k:
+        probs[order[top_k:]] = 0
+        probs /= probs.sum()
+    if top_p < 1:
+        mass = 0.0
+        for token in order:
+            if mass >= top_p:
+                probs[token] = 0
+            mass += probs[token]
+        probs /= probs.sum()
+    if min_p is not None:
+        probs[probs < min_p * probs.max()] = 0
+        probs /= probs.sum()
+    return probs
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("vocab", [7, 64, 100])
+def test_processed_distribution_is_that_of_the_definition(name, vocab):
+    logits = np.random.default_rng(vocab).normal(size=vocab) * 2
+    probs = jax.nn.softmax(process_logits(jnp.array(logits), **SETTINGS[name]))
+    np.testing.assert_allclose(probs, reference_distribution(logits, **SETTINGS[name]), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_frequencies_pass_a_chi_square(name):
+    """200 000 draws of each setting against its distribution; the keys are fixed, so this passes always or never."""
+    vocab, draws = 50, 200_000
+    logits = np.random.default_rng(3).normal(size=vocab) * 1.5
+    expected = reference_distribution(logits, **SETTINGS[name])
+    draw = jax.jit(lambda key, row: sample_tokens(key, jnp.broadcast_to(row, (draws, vocab)), **SETTINGS[name]))
+    tokens, _ = draw(jax.random.key(1), jnp.array(logits, jnp.float32))
+    counts = np.bincount(np.asarray(tokens), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert stats.chisquare(counts[kept], expected[kept] * draws).pvalue > 1e-4
+
+
+def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
+    """One likely token in front of 32767 that share 1e-3: the tail is uniform over its blocks and inside them."""
+    vocab, draws = 32768, 400_000
+    logits = jnp.full((vocab,), jnp.log(1e-3 / (vocab - 1))).at[0].set(jnp.log(1 - 1e-3))
+    u = jax.random.uniform(jax.random.key(0), (draws, 2))
+    draw = jax.jit(lambda u, row: jax.lax.map(lambda v: draw_tokens(v, row)[0], u, batch_size=1000))
+    tail = np.asarray(draw(u, logits))
+    tail = tail[tail > 0]
+    assert abs(len(tail) - 400) < 5 * 20
+    assert stats.kstest(tail / vocab, "uniform").pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((100, 500), 0), ((5, 100, 100), 1)])
+def test_the_vocabulary_may_stand_anywhere(shape, axis):
+    logits = jax.random.normal(jax.random.key(0), shape).at[3 if axis == 0 else np.s_[:, 3]].set(-jnp.inf)
+    u = jax.random.uniform(jax.random.key(1), (*np.delete(shape, axis), 2))
+    tokens, log_probs = jax.jit(draw_tokens, static_argnames="axis")(u, logits, axis=axis)
+    same, also = jax.jit(draw_tokens)(u, jnp.moveaxis(logits, axis, -1))
+    np.testing.assert_array_equal(tokens, same)
+    np.testing.assert_allclose(log_probs, also, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_prob_is_that_of_the_processed_distribution(name):
+    logits = jax.random.normal(jax.random.key(0), (40, 33)) * 3
+    tokens, log_probs = sample_tokens(jax.random.key(1), logits, **SETTINGS[name])
+    for row, token, log_prob in zip(np.asarray(logits), tokens, log_probs, strict=True):
+        np.testing.assert_allclose(log_prob, np.log(reference_distribution(row, **SETTINGS[name])[token]), atol=5e-6)
+
+
+def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
+    logits = jax.random.normal(jax.random.key(0), (6, 9))
+    tokens, log_probs = sample_tokens(jax.random.key(1), logits, temperature=0)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_allclose(log_probs, jax.nn.log_softmax(logits).max(-1), atol=1e-6)
+
+
+def test_top_k_of_one_is_greedy():
+    logits = jax.random.normal(jax.random.key(0), (6, 9))
+    tokens, log_probs = sample_tokens(jax.random.key(1), logits, top_k=1)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_allclose(log_probs, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-24])
+def test_a_token_of_probability_zero_is_never_drawn_however_the_uniform_falls(u):
+    for alive in range(10):
+        logits = jnp.full((10,), -jnp.inf).at[alive].set(-3.0)
+        token, log_prob = draw_tokens(jnp.array([u, u]), logits)
+        assert int(token) == alive
+        assert float(log_prob) == pytest.approx(0, abs=1e-6)
+
+
+def test_extreme_logits_stay_finite():
+    logits = jnp.array([[1e30, -1e30, 0.0], [-1e30, -1e30, -1e30], [80.0, 88.0, -200.0]])
+    tokens, log_probs = sample_tokens(jax.random.key(0), logits)
+    assert np.isfinite(log_probs).all()
+    assert tokens[0] == 0
+
+
+def test_half_precision_logits_are_computed_in_float32():
+    logits = (jax.random.normal(jax.random.key(0), (5, 16)) * 2).astype(jnp.bfloat16)
+    tokens, log_probs = sample_tokens(jax.random.key(1), logits)
+    assert (tokens.dtype, log_probs.dtype) == (jnp.int32, jnp.float32)
+    expected = jax.nn.log_softmax(logits.astype(jnp.float32))
+    np.testing.assert_allclose(log_probs, jnp.take_along_axis(expected, tokens[:, None], 1)[:, 0], atol=1e-6)
+
+
+def test_keys_by_row_make_rows_independent_of_each_other():
+    keys = jax.random.split(jax.random.key(0), 12).reshape(3, 4)
+    logits = jax.random.normal(jax.random.key(1), (3, 4, 20))
+    tokens, log_probs = sample_tokens(keys, logits)
+    alone, log_prob = sample_tokens(keys[2, 1], logits[2, 1])
+    assert int(tokens[2, 1]) == int(alone)
+    assert float(log_probs[2, 1]) == pytest.approx(float(log_prob), abs=1e-6)
+
+
+def test_a_kept_token_survives_every_cut():
+    logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
+    processed = process_logits(logits, top_k=1, top_p=0.5, min_p=0.9, keep=jnp.array([3]))
+    np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"top_k": -2}, r"top_k must be an integer ≥ 0 .*; got -2"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
+        ({"top_p": 1.5}, "top_p must be in"),
+        ({"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(jax.random.key(0), jnp.zeros((2, 3)), **settings)
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(ValueError, match=r"logits must be \[\.\.\., V\]"):
+        sample_tokens(jax.random.key(0), jnp.zeros(()))
+    with pytest.raises(ValueError, match=r"key must be one key or one a row \(2,\); got shape \(3,\)"):
+        sample_tokens(jax.random.split(jax.random.key(0), 3), jnp.zeros((2, 5)))
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_sample_tokens(self):
+        logits = jax.random.normal(jax.random.key(1), (3, 20))
+        tokens, log_probs = self.variant(sample_tokens)(jax.random.split(jax.random.key(0), 3), logits)
+        keys = jax.random.split(jax.random.key(0), 3)
+        alone = [sample_tokens(key, row) for key, row in zip(keys, logits, strict=True)]
+        np.testing.assert_array_equal(tokens, [int(t) for t, _ in alone])
+        np.testing.assert_allclose(log_probs, [float(l) for _, l in alone], atol=1e-6)
+        chex.assert_type([tokens, log_probs], [jnp.int32, jnp.float32])

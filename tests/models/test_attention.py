@@ -1,0 +1,102 @@
+"""Attention: rows side by side, rows end to end and each row by itself are the same rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models.attention import group_attention, lane_attention
+from grpo_jax.models.packing import pack
+
+B, G, T, P, H, R, WIDTH, BLOCK = 3, 4, 10, 6, 2, 3, 4, 4
+
+
+def arrays(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    q = jax.random.normal(keys[0], (B, H, G, T, R, WIDTH))
+    k, v = (jax.random.normal(key, (B, H, G, T, WIDTH)) for key in keys[1:3])
+    pk, pv = (jax.random.normal(key, (B, H, P, WIDTH)) for key in keys[3:5])
+    rng = np.random.default_rng(seed)
+    return q, k, v, (pk.swapaxes(-1, -2), pv, jnp.asarray(rng.integers(1, P + 1, B))), rng.integers(0, T + 1, (B, G))
+
+
+def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap):
+    """Every query of every row by a softmax over the keys that it sees, picked out one by one."""
+    out = np.zeros(q.shape)
+    for b, h, g, r in np.ndindex(B, H, G, R):
+        p = int(prefix[2][b])
+        keys = np.concatenate([prefix[0][b, h, :, :p].T, k[b, h, g]])
+        values = np.concatenate([prefix[1][b, h, :p], v[b, h, g]])
+        for t in range(int(lengths[b, g])):
+            first = 0 if window is None else max(0, p + t - window + 1)
+            score = keys[first : p + t + 1] @ np.asarray(q[b, h, g, t, r]) * scale
+            score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
+            weight = np.exp(score - score.max())
+            out[b, h, g, t, r] = weight @ values[first : p + t + 1] / weight.sum()
+    return out
+
+
+SETTINGS = [
+    {"scale": 0.5, "window": None, "soft_cap": None},
+    {"scale": 0.3, "window": 3, "soft_cap": None},
+    {"scale": 1.0, "window": 12, "soft_cap": 2.0},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_side_by_side_is_one_by_one(settings, seed):
+    q, k, v, prefix, lengths = arrays(seed)
+    got = group_attention(q, k.swapaxes(-1, -2), v, prefix, index=0, **settings)
+    real = (np.arange(T) < lengths[..., None]).reshape(B, 1, G, T, 1, 1)
+    np.testing.assert_allclose(np.where(real, got, 0), one_by_one(q, k, v, prefix, lengths, **settings), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("full", "size", "block"), [(False, 12, BLOCK), (False, 40, BLOCK), (True, 40, T // 2), (True, 15, T // 2)]
+)
+def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
+    q, k, v, prefix, lengths = arrays(seed)
+    if full:
+        lengths[:] = T
+    expected = one_by_one(q, k, v, prefix, lengths, **settings).swapaxes(1, 2).reshape(B * G, H, T, R, WIDTH)
+    mask = np.arange(T) < lengths[..., None]
+    rows = [x.swapaxes(1, 2).reshape(B * G, *x.shape[1:2], *x.shape[3:]) for x in (q, k, v)]
+    met = 0
+    for piece in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
+        lay_out = [np.zeros((H, size, *x.shape[3:])) for x in rows]
+        for row, start, n in zip(piece.rows, piece.starts, piece.lengths, strict=True):
+            for lane, x in zip(lay_out, rows, strict=True):
+                lane[:, start : start + n] = x[row, :, :n]
+        lq, lk, lv = (jnp.asarray(x, jnp.float32)[None, :, None] for x in lay_out)
+        got = lane_attention(lq, lk, lv, prefix, piece.lane, **settings)[0, :, 0]
+        assert np.isfinite(got).all(), "where no row stands, too"
+        for row, start, n in zip(piece.rows, piece.starts, piece.lengths, strict=True):
+            np.testing.assert_allclose(got[:, start : start + n], expected[row, :, :n], atol=1e-5)
+            met += n
+    assert met == lengths.sum()
+
+
+@pytest.mark.parametrize(("size", "reach"), [(16, 0), (12, 1)])
+def test_full_rows_look_no_further_back_than_their_own(size, reach):
+    mask = np.ones((1, 2, 8), bool)
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == reach
+    mask[0, 0, 5:] = False
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == 2
+
+
+def test_infinite_keys_in_padding_give_finite_gradients():
+    """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, k, v = draw(1, 1, 2, 3, 2, 4), draw(1, 1, 2, 4, 3), draw(1, 1, 2, 3, 4)
+    pk, pv = draw(1, 1, 4, 5), draw(1, 1, 5, 4)
+    pk[..., 3:], pv[:, :, 3:] = 1e30, 0.0
+
+    def out(q):
+        return group_attention(q, k, v, (pk, pv, np.array([3])), index=0, scale=0.5).sum()
+
+    cut = lambda q: group_attention(q, k, v, (pk[..., :3], pv[:, :, :3], np.array([3])), index=0, scale=0.5).sum()
+    np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)

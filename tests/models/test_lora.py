@@ -1,0 +1,199 @@
+"""Adapters: base + adapter against the merged model, and what training them costs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.peft import add_lora, merge_lora
+from grpo_jax.hub.policy import init_policy
+from grpo_jax.hub.tensors import parameter_paths
+from grpo_jax.maths.reference import mixup
+from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.transformer import count_parameters
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM"}
+TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
+
+
+@functools.cache
+def base_policy(kind="plain"):
+    return init_policy({**SHAPE, "architectures": [ARCHITECTURES[kind]]}, jax.random.key(0))
+
+
+def lora_policy(kind="plain", **options):
+    """With adapters as training would leave them: B is not zero."""
+    policy = add_lora(base_policy(kind), jax.random.key(1), **{"rank": 3, "alpha": 6.0, **options})
+    draw = lambda path, leaf: (
+        jax.random.normal(jax.random.key(leaf.size), leaf.shape) * 0.1 if path[-1] == "b" else leaf
+    )
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: draw([entry.key for entry in path], leaf), policy.params
+    )
+    return policy.replace(params=params)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def plain_logits(model, params):
+    return model.apply({"params": params}, TOKENS)
+
+
+@jax.jit
+def lora_logits(model, params, rngs):
+    return model.apply({"params": params}, TOKENS, rngs=rngs)
+
+
+def logits(policy, rngs=None):
+    if isinstance(policy.model, LoraModel):
+        return lora_logits(policy.model, policy.params, rngs)
+    return plain_logits(policy.model, policy.params)
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_fresh_adapters_and_none_are_the_base(kind):
+    policy = add_lora(base_policy(kind), jax.random.key(1), rank=3)
+    np.testing.assert_array_equal(logits(policy), logits(base_policy(kind)))
+    np.testing.assert_array_equal(logits(policy.replace(params={})), logits(base_policy(kind)))
+    assert np.abs(logits(lora_policy(kind)) - logits(policy)).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_merged_weights_compute_the_same(kind, tmp_path):
+    policy = lora_policy(kind)
+    merged = merge_lora(policy)
+    np.testing.assert_allclose(logits(policy), logits(merged), atol=1e-5)
+    save_pretrained(tmp_path / "merged", merged)
+    np.testing.assert_allclose(logits(policy), logits(from_pretrained(tmp_path / "merged")), atol=1e-5)
+
+
+def test_one_projection_by_hand():
+    """y = x W + s (x A) B for the one that is adapted, through an MLP that a hand can follow."""
+    base = {"q_proj": {"kernel": jnp.eye(2)}}
+    adapters = {"q_proj": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[3.0, 4.0]])}}
+    merged = merge_adapters(base, adapters, 0.5)
+    np.testing.assert_allclose(merged["q_proj"]["kernel"], [[2.5, 2.0], [3.0, 5.0]])
+
+
+def test_a_shared_prompt_goes_through_the_adapters_too():
+    policy = lora_policy()
+    merged = merge_lora(policy)
+    lengths = np.array([7, 5])
+
+    @functools.partial(jax.jit, static_argnames="model")
+    def parts(model, params):
+        last, prefix = model.apply({"params": params}, TOKENS, lengths, method="prefill")
+        hidden, _ = model.apply({"params": params}, TOKENS[:, None, :3], prefix, method="hidden")
+        return last, hidden
+
+    for ours, theirs in zip(parts(policy.model, policy.params), parts(merged.model, merged.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
+    """dL/dA = s (dL/dW) Bᵀ and dL/dB = s Aᵀ (dL/dW), with dL/dW of the merged model."""
+    policy, merged = lora_policy(), merge_lora(lora_policy())
+
+    def loss(model, params):
+        return jax.nn.log_softmax(model.apply({"params": params}, TOKENS))[..., 3].mean()
+
+    ours = jax.jit(jax.grad(functools.partial(loss, policy.model)))(policy.params)
+    full = dict(parameter_paths(jax.jit(jax.grad(functools.partial(loss, merged.model)))(merged.params)))
+    leaves = dict(parameter_paths(policy.params))
+    for path, grad in parameter_paths(ours):
+        of_kernel = full[(*path[:-1], "kernel")]
+        a, b = (leaves[(*path[:-1], name)] for name in "ab")
+        expected = of_kernel @ b.T if path[-1] == "a" else a.T @ of_kernel
+        np.testing.assert_allclose(grad, policy.model.scale * expected, atol=1e-6, err_msg="/".join(path))
+
+
+def test_gradients_and_optimizer_state_are_the_size_of_the_adapters():
+    policy = lora_policy()
+    rank, d, kv, f = 3, 32, 16, 48
+    by_hand = 2 * rank * ((d + d) + 2 * (d + kv) + (d + d) + 2 * (d + f) + (f + d))
+    assert count_parameters(policy.params) == by_hand < count_parameters(policy.model.base) / 4
+    loss = lambda params: policy.model.apply({"params": params}, TOKENS).mean()
+    assert count_parameters(jax.eval_shape(jax.grad(loss), policy.params)) == by_hand
+    assert count_parameters(jax.eval_shape(optax.adam(1e-3).init, policy.params)) == 2 * by_hand + 1
+
+
+def test_a_jitted_argument_holds_no_copy_of_the_base():
+    policy = lora_policy()
+    step = jax.jit(lambda model, params: model.apply({"params": params}, TOKENS).mean())
+    step(policy.model, policy.params)
+    other = LoraModel(jax.tree.map(jnp.zeros_like, policy.model.base), policy.model.model, policy.model.scale)
+    assert step(other, policy.params) == 0, "the base was baked into the compiled function"
+    assert step._cache_size() == 1
+    assert hash(policy.model) != hash(other)
+
+
+def test_a_reference_mixes_adapters_only():
+    policy = lora_policy()
+    start = add_lora(base_policy(), jax.random.key(1), rank=3, alpha=6.0).params
+    half = mixup(start, policy.params, 0.5)
+    assert jax.tree.structure(half) == jax.tree.structure(policy.params)
+    changed = np.abs(logits(policy.replace(params=half)) - logits(base_policy())).max()
+    assert changed > 0.01
+
+
+def test_dropout_acts_on_the_adapters_only_and_only_with_a_key():
+    policy = lora_policy(dropout=0.5)
+    still = lora_policy()
+    np.testing.assert_array_equal(logits(policy), logits(still))
+    one, same, other = (logits(policy, rngs={"dropout": jax.random.key(n)}) for n in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).max() > 0.01
+    base = policy.replace(params={})
+    np.testing.assert_array_equal(logits(base, rngs={"dropout": jax.random.key(0)}), logits(base_policy()))
+
+
+def test_dropout_keeps_the_mean():
+    """One layer, one target, first order in B: the mean over keys comes near the value without dropout."""
+    policy = lora_policy(dropout=0.25, targets=r"layers_1/mlp/down_proj")
+    sampled = jax.jit(
+        jax.vmap(lambda key: policy.model.apply({"params": policy.params}, TOKENS, rngs={"dropout": key}))
+    )(jax.random.split(jax.random.key(3), 2000))
+    still, spread = logits(lora_policy(targets=r"layers_1/mlp/down_proj")), sampled.std(axis=0)
+    assert np.abs(sampled.mean(axis=0) - still).max() < 6 * spread.max() / np.sqrt(2000) + 0.02
+
+
+def test_targets_choose_projections():
+    chosen = lambda targets: {
+        "/".join(path[:-1])
+        for path, _ in parameter_paths(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
+    }
+    assert len(chosen(TARGETS)) == 14
+    assert chosen(r".*/(q|v)_proj") == {f"layers_{i}/self_attn/{p}_proj" for i in (0, 1) for p in "qv"}
+    assert chosen("lm_head") == {"lm_head"}
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0; it has to be at least 1"),
+        ({"dropout": 1.0}, r"dropout is 1\.0; it has to be in \[0, 1\)"),
+        ({"targets": "q_proj"}, "targets 'q_proj' matches no projection; the whole of a path as 'l"),
+        ({"targets": "("}, r"targets '\(' is no regular expression"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lora_policy(**options)

@@ -1,0 +1,165 @@
+"""Log-probs: equal to a plain log-softmax of whole logits, in value and gradient, whatever the chunks."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from tiny import tiny_model
+
+from grpo_jax import Completions, Prompts, completion_log_probs, make_prompts, token_log_probs
+from grpo_jax.models import scoring as module
+from grpo_jax.models.scoring import score_completions
+
+LISTS = [[3, 4, 5], [6], [7, 8]]
+PROMPTS = make_prompts(LISTS)
+
+
+def completions(seed=0, g=4, t=6, vocab=24):
+    tokens = jax.random.randint(jax.random.key(seed), (3, g, t), 0, vocab)
+    lengths = jax.random.randint(jax.random.key(seed + 1), (3, g, 1), 1, t + 1)
+    mask = jnp.arange(t).reshape(1, 1, t) < lengths
+    return Completions(tokens, mask, jnp.zeros(tokens.shape), jnp.ones((3, g), bool))
+
+
+def plain(model, params, rows, temperature=1.0):
+    """Row by row: the whole logits of prompt + completion, one log-softmax, one gather."""
+    out = []
+    for b in range(3):
+        prompt = jnp.array(LISTS[b])
+        for tokens in rows.tokens[b]:
+            logits = model.apply({"params": params}, jnp.concatenate([prompt, tokens])[None])[0] / temperature
+            log_p = jax.nn.log_softmax(logits)[len(prompt) - 1 : -1]
+            out.append(log_p[jnp.arange(len(tokens)), tokens])
+    return jnp.where(rows.mask, jnp.stack(out).reshape(rows.mask.shape), 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("chunk", [1024, 16, 7])
+def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    model, params = tiny_model()
+    rows = completions()
+    weights = jax.random.normal(jax.random.key(5), rows.mask.shape)
+
+    def ours(params):
+        l = completion_log_probs(model, params, PROMPTS, rows, temperature=temperature)
+        return (weights * l).sum(), l
+
+    def theirs(params):
+        l = plain(model, params, rows, temperature)
+        return (weights * l).sum(), l
+
+    (_, l), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    (_, expected), expected_grads = jax.jit(jax.value_and_grad(theirs, has_aux=True))(params)
+    np.testing.assert_allclose(l, expected, atol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, grads, expected_grads)
+
+
+def test_a_model_of_ones_own_is_scored_the_same():
+    model, params = tiny_model()
+
+    class Bare:
+        def apply(self, variables, tokens):
+            return model.apply(variables, tokens)
+
+    rows = completions()
+    one = completion_log_probs(model, params, PROMPTS, rows)
+    np.testing.assert_allclose(completion_log_probs(Bare(), params, PROMPTS, rows), one, atol=1e-5)
+
+
+def test_entropy_is_that_of_the_distribution():
+    model, params = tiny_model()
+    rows = completions()
+    _, entropy = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, temperature=0.8)
+    b, g = 1, 2
+    row = jnp.concatenate([PROMPTS.tokens[b, :1], rows.tokens[b, g]])
+    p = jax.nn.softmax(model.apply({"params": params}, row[None])[0, :-1] / 0.8)
+    np.testing.assert_allclose(entropy[b, g], jnp.where(rows.mask[b, g], -(p * jnp.log(p)).sum(-1), 0), atol=1e-5)
+
+
+def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
+    model, params = tiny_model()
+    rows = completions()
+
+    def total(params):
+        l, h = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, top_k=3)
+        return l.sum() + h.sum()
+
+    grads = jax.grad(total)(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
+    """XLA's own count of temporaries: with four times the tokens they grow by less than half what the logits would."""
+    model, params = tiny_model(vocab=4096, layers=1)
+
+    def temporaries(g):
+        rows = completions(g=g, t=64, vocab=4096)
+        loss = lambda params, tokens: completion_log_probs(model, params, PROMPTS, rows.replace(tokens=tokens)).sum()
+        compiled = jax.jit(jax.grad(loss)).lower(params, rows.tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    more_logits = 3 * (32 - 8) * 64 * 4096 * 4
+    assert temporaries(32) - temporaries(8) < 0.5 * more_logits
+
+
+def test_the_gradient_writes_no_zeros_the_size_of_the_logits():
+    """The gradient of a gather would; this one is softmax less one at the token, and works forwards as well."""
+    logits, tokens = jax.random.normal(jax.random.key(0), (3, 7)), jnp.array([1, 6, 1])
+    of = lambda logits: token_log_probs(logits, tokens).sum()
+    grads = np.eye(7)[np.asarray(tokens)] - jax.nn.softmax(logits)
+    np.testing.assert_allclose(jax.grad(of)(logits), grads, atol=1e-6)
+    np.testing.assert_allclose(jax.jacfwd(of)(logits), grads, atol=1e-6)
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(of))(logits))
+
+
+def test_token_log_probs_by_hand():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    np.testing.assert_allclose(token_log_probs(logits, jnp.array([1, 2])), np.log([0.25, 0.8]), atol=1e-6)
+    # at temperature 1/2 the probabilities are squared and normalised: 0.0625 / (0.25 + 2·0.0625)
+    cold = token_log_probs(logits[:1], jnp.array([1]), temperature=0.5)
+    np.testing.assert_allclose(cold, np.log([0.0625 / 0.375]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: token_log_probs(jnp.zeros((2, 3)), jnp.zeros((3,), int)), r"logits must be \[\.\.\., V\] for tokens"),
+        (lambda: token_log_probs(jnp.zeros((2, 3)), jnp.zeros((2,))), "tokens must be integers; got float32"),
+        (lambda: token_log_probs(jnp.zeros((3,)), jnp.array(0), temperature=0.0), "temperature must be > 0; got 0.0"),
+        (lambda: completion_log_probs(*tiny_model(), PROMPTS, completions(), temperature=0), "temperature must be > 0"),
+        (
+            lambda: completion_log_probs(
+                *tiny_model(), Prompts(PROMPTS.tokens[:2], PROMPTS.lengths[:2]), completions()
+            ),
+            r"completions must have tokens and mask \[B, G, T\] for prompts \[B, P\]; got tokens \(3, 4, 6\)",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_token_log_probs(self):
+        logits = jax.random.normal(jax.random.key(0), (3, 5, 7))
+        tokens = jax.random.randint(jax.random.key(1), (3, 5), 0, 7)
+        log_probs = self.variant(token_log_probs)(logits, tokens)
+        expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(tokens)[..., None], -1)[..., 0]
+        np.testing.assert_allclose(log_probs, expected, atol=1e-6)
+        chex.assert_type(log_probs, jnp.float32)
+
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_completion_log_probs(self):
+        model, params = tiny_model()
+        rows = completions()
+        function = self.variant(lambda params, prompts, rows: completion_log_probs(model, params, prompts, rows))
+        log_probs = function(params, PROMPTS, rows)
+        np.testing.assert_allclose(log_probs, completion_log_probs(model, params, PROMPTS, rows), atol=1e-5)
+        chex.assert_shape(log_probs, rows.tokens.shape)
+        chex.assert_type(log_probs, jnp.float32)

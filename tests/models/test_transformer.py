@@ -1,0 +1,375 @@
+"""The decoder against itself: what a position may see, and that every way of computing it gives the same."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax.models import transformer
+from grpo_jax.models.experts import router_loss
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
+from grpo_jax.models.transformer import Transformer, count_parameters, empty_cache
+
+PLAIN = TransformerConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm="head",
+    initializer_range=0.3,
+)
+# Every switch that changes what attention sees, at once.
+RICH = dataclasses.replace(
+    PLAIN,
+    windows=(3, None),
+    local_rope=Rope(theta=100.0),
+    rotary_layers=(True, False),
+    norms="sandwich",
+    norm_offset=1.0,
+    qkv_bias=True,
+    attention_soft_cap=5.0,
+    logit_soft_cap=4.0,
+    embedding_scale=3.0,
+)
+SPARSE = dataclasses.replace(
+    PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
+)
+# The same with the window, and the rotary embedding of its own, in the last layer.
+BACKWARDS = dataclasses.replace(RICH, windows=(None, 3), rotary_layers=(False, True))
+CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE}
+
+B, G, P, T = 2, 3, 6, 5
+LENGTHS = np.array([6, 4])
+
+
+@pytest.fixture(params=list(CONFIGS))
+def config(request):
+    return CONFIGS[request.param]
+
+
+@functools.cache
+def make(config):
+    model = Transformer(config)
+    return model, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def batch():
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 40, (B, P)), rng.integers(0, 40, (B, G, T))
+
+
+def test_an_input_moves_the_logits_at_its_position_and_after_and_none_before(config):
+    """Criteria: the gradient of the logits at t w.r.t. the embeddings is non-zero up to t and zero after it."""
+    model, params = make(dataclasses.replace(config, windows=None))
+    tokens = jnp.arange(6)[None]  # each token once: the row of its embedding stands for its position
+    table = params["embed_tokens"]["embedding"]
+    # A head of its own, so that the gradient reaches the table by the input only.
+    untied = dataclasses.replace(model.config, tie_word_embeddings=False)
+    head = {"lm_head": {"kernel": table.T}}
+    weights = np.random.default_rng(0).standard_normal(40).astype(np.float32)
+
+    @jax.jit
+    @jax.grad
+    def influence_on(table, t):
+        variables = {"params": {**params, **head, "embed_tokens": {"embedding": table}}}
+        return jnp.vdot(Transformer(untied).apply(variables, tokens)[0, t], weights)
+
+    for t in range(6):
+        influence = np.abs(influence_on(table, t)).max(axis=1)
+        assert (influence[: t + 1] > 1e-4).all(), f"position {t} does not see all of its past: {influence[:6]}"
+        assert (influence[t + 1 :] == 0).all(), f"position {t} sees its future: {influence[:6]}"
+
+
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_a_window_ends_where_it_says(with_prefix):
+    """With one layer and a window of 3, position t sees t−2, t−1 and t, also where they lie in the prompt."""
+    model, params = make(dataclasses.replace(PLAIN, num_layers=1, windows=(3,)))
+    prompt, row = np.arange(4)[None], np.arange(4, 8)[None, None]
+    lengths = np.array([4])
+
+    weights = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+
+    @jax.jit
+    @jax.grad
+    def influence_on(table, t):
+        variables = {"params": {**params, "embed_tokens": {"embedding": table}}}
+        if not with_prefix:
+            whole = np.concatenate([prompt, row[0]], axis=1)[None]
+            return jnp.vdot(model.apply(variables, whole, method="hidden")[0][0, 0, t], weights)
+        _, prefix = model.apply(variables, prompt, lengths, method="prefill")
+        return jnp.vdot(model.apply(variables, row, prefix, method="hidden")[0][0, 0, t - 4], weights)
+
+    for t in (4, 5, 7):
+        influence = influence_on(params["embed_tokens"]["embedding"], t)
+        seen = np.flatnonzero(np.abs(influence).max(axis=1))
+        np.testing.assert_array_equal(seen, [t - 2, t - 1, t])
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def group_logits(model, params, prompt, rows, lengths=LENGTHS):
+    """Logits [B, G, T+1, V]: of the last prompt token, then of every completion token, with a shared prompt."""
+    variables = {"params": params}
+    last, prefix = model.apply(variables, prompt, lengths, method="prefill")
+    hidden, _ = model.apply(variables, rows, prefix, method="hidden")
+    last = jnp.broadcast_to(last[:, None, None], (*hidden.shape[:2], 1, hidden.shape[-1]))
+    return model.apply(variables, jnp.concatenate([last, hidden], axis=2), method="unembed")
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
+    """The same from sequences of prompt and completion without a gap, each prompt repeated for its completions."""
+    b, g, t = rows.shape
+    slot = jnp.arange(prompt.shape[1] + t)[None]
+    padded = jnp.pad(jnp.broadcast_to(prompt[:, None], (b, g, prompt.shape[1])), ((0, 0), (0, 0), (0, t)))
+    offset = jnp.broadcast_to(jnp.clip(slot - lengths[:, None], 0, t - 1)[:, None], padded.shape)
+    whole = jnp.where((slot < lengths[:, None])[:, None], padded, jnp.take_along_axis(rows, offset, axis=2))
+    logits = model.apply({"params": params}, whole.reshape(b * g, -1)).reshape(*padded.shape, -1)
+    kept = (lengths[:, None] - 1 + jnp.arange(t + 1)[None])[:, None, :, None]
+    return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), BACKWARDS], ids=[*CONFIGS, "backwards"])
+def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
+    """The last layer makes one state a prompt; keys and values are those of every token."""
+    model, params = make(config)
+    prompt, _ = batch()
+    last, prefix = model.apply({"params": params}, prompt, LENGTHS, method="prefill")
+    hidden, own = model.apply({"params": params}, prompt[:, None], method="hidden")
+    np.testing.assert_allclose(last, hidden[np.arange(B), 0, LENGTHS - 1], atol=1e-5)
+    for (keys, values), (k, v) in zip(prefix.layers, own, strict=True):
+        np.testing.assert_allclose(keys, k[:, :, 0].swapaxes(-1, -2), atol=1e-6)
+        np.testing.assert_allclose(values, v[:, :, 0], atol=1e-6)
+
+
+def test_one_state_a_row_where_keys_stand_already(config):
+    """`last` counts the tokens of the call, whatever slot of a cache the first of them takes."""
+    model, params = make(config)
+    prompt, rows = batch()
+    variables, last = {"params": params}, np.array([3, 1])
+    _, prefix = model.apply(variables, prompt, LENGTHS, method="prefill")
+    cache = empty_cache(model.config, B, G, T + 2)
+    _, cache = model.apply(variables, rows[:, :, :2], prefix, cache, 0, method="hidden")
+    all_states, _ = model.apply(variables, rows, prefix, cache, 2, method="hidden")
+    states, _ = model.apply(variables, rows, prefix, cache, 2, last=last, method="hidden")
+    np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
+
+
+def test_columns_of_logits_are_its_rows(config):
+    model, params = make(config)
+    hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
+    rows, columns = (model.apply({"params": params}, hidden, method=f"unembed{of}") for of in ("", "_columns"))
+    np.testing.assert_allclose(columns, rows.T, atol=1e-5)
+
+
+def test_a_shared_prompt_equals_concatenated_sequences(config):
+    model, params = make(config)
+    prompt, rows = batch()
+    ours = group_logits(model, params, prompt, rows)
+    np.testing.assert_allclose(ours, plain_logits(model, params, prompt, rows), atol=1e-5)
+
+
+def test_a_shared_prompt_has_the_gradients_of_concatenated_sequences(config):
+    model, params = make(config)
+    prompt, rows = batch()
+    weights = np.random.default_rng(0).standard_normal((B, G, T + 1, 40)).astype(np.float32) / 100
+
+    def loss(logits_of, params):
+        return jnp.sum(jax.nn.log_softmax(logits_of(model, params, prompt, rows)) * weights)
+
+    grads = [jax.jit(jax.grad(functools.partial(loss, of)))(params) for of in (group_logits, plain_logits)]
+    for path, ours in jax.tree_util.tree_leaves_with_path(grads[0]):
+        theirs = grads[1]
+        for entry in path:
+            theirs = theirs[entry.key]
+        np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def test_rows_of_a_group_do_not_see_each_other(config):
+    model, params = make(config)
+    prompt, rows = batch()
+    logits = functools.partial(group_logits, model)
+    changed = rows.copy()
+    changed[:, 1] = (changed[:, 1] + 1) % 40
+    before, after = logits(params, prompt, rows), logits(params, prompt, changed)
+    np.testing.assert_allclose(after[:, [0, 2]], before[:, [0, 2]], atol=1e-6)
+    assert np.abs(after[:, 1, 1:] - before[:, 1, 1:]).max() > 0.1
+
+
+def test_padding_is_never_looked_at(config):
+    """Garbage after a prompt's length changes no logit, and neither does a prompt padded further."""
+    model, params = make(config)
+    prompt, rows = batch()
+    logits = functools.partial(group_logits, model)
+    before = logits(params, prompt, rows)
+    garbage = np.where(np.arange(P)[None] < LENGTHS[:, None], prompt, 39 - prompt)
+    assert (garbage != prompt).any()
+    np.testing.assert_array_equal(logits(params, garbage, rows), before)
+    wider = np.concatenate([prompt, np.full((B, 3), 7)], axis=1)
+    np.testing.assert_allclose(logits(params, wider, rows), before, atol=1e-5)
+
+
+def test_cached_decode_equals_the_forward_with_a_prompt(config):
+    model, params = make(config)
+    prompt, rows = batch()
+    variables = {"params": params}
+    _, prefix = jax.jit(functools.partial(model.apply, method="prefill"))(variables, prompt, LENGTHS)
+    step = jax.jit(functools.partial(model.apply, method="hidden"))
+    whole, _ = step(variables, rows, prefix)
+    cache = empty_cache(model.config, B, G, T + 2)
+    for t in range(T):
+        hidden, cache = step(variables, rows[:, :, t : t + 1], prefix, cache, jnp.int32(t))
+        np.testing.assert_allclose(hidden[:, :, 0], whole[:, :, t], atol=1e-5)
+
+
+def test_remat_changes_no_gradient(config):
+    _, params = make(config)
+    tokens = batch()[1][0]
+    assert not config.remat
+    grads, recomputed = [], []
+    for remat in (False, True):
+        cloned = Transformer(dataclasses.replace(config, remat=remat))
+        loss = lambda params: jax.nn.log_softmax(cloned.apply({"params": params}, tokens))[..., 3].mean()
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params))
+        recomputed.append(len(re.findall(r"= (?:remat2?|checkpoint)\[", jaxpr)))
+        grads.append(jax.jit(jax.grad(loss))(params))
+    assert recomputed[1] >= recomputed[0] + config.num_layers, "whole layers beside the gates of the MLPs"
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
+
+
+def test_layers_that_are_traced_once_are_the_layers(config):
+    """Where a collection is written, each layer is traced by itself: the plain road to the same numbers."""
+    model, params = make(config)
+    tokens = batch()[1][0]
+
+    def loss(params, **how):
+        out = model.apply({"params": params}, tokens, **how)
+        return jnp.square(out[0] if how else out).mean()
+
+    once = jax.jit(jax.value_and_grad(loss))(params)
+    each = jax.jit(jax.value_and_grad(functools.partial(loss, mutable=["intermediates"])))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), once, each)
+
+
+@pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
+def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
+    traced = []
+    attention = transformer.group_attention
+    monkeypatch.setattr(
+        transformer, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how)
+    )
+    # A shape of its own, which no other test has traced before.
+    model = Transformer(dataclasses.replace(PLAIN, vocab_size=41, num_layers=6, **changes))
+    tokens = jnp.zeros((B, T), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    traced.clear()
+    jax.jit(jax.grad(lambda params: model.apply(params, tokens).mean())).trace(shapes)
+    assert len(traced) == kinds
+
+
+def test_what_a_layer_keeps_is_a_policy():
+    """The same gradients; the less is kept for the way back, the more operations there are."""
+    policies = ["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"]
+    model, params = tiny_model()
+    tokens = jnp.ones((4, 96), jnp.int32)
+    grads, kept, operations = [], [], []
+    for settings in [*({"remat": True, "remat_policy": policy} for policy in policies), {}]:
+        cloned = Transformer(dataclasses.replace(model.config, **settings))
+        loss = lambda params, cloned=cloned: cloned.apply({"params": params}, tokens)[..., 3].mean()
+        pullback = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
+        kept.append(sum(x.size for x in jax.tree.leaves(pullback)))
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        operations.append(lowered.cost_analysis()["flops"])
+        grads.append(lowered.compile()(params))
+    for other in grads[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), grads[0], other)
+    assert kept == sorted(kept), kept
+    assert operations == sorted(operations, reverse=True), operations
+    assert len(set(kept)) == len(set(operations)) == 4, (kept, operations)
+
+
+def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
+    model, params = make(config)
+    tokens = batch()[0]
+    half = Transformer(dataclasses.replace(config, dtype="bfloat16"))
+    logits = jax.jit(half.apply)({"params": params}, tokens)
+    exact = jax.jit(model.apply)({"params": params}, tokens)
+    assert logits.dtype == jnp.float32
+    assert jax.tree.leaves(jax.eval_shape(half.init, jax.random.key(0), tokens))[0].dtype == jnp.float32
+    error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
+    assert 1e-5 < error < 0.1
+
+
+def test_a_gradient_is_finite_where_a_row_is_one_token():
+    model, params = make(PLAIN)
+    loss = lambda params: group_logits(model, params, np.array([[3]]), np.array([[[5]]]), np.array([1])).sum()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+
+
+def test_tokens_of_another_rank_are_refused():
+    model, params = make(PLAIN)
+    with pytest.raises(ValueError, match=r"tokens must be \[B, T\]; got shape \(3,\)"):
+        model.apply({"params": params}, jnp.zeros(3, jnp.int32))
+
+
+def test_unknown_rope_kinds_are_refused():
+    with pytest.raises(ValueError, match=r"rope kind 'spiral' is not supported.*'yarn'"):
+        rope_frequencies(Rope(kind="spiral"), 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        ("dynamic", {"factor": 2.0, "max_position_embeddings": 8}),
+        (
+            "longrope",
+            {
+                "factor": 2.0,
+                "attention_factor": None,
+                "short_factor": (1.0,) * 4,
+                "long_factor": (2.0,) * 4,
+                "max_position_embeddings": 16,
+                "original_max_position_embeddings": 8,
+            },
+        ),
+    ],
+)
+def test_keys_are_not_kept_where_a_longer_sequence_would_rotate_them_anew(kind, numbers):
+    assert kind in ROPE_KINDS
+    rope = Rope(kind=kind, scaling=tuple(sorted(numbers.items())))
+    model, params = make(dataclasses.replace(PLAIN, rope=rope))
+    prompt, rows = batch()
+    assert jax.eval_shape(model.apply, {"params": params}, np.zeros((1, 20), int)).shape == (1, 20, 40)
+    with pytest.raises(ValueError, match=rf"take up to 11 tokens, but beyond 8 rope_type '{kind}'.*shorter"):
+        group_logits(model, params, prompt, rows)
+    short = group_logits(model, params, prompt[:, :3], rows, np.array([3, 2]))
+    plain = plain_logits(model, params, prompt[:, :3], rows, np.array([3, 2]))
+    np.testing.assert_allclose(short, plain, atol=1e-5)
+
+
+def test_router_loss_by_hand():
+    """Two tokens of three count; both go to expert 0 by logits (2, 0) and (1, 0); k = 1, E = 2."""
+    logits = jnp.array([[[2.0, 0.0], [1.0, 0.0], [-9.0, 9.0]]])
+    p0 = (1 / (1 + np.exp(-2.0)) + 1 / (1 + np.exp(-1.0))) / 2
+    value = router_loss({"mlp": {"logits": (logits,)}}, jnp.array([[True, True, False]]), num_experts_per_token=1)
+    np.testing.assert_allclose(value, 2 * p0, rtol=1e-6)
+
+
+def test_experts_do_not_depend_on_their_neighbours():
+    model, params = make(SPARSE)
+    tokens = batch()[1][0]
+    apply = jax.jit(model.apply)
+    alone = jnp.concatenate([apply({"params": params}, tokens[i : i + 1]) for i in range(G)])
+    np.testing.assert_allclose(apply({"params": params}, tokens), alone, atol=1e-5)
+
+
+def test_count_parameters():
+    assert count_parameters({"a": np.zeros((2, 3)), "b": {"c": np.zeros(4)}}) == 10

@@ -1,0 +1,151 @@
+"""What an iteration costs, by XLA's own count of operations and bytes: numbers that do not jitter."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import Batch, GRPOConfig, Prompts
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.update import packed
+from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.state import create_state
+
+D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
+MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
+P = 64
+NAMES = ("_read_part", "_score_piece", "_add_piece", "_add_prompts", "_jit_apply")
+PROGRAMS = {name: getattr(packed, name) for name in NAMES}
+
+
+def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=512):
+    """Compiled programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
+    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    runs, lowered = collections.Counter(), {}
+    for name, program in PROGRAMS.items():
+
+        def call(*args, name=name, program=program, **kwargs):
+            kind = name + str(kwargs.get("backward", ""))
+            if not runs[kind]:
+                lowered[kind] = program.lower(*args, **kwargs)
+            runs[kind] += 1
+            return program(*args, **kwargs)
+
+        monkeypatch.setattr(packed, name, call)
+    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    optimizer = optax.adamw(1e-6)
+    state = create_state(params, optimizer, jax.random.key(0), keep_reference=True)
+    shape = (b, g, t)
+    batch = Batch(
+        prompts=Prompts(jnp.ones((b, P), jnp.int32), jnp.full(b, P)),
+        tokens=jnp.ones(shape, jnp.int32),
+        mask=jnp.ones(shape, bool),
+        advantages=jnp.ones(shape[:2]),
+        sampling_log_probs=-jnp.ones(shape),
+    )
+    config = GRPOConfig(beta=0.1, max_completion_length=t)
+    at = {"model": MODEL, "config": config, "micro": (micro_rows // g, g)}
+    ref = packed.score(state.ref_params, batch.prompts, batch.tokens, batch.mask, **at)
+    packed.update(state, batch.replace(ref_log_probs=ref), optimizer=optimizer, on_policy=True, **at)
+    return {kind: (lowered[kind], n) for kind, n in runs.items()}
+
+
+def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):
+    """Scoring and updating, by hand: 2 operations a weight and token forward, 4 backward, each prompt once."""
+    b, g, t = 2, 4, 64
+    layer = D * (H + 2 * KV) * WIDTH + H * WIDTH * D + 3 * D * F
+    attention = lambda keys: 2 * H * WIDTH * keys  # scores and values: a product each
+    # In the last layer a prompt has one state, and keys and values of every token.
+    keys = 2 * D * KV * WIDTH
+    prompt = b * P * ((L - 1) * (layer + attention((P + 1) / 2)) + keys) + b * (layer - keys + attention(P))
+    # Each token sees its prompt and itself and what came before it; the head is for completions only.
+    completion = b * g * t * (L * layer + L * attention(P + (t + 1) / 2) + D * V)
+    by_hand = 2 * (prompt + completion) + 6 * (prompt + completion)
+    programs = programs_of_an_iteration(monkeypatch, b, g, t)
+    counted = sum(lowered.cost_analysis()["flops"] * runs for lowered, runs in programs.values())
+    unshared = 8 * b * g * (P + t) * (L * layer)
+    assert by_hand < unshared, "a case in which sharing makes a difference"
+    assert by_hand * 0.9 < counted <= by_hand * 1.08, counted / by_hand
+
+
+def temporaries(monkeypatch, **sizes):
+    lowered, _ = programs_of_an_iteration(monkeypatch, **sizes)["_add_piece"]
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
+    """A piece of N tokens: activations of N tokens, logits of N tokens a few times, gradients of the params."""
+    n = 512
+    one = temporaries(monkeypatch, b=2, g=4, t=64, tokens=n)
+    params = V * D + L * (D * (2 * H + 2 * KV) * WIDTH + 3 * D * F)
+    keys = P + 64
+    bound = 4 * (4 * n * V + 2 * params + L * n * (12 * D + 8 * F + 6 * H * keys))
+    assert one < bound, (one, bound)
+    many = temporaries(monkeypatch, b=4, g=16, t=64, tokens=n)
+    whole_logits = 4 * 4 * 16 * 64 * V
+    assert many - one < whole_logits / 8, "eight times the rows: what grows is [B, G, T], not its logits"
+
+
+@pytest.mark.parametrize(("b", "g"), [(2, 4), (4, 8)])
+def test_every_piece_runs_one_program(monkeypatch, b, g):
+    programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128)
+    pieces = int(np.ceil(b * g * 64 / 128))
+    assert {kind: runs for kind, (_, runs) in programs.items()} == {
+        "_read_partFalse": b // 2,
+        "_score_piece": pieces,
+        "_read_partTrue": b // 2,
+        "_add_piece": pieces,
+        "_add_prompts": b // 2,
+        "_jit_apply": 1,
+    }
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_update_holds_the_policy_once(beta, monkeypatch):
+    """Params, two moments and gradients, and with beta the reference: no further copy, by XLA's account."""
+    shape = TransformerConfig(8192, 64, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
+    model = Transformer(shape)
+    config = GRPOConfig(beta=beta, max_completion_length=8, per_device_train_batch_size=8)
+    optimizer = make_optimizer(config, 10)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    state = create_state(params, optimizer, jax.random.key(0), keep_old=False, keep_reference=beta > 0)
+    batch = Batch(
+        prompts=Prompts(jnp.ones((1, 8), jnp.int32), jnp.full(1, 8)),
+        tokens=jnp.ones((1, 8, 8), jnp.int32),
+        mask=jnp.ones((1, 8, 8), bool),
+        advantages=jnp.ones((1, 8)),
+        sampling_log_probs=-jnp.ones((1, 8, 8)),
+        ref_log_probs=-jnp.ones((1, 8, 8)) if beta else None,
+    )
+    lowered, plain = [], packed._jit_apply
+    monkeypatch.setattr(packed, "_jit_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
+    packed.update(state, batch, model=model, optimizer=optimizer, config=config, on_policy=True, micro=(1, 8))
+    memory = lowered[0].compile().memory_analysis()
+    policy = sum(x.nbytes for x in jax.tree.leaves(params))
+    copies = 5 if beta else 4
+    given, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert copies * policy <= given <= (copies + 0.05) * policy
+    assert new < 0.05 * policy, "the next state stands where the present one stood"
+    assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 8, 2), (8, 1, 2), (4, 2, 1), (4, 2, 2)])
+def test_a_decode_writes_its_cache_where_it_stands(layout):
+    """Keys and values are written in place at every step, in layouts [prompts, rows] with heads, also of one."""
+    prompts, rows, heads = layout
+    shape = TransformerConfig(32, 16, 16, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=8)
+    model = Transformer(shape)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    some = Prompts(jnp.ones((prompts, 4), jnp.int32), jnp.full(prompts, 4))
+    slots = 4096 // (prompts * rows)
+    compiled = decode_module.lower_decode(model, params, some, rows, slots + 1).compile()
+    cache = 2 * prompts * rows * heads * 8 * slots * 4
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"
+    assert memory.temp_size_in_bytes < cache / 4, "no copy beside it"

@@ -1,0 +1,189 @@
+"""The plan of a run: exact where bytes can be counted by hand, near what a process really takes, and light."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_jax import GRPOConfig, plan
+from grpo_jax.plan.__main__ import main
+from grpo_jax.plan.estimate import _at_batch
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_what_is_held_is_what_was_counted_by_hand():
+    config = GRPOConfig(max_completion_length=8, beta=0.1, mesh={"fsdp": 2})
+    found = plan(MODEL, config, prompt_length=8)
+    cut = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32  # embedding, attention, MLP; every matrix is cut in two
+    whole = 3 * 16 + 3 * 16  # norms and biases
+    params = 4 * (cut // 2 + whole)
+    assert found.held["params"] == found.held["reference"] == params
+    assert found.held["optimizer"] == pytest.approx(2 * params, abs=64)
+    assert "master params" not in found.held
+    half = plan(MODEL, config, prompt_length=8, param_dtype="bfloat16")
+    assert half.held["params"] == half.held["reference"] == params // 2
+    assert half.held["master params"] == params
+    assert half.held["optimizer"] == found.held["optimizer"]
+    assert found.devices == 2
+    assert found.sizes == {"prompts": 2, "group": 8, "tokens": 2 * 8 * 8}
+    # Each device has one prompt: its keys and values and those of 8 rows with room for 7 tokens.
+    assert found.parts["KV cache"] >= 4 * 2 * 16 * (8 + 8 * 7)
+    assert found.peak == found.peaks["update"] > sum(found.held.values())
+    assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
+
+
+def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
+    model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
+    found = _at_batch(model, GRPOConfig(max_completion_length=8), 8, "float32")
+    assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
+
+
+def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
+    """Smaller micro-batches do not make them fewer: they grow with the prompts, and by nothing of the weights' size."""
+    name, kept = "activations of all prompts", []
+    for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
+        config = GRPOConfig(max_completion_length=8, gradient_accumulation_steps=accumulate)
+        found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, "float32")
+        assert found.sizes["prompts"] == accumulate
+        beside = found.parts["gradients, activations and batch"] + found.parts[name]
+        assert found.peaks["update"] == sum(found.held.values()) + beside
+        kept.append(found.parts[name])
+    assert kept[1] == 4 * kept[0]
+    # Of one recomputed layer: a few arrays of [tokens, width], float32.
+    assert 4 * 8 * 4 * 64 < kept[2] < 8 * (4 * 8 * 4 * 64)
+    assert name not in plan(MODEL, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8).parts
+
+
+def test_a_layer_of_an_update_costs_a_device_its_own_rows():
+    """Of each layer a device keeps what its own prompts need; once, the activations of all devices stood on each."""
+    model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
+    config = GRPOConfig(max_completion_length=64, per_device_train_batch_size=8, mesh={"fsdp": 8})
+    at = [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
+    name = "gradients, activations and batch"
+    own_input = 8 * 64 * 64 * 4  # rows, tokens, width, float32
+    assert (at[1][name] - at[0][name]) / 2 < 8 * own_input
+    for layers, parts in zip((2, 4), at, strict=True):  # keys and values of its own prompt, and of 8 rows with 63 slots
+        assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 63), rel=1e-3)
+
+
+def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    options = ["--model", str(tmp_path / "config.json"), "--prompt", "8", "--completion", "8", "--dtype", "float32"]
+    main([*options, "--memory", "1e-3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 devices, each of an iteration's 1 prompts × 8 completions")
+    fits = int(lines[-1].rpartition(": ")[2])
+    assert fits % 8 == 0
+    peak = lambda batch: (
+        plan(MODEL, GRPOConfig(max_completion_length=8, per_device_train_batch_size=batch), prompt_length=8).peak
+    )
+    assert peak(fits) <= 1e6 < peak(fits + 8)
+
+
+def test_a_model_that_is_not_known_is_refused_before_a_process_starts(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ValueError, match="NoSuchForCausalLM"):
+        plan({**MODEL, "architectures": ["NoSuchForCausalLM"]}, GRPOConfig(), prompt_length=8)
+
+
+MEASURED = """
+import ctypes, gc, json, sys
+import jax, jax.numpy as jnp
+from grpo_jax import Batch, GRPOConfig, Prompts, packed
+from grpo_jax.hub.families import read_config
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.devices.sharding import make_mesh, split_sharding, tree_sharding
+from grpo_jax.update.state import create_state
+from grpo_jax.types import as_argument
+
+request = json.load(sys.stdin)
+config = GRPOConfig.from_dict(request["config"])
+model = with_settings(Transformer(read_config(request["model"])), config)
+mesh, optimizer, sizes = make_mesh(config.mesh), make_optimizer(config, 1000), config.sizes()
+b, g, t, p = request["batch"]
+
+
+def resident(field):
+    return int(open("/proc/self/status").read().split(field)[1].split()[0]) * 1024
+
+
+def make_params():
+    return model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def make_state(params):
+    return create_state(params, optimizer, jax.random.key(0))
+
+
+def make_batch():
+    return Batch(
+        prompts=Prompts(jnp.ones((b, p), jnp.int32), jnp.full(b, p)),
+        tokens=jnp.ones((b, g, t), jnp.int32),
+        mask=jnp.ones((b, g, t), bool),
+        advantages=jnp.ones((b, g)),
+        sampling_log_probs=-jnp.ones((b, g, t)),
+    )
+
+
+def compiled(function, *like):
+    cut = lambda x: split_sharding(x, mesh) if isinstance(x, Batch) else tree_sharding(x, mesh)
+    at = lambda x: jax.tree.map(lambda y, where: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=where), x, cut(x))
+    like = [at(x) for x in like]
+    out = jax.eval_shape(function, *like)
+    return jax.jit(function, out_shardings=cut(out)).lower(*like).compile()
+
+
+params = jax.eval_shape(make_params)
+state, batch = jax.eval_shape(make_state, params), jax.eval_shape(make_batch)
+programs = compiled(make_params), compiled(make_state, params), compiled(make_batch)
+how = {"model": as_argument(model), "optimizer": optimizer, "config": config, "on_policy": True, "mesh": mesh}
+place = lambda x, cut: jax.tree.map(lambda y, at: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=at), x, cut(x, mesh))
+update = packed._jit_train_step.lower(
+    place(state, tree_sharding), place(batch, split_sharding), micro=(sizes.micro_prompts, g), **how
+).compile()
+gc.collect()
+ctypes.CDLL("libc.so.6").malloc_trim(0)  # what compiling took
+before = resident("VmRSS:")
+params = programs[0]()
+state, batch = programs[1](params), programs[2]()
+del params  # the state's own; jax 0.7 copies what is donated while somebody else holds it
+open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
+after = jax.block_until_ready(update(state, batch, model=how["model"]))
+print(json.dumps(resident("VmHWM:") - before))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is Linux's to tell")
+def test_the_peak_is_near_what_a_process_takes(tmp_path):
+    """On two pretended devices, whose memory is the process's; the model is large beside what else a process takes."""
+    model = {**MODEL, "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = GRPOConfig(max_completion_length=32, mesh={"fsdp": 2}, gradient_checkpointing=False)
+    found = plan(model, config, prompt_length=32)
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED],
+        input=json.dumps({"model": model, "config": config.to_dict(), "batch": [2, 8, 32, 32]}),
+        env=os.environ | {"XLA_FLAGS": flags, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured == pytest.approx(2 * found.peaks["update"], rel=0.1)

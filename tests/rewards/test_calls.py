@@ -1,0 +1,462 @@
+"""Calling reward functions: who gets which argument, and nothing that comes back is taken on trust."""
+
+import asyncio
+import functools
+import pickle
+import threading
+import time
+import warnings
+from decimal import Decimal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.rewards.calls import compute_rewards, means_of
+from grpo_jax.rewards.contract import EXTRAS, Extras, RewardError, TrainerState, check_reward_fns, reward_names
+
+B, G = 2, 3
+N = B * G
+PROMPTS = ["p0"] * G + ["p1"] * G
+COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
+COLUMNS = {"answer": ["x"] * G + ["y"] * G, "level": [1] * G + [2] * G}
+
+
+def score(fns, *, columns=COLUMNS, **keywords):
+    return compute_rewards(
+        fns,
+        prompts=PROMPTS,
+        completions=COMPLETIONS,
+        completion_ids=[[1] * len(text) for text in COMPLETIONS],
+        num_generations=G,
+        columns=columns,
+        **keywords,
+    )
+
+
+def returns(value):
+    """A reward function that returns a value whatever it is given."""
+
+    def reward(completions):
+        return value
+
+    return reward
+
+
+def length(completions):
+    return [len(text) for text in completions]
+
+
+# --- the arguments
+
+
+def test_scores_land_on_their_prompt_completion_and_function():
+    def ids(completion_ids):
+        return [-len(row) for row in completion_ids]
+
+    rewards, _ = score([length, ids])
+    assert rewards.dtype == np.float32
+    np.testing.assert_array_equal(rewards[..., 0], [[1, 2, 3], [4, 5, 6]])
+    np.testing.assert_array_equal(rewards[..., 1], [[-1, -2, -3], [-4, -5, -6]])
+
+
+def test_a_function_gets_what_it_names_and_no_more():
+    seen = {}
+
+    def few(answer, completions):
+        seen["few"] = (answer, completions)
+        return [0.0] * N
+
+    def with_default(prompts, missing="default", *, level=None):
+        seen["default"] = (prompts, missing, level)
+        return [0.0] * N
+
+    def everything(**kwargs):
+        seen["all"] = kwargs
+        return [0.0] * N
+
+    def trl(completions, answer, **kwargs):
+        seen["trl"] = set(kwargs)
+        return [0.0] * N
+
+    # The column `prompt` is given as `prompts`, and only so.
+    columns = {"prompt": PROMPTS, **COLUMNS}
+    score([few, with_default, everything, trl], columns=columns, extras={"trainer_state": object()})
+    assert seen["few"] == (COLUMNS["answer"], COMPLETIONS)
+    assert seen["default"] == (PROMPTS, "default", COLUMNS["level"])
+    assert seen["all"].keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
+    assert seen["trl"] == {"prompts", "completion_ids", "level"}
+
+
+def test_extras_take_metrics_and_columns_once():
+    extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
+
+    def by_the_book(completions, trainer_state, log_metric, log_extra):
+        log_metric("step", trainer_state.global_step)
+        log_metric("step", trainer_state.max_steps)
+        log_extra("length", [len(text) for text in completions])
+        return [0.0] * len(completions)
+
+    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
+    assert set(extras.given()) == set(EXTRAS)
+    compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
+    assert means_of(extras.values()) == {"step": 6.5}
+    assert extras.rows(2) == [{"length": 1}, {"length": 2}]
+    assert extras.rows(3) == [{}, {}, {}]
+    extras.log_extra("length", [1])
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
+        extras.rows(2)
+    with pytest.raises(TypeError, match="work in the process that trains"):
+        pickle.dumps(extras.log_metric)
+
+
+def test_extras_go_as_they_are_to_those_who_name_them():
+    state = object()
+
+    def by_step(completions, trainer_state):
+        assert trainer_state is state
+        return [1.0] * N
+
+    score(by_step, extras={"trainer_state": state})
+    check_reward_fns(by_step, ["prompt"], extras=["trainer_state"])
+    with pytest.raises(ValueError, match="'by_step' needs the argument 'trainer_state'"):
+        check_reward_fns(by_step, ["prompt"])
+
+
+def test_methods_partials_and_objects_are_functions_too():
+    class Judge:
+        def __call__(self, completions, answer):
+            return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+        def method(self, completions):
+            return length(completions)
+
+    def scaled(completions, factor):
+        return [factor * len(text) for text in completions]
+
+    rewards, stats = score([Judge(), Judge().method, functools.partial(scaled, factor=2)])
+    np.testing.assert_array_equal(rewards[0], [[0, 1, 2], [0, 2, 4], [0, 3, 6]])
+    assert {key.split("/")[1] for key in stats} == {"Judge", "method", "scaled", "unscored"}
+
+
+def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
+    def same(completions, answer):
+        return [float(truth == "mine") for truth in answer]
+
+    def same_by_keywords(completions, **columns):
+        return same(completions, columns["answer"])
+
+    mine = ["mine"] * N
+    rewards, _ = score([functools.partial(same, answer=mine), functools.partial(same_by_keywords, answer=mine)])
+    assert (rewards == 1).all()
+
+
+def test_a_function_that_changes_its_lists_changes_nobody_elses():
+    def greedy(completions, answer):
+        completions.clear()
+        answer.clear()
+        return [0.0] * N
+
+    rewards, _ = score([greedy, length])
+    assert rewards[..., 1].sum() == 21
+    assert len(COMPLETIONS) == N
+    assert len(COLUMNS["answer"]) == N
+
+
+def test_names_are_distinct_and_stay_so():
+    def reward():
+        return None
+
+    def reward_2():
+        return None
+
+    assert reward_names([reward, reward_2, reward, lambda: 0, lambda: 0]) == [
+        "reward", "reward_2", "reward_3", "lambda", "lambda_2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fns", "columns", "message"),
+    [
+        ([], ["answer"], "reward_fns is empty: give at least one reward function"),
+        (["org/model"], ["answer"], "reward_fns holds 'org/model', which cannot be called"),
+        ("org/model", ["answer"], "reward_fns holds 'org/model', which cannot be called"),
+        (
+            lambda completions, anwser: 0,
+            ["prompt", "answer", "level"],
+            r"'lambda' needs the argument 'anwser', which is no column of the dataset \(columns: answer, level; "
+            r"also given: prompts, completions, completion_ids\); did you mean 'answer'\?",
+        ),
+        ([length, lambda prompt: 0], ["prompt"], r"argument 'prompt'.*columns: none.*did you mean 'prompts'\?"),
+        (length, ["completions"], "the dataset has a column 'completions'.*rename it"),
+        (lambda column="answer": 0, ["answer"], r"'lambda' takes nothing that it could be given.*call it first"),
+        (lambda completions, /: 0, ["answer"], "'lambda' has positional-only arguments"),
+    ],
+)
+def test_check_reward_fns_refuses_before_anything_runs(fns, columns, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward_fns(fns, columns)
+
+
+def test_check_reward_fns_says_nothing_of_a_far_name():
+    with pytest.raises(ValueError, match=r"also given: prompts, completions, completion_ids\)$"):
+        check_reward_fns(lambda zzzz: 0, ["answer"])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"columns": {"answer": ["x"]}}, "answer has 1 entries and completions has 6: all are B·G long"),
+        ({"on_error": "ignore"}, "on_error is 'ignore': choose one of 'raise', 'none'"),
+    ],
+)
+def test_compute_rewards_refuses(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        score(length, **keywords)
+
+
+def test_compute_rewards_refuses_groups_that_do_not_fit():
+    inputs = {"prompts": ["p"] * 4, "completions": ["c"] * 4, "completion_ids": [[1]] * 4}
+    with pytest.raises(ValueError, match="num_generations is 3, which does not divide the 4 completions"):
+        compute_rewards(length, **inputs, num_generations=3)
+
+
+# --- what comes back
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 0, 1, 0, 1, 0],
+        (True, False) * 3,
+        [np.float64(1), np.int8(0), np.bool_(True), jnp.float32(0), np.array(1.0), Decimal("0")],
+        np.array([1, 0, 1, 0, 1, 0], bool),
+        np.array([1, 0, 1, 0, 1, 0], np.float16),
+        jnp.array([1, 0, 1, 0, 1, 0], jnp.bfloat16),
+        (float(index % 2 == 0) for index in range(N)),
+        {index: float(index % 2 == 0) for index in range(N)}.values(),
+    ],
+)
+def test_all_kinds_of_numbers_are_rewards(value):
+    rewards, _ = score(returns(value))
+    np.testing.assert_array_equal(rewards.ravel(), [1, 0, 1, 0, 1, 0])
+
+
+def test_none_is_not_scored_and_not_zero():
+    rewards, stats = score([returns([1.0, None, 0.0, None, None, 0.5]), returns([None, None, 1.0, 1.0, None, None])])
+    np.testing.assert_array_equal(rewards[..., 0].ravel(), [1, np.nan, 0, np.nan, np.nan, 0.5])
+    assert stats["rewards/reward/mean"] == pytest.approx(0.5)
+    assert stats["rewards/reward/std"] == pytest.approx(np.std([1.0, 0.0, 0.5], ddof=1))
+    assert stats["rewards/reward/missing"] == pytest.approx(0.5)
+    assert stats["rewards/reward/errors"] == 0
+    assert stats["rewards/unscored"] == pytest.approx(2 / 6)
+
+
+def test_stats_leave_out_what_has_no_value():
+    _, stats = score([returns([None] * N), returns([None] * (N - 1) + [1.0])])
+    assert "rewards/reward/mean" not in stats
+    assert stats["rewards/reward_2/mean"] == 1.0
+    assert "rewards/reward_2/std" not in stats
+
+
+def raises(error):
+    def reward(completions):
+        raise error
+
+    return reward
+
+
+def calls(make):
+    """A reward function that returns what a function makes, anew each time."""
+
+    def reward(completions):
+        return make()
+
+    return reward
+
+
+def breaks_off():
+    yield 1.0
+    raise KeyError("half way")
+
+
+class Promise:
+    """An array whose computation fails only when it is looked at."""
+
+    def tolist(self):
+        raise ArithmeticError("too late")
+
+
+WHOLE = {
+    "raise": (raises(KeyError("gold")), "raised KeyError: 'gold'"),
+    "exit": (raises(SystemExit(3)), "raised SystemExit: 3"),
+    "none": (returns(None), r"returned None instead of a list \(is its `return` missing\?\)"),
+    "too few": (returns([1.0] * 5), "returned 5 values for 6 completions; exactly one for each is needed"),
+    "too many": (returns([1.0] * 9), "returned 9 values for 6 completions"),
+    "one": (returns([1.0]), "returned 1 values for 6 completions"),
+    "endless": (calls(lambda: iter(int, 1)), "returned more than 6 values for 6 completions"),
+    "short bools": (returns(np.ones(4, bool)), "returned 4 values for 6 completions"),
+    "text": (returns("1.0, 0.0"), "returned '1.0, 0.0', a str; a list with one float or None for each of the 6"),
+    "text of that length": (returns("101010"), "returned '101010', a str"),
+    "scalar": (returns(1.0), "returned 1.0, a float; a list with one float or None for each of the 6 completions"),
+    "0-d array": (returns(np.float32(0.5)), "returned 0.5, a float; a list"),
+    "0-d jax array": (returns(jnp.ones(())), "returned 1.0, a float; a list"),
+    "dict": (returns({index: 1.0 for index in range(N)}), "returned {.*, a dict; a list with"),
+    "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "returned {.*, a set; a list with"),
+    "broken generator": (calls(breaks_off), "raised KeyError: 'half way'"),
+    "broken array": (returns(Promise()), "raised ArithmeticError: too late"),
+}
+
+ELEMENTS = {
+    "nan": (float("nan"), "returned nan; None is how a function says 'not scored'"),
+    "numpy nan": (np.float32("nan"), "returned nan; None"),
+    "inf": (float("inf"), "returned inf; rewards are finite"),
+    "-inf": (-np.inf, "returned -inf; rewards are finite"),
+    "inf in float32": (1e39, r"returned 1e\+39; rewards are finite, in the range of float32"),
+    "huge int": (10**400, "returned inf; rewards are finite"),
+    "text": ("1.0", "returned '1.0', a str; rewards are numbers, or None for 'not scored'"),
+    "list": ([1.0], r"returned \[1.0\], a list; rewards are numbers"),
+    "array": (np.ones(1), r"returned array\(\[1.\]\), a ndarray; rewards are numbers"),
+    "complex": (1j, "returned 1j, a complex; rewards are numbers"),
+    "numpy complex": (np.complex64(1), "returned .*, a complex64; rewards are numbers"),
+    "dict": ({}, r"returned {}, a dict; rewards are numbers"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_function_that_fails_as_a_whole_stops_the_run(case):
+    fn, message = WHOLE[case]
+    with pytest.raises(RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' \(on_reward_error"):
+        score([length, fn])
+
+
+@pytest.mark.parametrize("case", ELEMENTS)
+def test_a_bad_value_names_function_prompt_and_completion(case):
+    value, message = ELEMENTS[case]
+    where = r"for prompt 1 of the batch, completion 1 of its group \(prompt 'p1', completion 'eeeee'\)"
+    with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Mend it"):
+        score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
+
+
+def test_the_users_exception_is_kept_as_the_cause():
+    error = KeyError("gold")
+    with pytest.raises(RewardError) as caught:
+        score(raises(error))
+    assert caught.value.__cause__ is error
+
+
+def test_several_faults_are_counted_in_the_message():
+    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Mend"):
+        score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_failing_function_can_be_scored_as_missing(case):
+    fn, message = WHOLE[case]
+    with pytest.warns(
+        RuntimeWarning, match=f"6 of 6 completions scored as missing: reward function 'reward' {message}"
+    ):
+        rewards, stats = score([length, fn], on_error="none")
+    assert np.isnan(rewards[..., 1]).all()
+    assert rewards[..., 0].sum() == 21
+    assert stats["rewards/reward/errors"] == 6
+    assert stats["rewards/reward/missing"] == 1
+
+
+@pytest.mark.parametrize("case", ELEMENTS)
+def test_a_bad_value_can_be_scored_as_missing(case):
+    value, message = ELEMENTS[case]
+    fns = [returns([1.0, None, value, 1, 1, 1])]
+    with pytest.warns(
+        RuntimeWarning, match=f"1 of 6 completions scored as missing: reward function 'reward' {message}"
+    ):
+        rewards, stats = score(fns, on_error="none")
+    np.testing.assert_array_equal(rewards.ravel(), [1, np.nan, np.nan, 1, 1, 1])
+    assert stats["rewards/reward/errors"] == 1
+    assert stats["rewards/reward/missing"] == pytest.approx(2 / 6)
+    with warnings.catch_warnings():  # and is quiet at or below the share that was asked for
+        warnings.simplefilter("error")
+        score(fns, on_error="none", loud_share=1 / 6)
+
+
+def test_ctrl_c_in_a_reward_function_is_not_a_fault_of_it():
+    with pytest.raises(KeyboardInterrupt):
+        score(raises(KeyboardInterrupt()), on_error="none")
+
+
+# --- asynchronous functions
+
+
+def make_async(value, seconds=0.0):
+    async def judge(completions):
+        await asyncio.sleep(seconds)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return judge
+
+
+def test_async_functions_run_together_and_keep_their_order():
+    fns = [make_async([1.0] * N, 0.5), length, make_async([2.0] * N, 0.5), lambda completions: fns[0](completions)]
+    started = time.perf_counter()
+    rewards, stats = score(fns)
+    elapsed = time.perf_counter() - started
+    np.testing.assert_array_equal(rewards[0, 0], [1, 1, 2, 1])
+    assert elapsed < 1.4, "one after the other they take 1.5 s"
+    assert stats["rewards/judge/seconds"] >= 0.5
+
+
+def test_async_functions_run_below_a_running_loop_as_in_a_notebook():
+    async def cell():
+        return score(make_async([1.0] * N))[0]
+
+    assert asyncio.run(cell()).sum() == N
+
+
+def test_async_objects_keep_clients_bound_to_their_loop():
+    class Judge:
+        lock = None
+
+        async def __call__(self, completions):
+            # As a session of an HTTP client does, this remembers the loop of the first call.
+            loop = asyncio.get_running_loop()
+            self.lock = self.lock or (loop, asyncio.Lock())
+            assert self.lock[0] is loop
+            async with self.lock[1]:
+                return [1.0] * len(completions)
+
+    judge = Judge()
+    for _ in range(3):
+        assert score(judge)[0].sum() == N
+
+
+@pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
+def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error):
+    with pytest.raises(RewardError, match=f"reward function 'judge' raised {type(error).__name__}"):
+        score([make_async(error), make_async([1.0] * N)])
+    with pytest.warns(RuntimeWarning, match="6 of 6 completions"):
+        rewards, _ = score([make_async(error), make_async([1.0] * N)], on_error="none")
+    np.testing.assert_array_equal(rewards[0, 0], [np.nan, 1])
+
+
+def test_sync_failure_beside_async_leaves_nothing_unawaited(recwarn):
+    with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
+        score([make_async([1.0] * N), raises(ValueError("no"))])
+    assert not recwarn.list
+
+
+def test_sync_functions_run_in_the_thread_of_the_caller():
+    # math-verify, for one, uses signal.alarm, which works in the main thread only.
+    def thread(completions):
+        return [float(threading.current_thread() is threading.main_thread())] * N
+
+    assert score([thread, make_async([0.0] * N)])[0][..., 0].all()
+
+
+def test_rewards_enter_jax_as_they_are():
+    rewards, _ = score(returns([1.0, None, 0.5, 0.0, 0.0, 1.0]))
+    on_device = jax.device_put(rewards)
+    assert on_device.dtype == jnp.float32
+    assert int(jnp.isnan(on_device).sum()) == 1

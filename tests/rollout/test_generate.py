@@ -1,0 +1,423 @@
+"""The rollout: the same tokens however rows are laid out, the log-probs they were drawn with, and honest endings."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from tiny import tiny_model
+
+from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts
+from grpo_jax.models.bounds import DecodeStep, Work
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel, init_adapters
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import generate as rollout
+from grpo_jax.rollout import layout as layout_module
+from grpo_jax.types import as_argument
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
+EOS = (7, 13)
+
+
+@functools.cache
+def model_and_params():
+    return tiny_model()
+
+
+def sample(prompts=PROMPTS, *, num_generations=8, max_completion_length=70, key=7, **settings):
+    model, params = model_and_params()
+    settings = {"eos_token_ids": EOS, **settings}
+    return generate(
+        model,
+        params,
+        make_prompts(prompts) if isinstance(prompts, list) else prompts,
+        jax.random.key(key),
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        **settings,
+    )
+
+
+@functools.cache
+def sampled() -> Completions:
+    return sample()
+
+
+class Bare:
+    """A model that has `apply` and nothing else: the uncached road to the same answer."""
+
+    def apply(self, variables, tokens):
+        return model_and_params()[0].apply(variables, tokens)
+
+
+def test_the_rows_of_this_test_end_at_very_different_times():
+    lengths = np.asarray(sampled().mask.sum(-1))
+    assert (lengths.min(), lengths.max()) == (1, 70)
+    assert 0 < np.asarray(sampled().ended).mean() < 1
+
+
+def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
+    c = jax.device_get(sampled())
+    for tokens, mask, log_probs, ended in zip(
+        c.tokens.reshape(-1, 70), c.mask.reshape(-1, 70), c.log_probs.reshape(-1, 70), c.ended.ravel(), strict=True
+    ):
+        at = np.flatnonzero(np.isin(tokens, EOS) & mask)
+        length = at[0] + 1 if len(at) else 70
+        assert ended == bool(len(at))
+        np.testing.assert_array_equal(mask, np.arange(70) < length)
+        np.testing.assert_array_equal(tokens[length:], 0)
+        np.testing.assert_array_equal(log_probs[length:], 0)
+        assert (log_probs[:length] < 0).all()
+
+
+def test_log_probs_are_those_of_scoring_the_same_tokens():
+    model, params = model_and_params()
+    scored = completion_log_probs(model, params, make_prompts(PROMPTS), sampled())
+    np.testing.assert_allclose(scored, sampled().log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 9}])
+def test_log_probs_agree_under_every_sampling_setting(settings):
+    model, params = model_and_params()
+    completions = sample(max_completion_length=12, **settings)
+    scored = completion_log_probs(model, params, make_prompts(PROMPTS), completions, **settings)
+    np.testing.assert_allclose(scored, completions.log_probs, atol=1e-5)
+    # and these are not the log-probs of the plain distribution: the test would see a setting that is ignored
+    plain = completion_log_probs(model, params, make_prompts(PROMPTS), completions)
+    assert np.abs(plain - completions.log_probs).max() > 0.05
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
+    """Plain sampling takes a CPU's short way, logits [V, N]; top_k of the whole vocabulary is the same, in rows."""
+    short, long = (sample(temperature=temperature, top_k=k) for k in (0, model_and_params()[0].config.vocab_size))
+    np.testing.assert_array_equal(short.tokens, long.tokens)
+    np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tied", "top_k", "columns"), [(True, 0, True), (True, 2, False), (False, 0, False)])
+def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns):
+    shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
+    model = Transformer(shape)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    text = decode_module.lower_decode(model, params, make_prompts(PROMPTS[:3]), 2, 9, top_k=top_k).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
+    assert made == [columns, not columns]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False}, {"num_experts": 4}, {"rank": 2}],
+    ids=["plain", "biases and a head", "experts", "adapters"],
+)
+def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, monkeypatch):
+    settings = dict(settings)
+    rank = settings.pop("rank", None)
+    if "num_experts" in settings:
+        settings.update(num_experts_per_token=2, expert_size=16, expert_layers=(True, False))
+    model, params = tiny_model(**settings)
+    if rank:
+        adapters = init_adapters(jax.random.key(1), params, rank=rank)
+        adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
+        model, params = LoraModel(params, model), adapters
+    variables = decode_module._variables(model, params)
+    how = {"num_generations": 2, "max_completion_length": 12}
+
+    def sampled_with(variables):
+        monkeypatch.setattr(rollout, "_variables", lambda *_: variables)
+        return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
+
+    by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
+    np.testing.assert_array_equal(by_rows.tokens, by_columns.tokens)
+    np.testing.assert_allclose(by_rows.log_probs, by_columns.log_probs, atol=1e-5)
+    # Every kernel is there, and each is read: without it, nothing is as it was.
+    kernels = [
+        path for path, _ in jax.tree.leaves_with_path(getattr(model, "base", params)) if "kernel" in str(path[-1])
+    ]
+    assert [path for path, _ in jax.tree.leaves_with_path(variables["columns"])] == kernels
+    for path in kernels:
+        without = jax.tree.map_with_path(lambda at, x, path=path: x * (at != path), variables["columns"])
+        changed = sampled_with({"params": params, "columns": without})
+        assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3, path
+        np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
+
+
+def test_kernels_stand_as_they_are_on_several_devices():
+    _, params = model_and_params()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert decode_module._variables(None, spread).keys() == {"params"}
+
+
+def test_one_long_decode_inside_jit_gives_the_same_completions():
+    model, params = model_and_params()
+    prompts = make_prompts(PROMPTS)
+    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
+    inside = jax.jit(lambda params, prompts, key: generate(model, params, prompts, key, **settings))
+    whole = inside(params, prompts, jax.random.key(7))
+    assert_same(whole, sampled())
+
+
+def test_a_model_without_a_cache_gives_the_same_completions():
+    _, params = model_and_params()
+    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
+    assert_same(generate(Bare(), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
+
+
+@pytest.mark.parametrize("segment", [3, 64])
+def test_the_length_of_a_segment_changes_nothing(segment, monkeypatch):
+    monkeypatch.setattr(rollout, "SEGMENT", segment)
+    assert_same(sample(), sampled())
+
+
+MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
+
+
+@functools.cache
+def sampled_at_once() -> Completions:
+    return sample(MANY, num_generations=3, max_completion_length=90)
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, monkeypatch):
+    """Twelve prompts through 1 or 4 places: groups of different ages side by side, and slots given up as they end."""
+    expected, steps, plain = sampled_at_once(), [], decode_module._decode
+
+    def decode(*arguments, **settings):
+        rows, drawn = plain(*arguments, **settings)
+        steps.append(rows)
+        return rows, drawn
+
+    monkeypatch.setattr(rollout, "_decode", decode)
+    completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
+    assert_same(completions, expected)
+    assert len(steps) > 2 * 90 // decode_module.SEGMENT
+    assert all(rows.token.shape[0] <= places for rows in steps if rows.token.shape[1] == 3), "too many groups"
+    assert places == 1 or any(np.unique(rows.start).size > 1 for rows in steps), "no group came later than another"
+
+
+def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    decoded, asked, plain = [], [], decode_module._decode
+
+    def decode(*arguments, **settings):
+        decoded.append(len(asked))
+        return plain(*arguments, **settings)
+
+    def third_time():
+        asked.append(len(decoded))
+        if len(asked) == 3:
+            raise Enough
+
+    monkeypatch.setattr(rollout, "_decode", decode)
+    with pytest.raises(Enough):
+        sample(interrupt=third_time)
+    assert asked[:2] == [0, 0], "before the prompts are read, and before the first segment"
+    assert set(decoded) == {2}, "the second segment was not begun"
+    asked.clear()
+    decoded.clear()
+    assert_same(sample(interrupt=lambda: asked.append(1)), sampled())
+    assert len(set(decoded)) >= 69 // decode_module.SEGMENT, "asked anew before each segment"
+
+
+def test_a_row_does_not_depend_on_the_batch_around_it():
+    """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
+    alone = make_prompts([PROMPTS[2]], length=9)
+    mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]])
+    assert_same(sample(alone, prompt_indices=jnp.array([2])), pick(sampled(), slice(2, 3)))
+    assert_same(pick(sample(mixed, prompt_indices=jnp.array([17, 2, 0])), slice(1, 2)), pick(sampled(), slice(2, 3)))
+
+
+def test_fewer_generations_are_the_first_ones():
+    assert_same(sample(num_generations=3), jax.tree.map(lambda x: x[:, :3], sampled()))
+
+
+def test_a_longer_limit_continues_the_same_rows():
+    short = sample(max_completion_length=20)
+    np.testing.assert_array_equal(short.tokens, sampled().tokens[:, :, :20])
+    np.testing.assert_array_equal(short.mask, sampled().mask[:, :, :20])
+    np.testing.assert_array_equal(short.ended, np.asarray(sampled().mask.sum(-1) < 20) | eos_at(sampled(), 19))
+
+
+def eos_at(completions, t):
+    return np.isin(np.asarray(completions.tokens[:, :, t]), EOS) & np.asarray(completions.mask[:, :, t])
+
+
+def test_another_key_gives_other_samples_and_rows_of_a_group_differ():
+    assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
+    first = np.asarray(sampled().tokens)[:, :, :3]
+    assert len({row.tobytes() for row in first.reshape(-1, 3)}) > 20
+
+
+def test_greedy_rows_agree_and_follow_the_argmax():
+    model, params = model_and_params()
+    completions = sample(num_generations=2, max_completion_length=9, temperature=0, eos_token_ids=())
+    np.testing.assert_array_equal(completions.tokens[:, 0], completions.tokens[:, 1])
+    for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
+        logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
+        np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
+
+
+def test_without_eos_ids_every_row_is_truncated():
+    completions = sample(max_completion_length=5, eos_token_ids=())
+    assert np.asarray(completions.mask).all()
+    assert not np.asarray(completions.ended).any()
+
+
+def test_one_token_completions():
+    completions = sample(max_completion_length=1)
+    np.testing.assert_array_equal(completions.tokens[..., 0], sampled().tokens[..., 0])
+    np.testing.assert_array_equal(completions.ended, eos_at(sampled(), 0))
+
+
+def test_an_eos_as_the_first_token_belongs_to_the_completion():
+    first = np.asarray(sampled().tokens[..., 0])
+    ended = np.isin(first, EOS)
+    assert ended.any(), "no row of this test draws EOS first"
+    assert np.asarray(sampled().mask[..., 0]).all()
+    np.testing.assert_array_equal(np.asarray(sampled().mask.sum(-1))[ended], 1)
+
+
+def test_after_warm_up_nothing_is_compiled():
+    """A second rollout with other prompts and another key runs the programs of the first."""
+    prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
+    sample(eos_token_ids=())
+    compiled = {f: f._cache_size() for f in (decode_module._prefill, decode_module._decode, decode_module._rearrange)}
+    sample(prompts, key=99, eos_token_ids=())
+    assert {f: f._cache_size() for f in compiled} == compiled
+
+
+def layouts_met(costs, seeds=300):
+    """Every layout that 8 × 8 rows pass through, whatever ends when; checks that no living row is lost."""
+    rng = np.random.default_rng(0)
+    layouts = set()
+    for _ in range(seeds):
+        alive = np.ones((8, 8), bool)
+        moves = 0
+        while alive.any():
+            alive &= rng.random(alive.shape) < rng.uniform(0.3, 0.95)
+            if not alive.any():
+                break
+            kept = layout_module._survivors(alive, costs)
+            if kept is not None:
+                moves += 1
+                assert moves <= 3, "each move costs a program"
+                groups, order = kept
+                count = alive.sum()
+                assert len({*zip(np.repeat(groups, order.shape[1]), order.ravel(), strict=True)}) == order.size
+                alive = alive[groups[:, None], order]
+                assert alive.sum() == count, "a living row was lost"
+            layouts.add(alive.shape)
+    return layouts
+
+
+def test_compaction_only_ever_meets_a_few_layouts():
+    """The programs of a run are bounded by this."""
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=0.5, row=1.0, products=1.0))
+    assert all(b * g >= layout_module.FEWEST for b, g in layouts), "fewer rows take as long"
+    assert layouts <= {(8, 8), (8, 4), (8, 2), (4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (1, 8), (32, 1), (16, 1), (8, 1)}
+
+
+def test_long_prompts_keep_rows_with_their_group():
+    """A row by itself has a prompt of its own to read: with prompts that cost more than rows, groups stay whole."""
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=50.0, row=1.0))
+    assert (32, 1) not in layouts
+    assert layouts <= {(b, g) for b in (8, 4, 2, 1) for g in (8, 4, 2, 1)}, layouts
+
+
+@pytest.mark.parametrize(("weights", "moves"), [(0, 3), (20, 3), (2000, 0)])
+def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(weights, moves):
+    """Weights are read whatever the rows: 20 and 1.5 a row is a model of 5M parameters on a CPU."""
+    step = DecodeStep(weights=weights, prompt=0.25, row=0.25, products=1.3)
+    alive, layouts = np.ones((8, 8), bool), [(8, 8)]
+    for _ in range(63):
+        alive[np.unravel_index(np.flatnonzero(alive)[0], alive.shape)] = False
+        kept = layout_module._survivors(alive, step)
+        if kept is not None:
+            alive = alive[kept[0][:, None], kept[1]]
+            layouts.append(alive.shape)
+    assert len(layouts) == 1 + moves, layouts
+
+
+def test_a_mesh_counts_the_rows_of_one_device():
+    """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
+    alive = np.zeros((8, 8), bool)
+    alive[:, :4] = True
+    step = DecodeStep(weights=30.0, prompt=0.0, row=1.0)
+    assert layout_module._narrower(alive, step, 1).shape == (8, 4)
+    assert layout_module._narrower(alive, step, 4) is None
+
+
+def test_the_cost_of_a_step_is_that_of_the_bound():
+    """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
+    model, params = tiny_model()
+    prompts = make_prompts([[5, 6, 7], [7, 3]])
+    keys = decode_module.row_keys(jax.random.key(0), jnp.arange(2), 4)
+    settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": rollout.Sampling()}
+    rows, _ = decode_module._prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
+    step = layout_module._decode_step(model, params, rows)
+    norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
+    weights = sum(x.size for x in jax.tree.leaves(params)) - norms
+    nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert step == DecodeStep(
+        weights=4 * weights,
+        prompt=nbytes(rows.prefix.layers) / 2,
+        row=nbytes(rows.cache) / 8,
+        products=pytest.approx(2 * weights * 0.13),
+    )
+    # Nine tokens a row: five slots on average.
+    work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
+    assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
+        ({"num_generations": 1.5}, "num_generations must be an integer ≥ 1; got 1.5"),
+        ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
+        ({"batch_size": 7}, "batch_size must hold a group of 8 completions; got 7"),
+        ({"temperature": -1}, "temperature must be a finite number"),
+        (
+            {"prompts": Prompts(jnp.zeros((3,), jnp.int32), jnp.ones((3,), jnp.int32))},
+            r"prompts must have tokens \[B, P\]",
+        ),
+        ({"prompts": Prompts(jnp.zeros((3, 2), jnp.int32), jnp.ones((2,), jnp.int32))}, r"lengths \[B\]; got \(3, 2\)"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        sample(**change)
+
+
+def pick(completions, at):
+    return jax.tree.map(lambda x: x[at], completions)
+
+
+def assert_same(one: Completions, other: Completions):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.mask, other.mask)
+    np.testing.assert_array_equal(one.ended, other.ended)
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_generate(self):
+        model, params = model_and_params()
+        settings = {"num_generations": 4, "max_completion_length": 8, "eos_token_ids": EOS}
+
+        def one(params, prompts):
+            return generate(model, params, prompts, jax.random.key(7), **settings)
+
+        prompts = make_prompts(PROMPTS)
+        assert_same(self.variant(one)(params, prompts), one(params, prompts))

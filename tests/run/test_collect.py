@@ -1,0 +1,288 @@
+"""Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
+
+import dataclasses
+import threading
+
+import chex
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, compute_advantages
+from grpo_jax.run import collect as collect_module
+from grpo_jax.run.collect import Task, bucket_length, collect
+from grpo_jax.run.prepare import prepare
+from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.update.state import create_state
+from grpo_jax.watch.hints import Hints
+
+# A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i", "jkl"])]
+
+
+def length_reward(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def run_of(reward_fns=length_reward, **settings):
+    settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, **settings}
+    return prepare(POLICY, ROWS, reward_fns, GRPOConfig(shuffle_dataset=False, max_steps=4, **settings))
+
+
+def collected(run, cursor=0, **keep):
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
+    return collect(run.task, state, cursor, count=run.sizes.prompts, micro=run.micro)
+
+
+def test_rows_rewards_and_advantages_belong_together():
+    run = run_of()
+    experience = collected(run)
+    batch = experience.batch
+    lengths = np.asarray(batch.mask.sum(-1))
+    assert len(set(lengths.ravel())) > 3, "the rewards of this test differ"
+    expected = compute_advantages(lengths.astype(np.float32))
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    assert [row["prompt"] for row in experience.rows] == [row["prompt"] for row in ROWS[:4] for _ in range(4)]
+    assert [row["rewards"]["length_reward"] for row in experience.rows] == lengths.ravel().tolist()
+    np.testing.assert_allclose([row["advantage"] for row in experience.rows], np.ravel(expected), atol=1e-6)
+    assert experience.cursor == 4
+
+
+def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
+    seen = {}
+
+    def spy(prompts, completions, number):
+        seen.update(prompts=prompts, number=number)
+        return [0.0] * len(completions)
+
+    collected(run_of(spy), cursor=4)
+    assert seen["number"] == [4] * 4 + [5] * 4 + [0] * 4 + [1] * 4, "the second epoch follows on the first"
+    assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
+
+
+def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
+    run = run_of(beta=0.1)
+    batch = collected(run, keep_reference=True).batch
+    # the reference is the policy at this moment: both scores agree
+    np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
+
+
+def test_completions_come_from_the_old_policy_where_one_is_kept():
+    run = run_of(num_iterations=2)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
+    other = state.replace(params=tiny_policy(seed=1).params)
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    np.testing.assert_array_equal(
+        collect(run.task, other, 0, **at).batch.tokens, collect(run.task, state, 0, **at).batch.tokens
+    )
+
+
+def test_truncated_completions_leave_the_loss_by_choice():
+    plain, masked = collected(run_of()).batch, collected(run_of(mask_truncated_completions=True)).batch
+    ended = np.array([row["ended"] for row in collected(run_of()).rows]).reshape(4, 4)
+    assert 0 < ended.mean() < 1
+    np.testing.assert_array_equal(masked.mask, np.asarray(plain.mask) & ended[:, :, None])
+
+
+def test_metrics_of_a_rollout_by_hand():
+    experience = collected(run_of())
+    lengths = np.asarray(experience.batch.mask.sum(-1)).astype(float)
+    m = experience.metrics
+    assert m["reward"] == m["rewards/length_reward/mean"] == pytest.approx(lengths.mean())
+    assert m["reward_std"] == pytest.approx(np.std(lengths, axis=1, ddof=1).mean())
+    assert m["completions/mean_length"] == pytest.approx(lengths.mean())
+    assert m["num_tokens"] == lengths.sum()
+    assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in experience.rows])
+    assert m["frac_reward_zero_std"] == np.mean(np.std(lengths, axis=1) == 0)
+
+
+def silent_for(*numbers):
+    def fn(completion_ids, number):
+        return [0.5 if n in numbers else float(i % 4) for i, n in enumerate(number)]
+
+    return fn
+
+
+def test_silent_groups_are_replaced_by_further_prompts():
+    run = run_of(silent_for(1, 3), dynamic_sampling=True)
+    experience = collected(run)
+    prompts = [row["prompt"] for row in experience.rows[::4]]
+    assert prompts == ["ab", "def", "i", "jkl"], "0 and 2 of the first round, 4 and 5 of the second"
+    assert experience.cursor == 8
+    assert np.asarray(experience.batch.counted).all()
+    assert experience.metrics["dynamic_sampling/refills"] == 1
+    assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
+
+
+def test_metrics_with_refills_by_hand():
+    """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
+    sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
+    weights = {
+        "reward_weights": [1.0, 0.5],
+        "mask_truncated_completions": True,
+    }  # what is masked was sampled all the same
+    m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, max_refills=1, **weights)).metrics
+    alone = collected(run_of([silent_for(1, 3), length_reward], **weights)).metrics
+    assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward no group is without a signal"
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/fn/mean", "num_tokens"):
+        assert m[name] == alone[name], name
+    assert m["reward"] == pytest.approx(m["rewards/fn/mean"] + 0.5 * m["rewards/length_reward/mean"])
+
+    m = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).metrics
+    # Of the first round two groups have 0.5 four times, and two have 0, 1, 2, 3, of which the variance is 5/3.
+    assert m["reward"] == m["rewards/fn/mean"] == pytest.approx((2 * 0.5 + 2 * 1.5) / 4)
+    assert m["reward_std"] == pytest.approx(2 * (5 / 3) ** 0.5 / 4)
+    assert m["frac_reward_zero_std"] == 0.5
+    lengths = np.asarray(sampled[0], float)
+    assert m["completions/mean_length"] == pytest.approx(lengths.mean())
+    assert (m["completions/min_length"], m["completions/max_length"]) == (lengths.min(), lengths.max())
+    assert m["completions/clipped_ratio"] == collected(run_of()).metrics["completions/clipped_ratio"]
+    assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "what was dropped has been sampled too"
+    assert m["dynamic_sampling/refills"] == 1
+    assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 once more"
+
+
+def test_what_refills_cost_is_added_up():
+    def fails_on_four(completion_ids, number):
+        return [float(i % 4) if n in (0, 2, 5) else float("nan") if n == 4 else 0.5 for i, n in enumerate(number)]
+
+    with pytest.warns(RuntimeWarning, match="4 of 16 completions scored as missing"):
+        m = collected(run_of(fails_on_four, dynamic_sampling=True, on_reward_error="none")).metrics
+    assert m["rewards/fails_on_four/errors"] == 4, "of a refill"
+    assert m["rewards/fails_on_four/missing"] == 0, "of the first round"
+
+
+def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
+    hints = Hints(GRPOConfig(dynamic_sampling=True))
+    experience = collected(run_of(silent_for(0, 1, 2, 3), dynamic_sampling=True))
+    assert np.asarray(experience.batch.counted).all()
+    said = [message for _ in range(10) for message in hints(experience.metrics)]
+    assert len(said) == 1
+    assert "100 % of the groups" in said[0]
+
+
+def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():
+    run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True, max_refills=1)
+    experience = collected(run)
+    batch = experience.batch
+    np.testing.assert_array_equal(batch.counted, [True, False, False, False])
+    assert experience.rows[0]["prompt"] == "jkl"
+    assert np.asarray(batch.mask[0]).any()
+    assert not np.asarray(batch.mask[1:]).any()
+    assert not np.asarray(batch.advantages[1:]).any()
+    assert experience.metrics["dynamic_sampling/refills"] == 1
+    assert experience.cursor == 8
+
+
+def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
+    """Prompt number 4 since the start of the run: the same completions, sampled as a refill or as a first choice."""
+    refilled = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).batch
+    direct = collected(run_of(), cursor=4).batch
+    longest = min(refilled.tokens.shape[2], direct.tokens.shape[2])
+    np.testing.assert_array_equal(refilled.tokens[2, :, :longest], direct.tokens[0, :, :longest])
+
+
+def test_scores_that_are_missing_leave_the_mean_alone():
+    def half(completions):
+        return [None if i % 2 else float(i) for i in range(len(completions))]
+
+    advantages = np.asarray(collected(run_of(half)).batch.advantages)
+    np.testing.assert_array_equal(advantages[:, 1::2], 0)
+    np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("longest", "largest", "expected"),
+    [
+        (64, 64, 64),
+        (33, 64, 64),
+        (32, 64, 32),
+        (9, 64, 16),
+        (3, 64, 8),
+        (5, 96, 12),
+        (70, 100, 100),
+        (50, 100, 50),
+    ],
+)
+def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
+    assert bucket_length(longest, largest) == expected
+
+
+def test_a_task_is_frozen():
+    run = run_of()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.task.config = None
+    assert isinstance(run.task, Task)
+    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.task.data.token_ids
+
+
+def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
+    events = []
+    score = collect_module.score
+    monkeypatch.setattr(collect_module, "score", lambda *args, **how: events.append("scores") or score(*args, **how))
+
+    def reward(completion_ids):
+        events.append("rewards")
+        return length_reward(completion_ids)
+
+    batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
+    assert events == ["scores", "scores", "rewards"]
+    np.testing.assert_array_equal(batch.ref_log_probs, batch.initial_log_probs)
+    events.clear()
+    collected(run_of(reward, beta=0.1, dynamic_sampling=True), keep_reference=True)
+    assert events == ["rewards", "scores"], "there the rewards choose what is scored"
+
+
+def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
+    """They are taken as they are, of whatever policy, and the next ones come from the present one."""
+    run, theirs = run_of(), tiny_policy(seed=1).params
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    first = collect(run.task, state, 0, look_ahead=True, **at)
+    alone = collect(run.task, state, first.cursor, **at)
+    second = collect(run.task, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
+    chex.assert_trees_all_equal(second.batch, alone.batch)
+    assert second.rows == alone.rows
+    assert second.cursor == alone.cursor == 8
+    assert second.ahead is alone.ahead is None
+
+
+def test_refills_use_up_what_was_sampled_ahead():
+    run = run_of(silent_for(1, 3), dynamic_sampling=True)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    at = {"count": run.sizes.prompts, "micro": run.micro}
+    plain, ahead = collect(run.task, state, 0, **at), collect(run.task, state, 0, look_ahead=True, **at)
+    chex.assert_trees_all_equal(plain.batch, ahead.batch)
+    assert ahead.cursor == plain.cursor == 8
+    third = collect(run.task, state, 8, ahead=ahead.ahead, **at)
+    chex.assert_trees_all_equal(third.batch, collect(run.task, state, 8, **at).batch)
+
+
+def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
+    def fails(completions):
+        raise KeyError("gold")
+
+    run = run_of(fails)
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    messages = []
+    for look_ahead in (False, True):
+        with pytest.raises(ValueError, match="'fails' raised KeyError") as caught:
+            collect(run.task, state, 0, count=4, micro=run.micro, look_ahead=look_ahead)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
+
+    generate, calls = collect_module.generate, []
+
+    def once(*args, **how):
+        calls.append(how["prompt_indices"][0])
+        if len(calls) == 2:
+            raise MemoryError("no room for a second rollout")
+        return generate(*args, **how)
+
+    monkeypatch.setattr(collect_module, "generate", once)
+    with pytest.raises(MemoryError, match="no room for a second rollout"):
+        collect(run_of().task, state, 0, count=4, micro=run.micro, look_ahead=True)
+    assert calls == [0, 4]

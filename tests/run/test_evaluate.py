@@ -1,0 +1,155 @@
+"""Evaluation: the mean of the rewards over every completion, whatever the batch size."""
+
+import importlib
+import itertools
+
+import numpy as np
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, evaluate, train
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import generate as rollout
+from grpo_jax.run.evaluate import pass_at_k
+
+module = importlib.import_module("grpo_jax.run.evaluate")  # the package has the function under that name
+
+ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
+
+
+def length(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def only_first(completions, answer):
+    return [1.0 if truth == "ab" else None for truth in answer]
+
+
+def test_means_rows_and_lengths_agree():
+    metrics, rows = evaluate(
+        tiny_policy(), ROWS, [length, only_first], temperature=1.0, num_generations=3, max_completion_length=6
+    )
+    lengths = [row["rewards"]["length"] for row in rows]
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in ROWS for _ in range(3)]
+    assert metrics["length"] == metrics["mean_length"] == pytest.approx(np.mean(lengths))
+    assert metrics["only_first"] == 1.0, "the mean is over the completions that were scored"
+    assert metrics["clipped_ratio"] == pytest.approx(np.mean([not row["ended"] for row in rows]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_batch_size_changes_nothing(temperature):
+    settings = {"temperature": temperature, "max_completion_length": 6}
+    all_at_once, rows = evaluate(tiny_policy(), ROWS, length, batch_size=64, **settings)
+    by_two, others = evaluate(tiny_policy(), ROWS, length, batch_size=2, **settings)
+    assert [row["completion"] for row in rows] == [row["completion"] for row in others]
+    assert all_at_once == by_two
+
+
+def on_mesh(**axes):
+    policy = tiny_policy()
+    return policy.replace(params=place(policy.params, make_mesh(axes)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch_size", "rows", "rollouts", "groups"),
+    [
+        (None, 2, 5, 3, 6),
+        (None, 4, 5, 2, 6),  # 3 + 2, and not 4 + 1
+        ({"data": 8}, 1, 16, 2, 16),
+        ({"data": 2, "fsdp": 4}, 2, 16, 1, 16),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 16, 2, 16),  # four devices cut the batch
+        ({"data": 8}, 1, 4, 1, 8),
+        ({"data": 4}, 2, 9, 2, 16),
+    ],
+)
+def test_each_device_of_a_mesh_has_its_own_batch(axes, batch_size, rows, rollouts, groups, monkeypatch):
+    """The groups of all rollouts, filler among them, and the same numbers as on one device."""
+    dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(rows)]
+    sizes, prefill = [], decode_module._prefill
+    spy = lambda *args, **how: sizes.append(args[3].shape[0]) or prefill(*args, **how)
+    settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
+    alone = evaluate(tiny_policy(), dataset, length, **settings)
+    monkeypatch.setattr(rollout, "_prefill", spy)
+    policy = tiny_policy() if axes is None else on_mesh(**axes)
+    found = evaluate(policy, dataset, length, batch_size=batch_size, **settings)
+    assert (len(sizes), sum(sizes)) == (rollouts, groups)
+    assert found == alone
+
+
+def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
+    """Eight prompts × 4 completions with per_device_eval_batch_size = 4, on eight devices: one rollout of no filler."""
+    sizes, plain = [], module.generate
+    spy = lambda model, params, prompts, *rest, **how: (
+        sizes.append(len(prompts.lengths)) or plain(model, params, prompts, *rest, **how)
+    )
+    monkeypatch.setattr(module, "generate", spy)
+    rows = [{"prompt": letter} for letter in "abcdefgh"]
+    config = GRPOConfig(
+        mesh={"data": 8},
+        num_generations=4,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    train(tiny_policy(), rows, length, config, eval_dataset=rows)
+    assert sizes == [8, 8], "before the first step and after the last"
+
+
+def test_other_params_and_another_seed_give_other_samples():
+    policy = tiny_policy()
+    settings = {"temperature": 1.0, "max_completion_length": 6}
+    texts = lambda **more: [row["completion"] for row in evaluate(policy, ROWS, length, **settings, **more)[1]]
+    assert texts() == texts(params=policy.params)
+    assert texts() != texts(params=tiny_policy(seed=1).params)
+    assert texts() != texts(seed=1)
+
+
+def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
+    with pytest.raises(ValueError, match="'truth', which is no column"):
+        evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
+
+
+def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
+    lengths = []
+    generate = module.generate
+    spy = lambda model, params, prompts, *rest, **more: (
+        lengths.append(prompts.tokens.shape[1]) or generate(model, params, prompts, *rest, **more)
+    )
+    monkeypatch.setattr(module, "generate", spy)
+    for multiple in (32, 5, 1):
+        evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
+    longest = max(len(row["prompt"]) for row in ROWS)
+    assert lengths == [32, -(-longest // 5) * 5, longest]
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of must be at least 1 \(no padding\); got 0"):
+        evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
+    right = np.array(list(itertools.product([0, 1], repeat=5)))
+    subsets = list(itertools.combinations(range(5), k))
+    for row in right:
+        assert pass_at_k([row], k) == pytest.approx(np.mean([row[list(subset)].any() for subset in subsets]))
+    assert pass_at_k(right, k) == pytest.approx(np.mean([pass_at_k([row], k) for row in right]))
+    assert pass_at_k(right.astype(bool), 1) == pytest.approx(0.5)
+
+
+def test_pass_at_k_of_many_samples_stays_exact():
+    assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("right", "k", "message"),
+    [
+        ([1, 0], 1, r"right has the shape \(2,\)"),
+        ([[0.5, 1]], 1, "values 0 and 1"),
+        (np.zeros((0, 2)), 1, r"shape \(0, 2\)"),
+        ([[1, 0]], 3, "k is 3, and there are 2 completions"),
+        ([[1, 0]], 0, "give 1 to 2"),
+    ],
+)
+def test_pass_at_k_says_what_is_wrong(right, k, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(right, k)

@@ -1,0 +1,220 @@
+"""Training on a mesh of eight devices is training on one: the same completions, losses and params."""
+
+import functools
+from contextlib import nullcontext
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import generate as rollout
+from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.state import create_state
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
+MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+def lower_case(completions):
+    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+
+
+def run(policy, mesh, run_dir=None, **settings):
+    """Three iterations of eight prompts × 4 completions: the final state, and what was logged."""
+    per_device = 32 // int(np.prod([size for axis, size in (mesh or {}).items() if axis != "tensor"] or [1]))
+    config = GRPOConfig(
+        **{
+            "num_generations": 4,
+            "per_device_train_batch_size": per_device,
+            "max_completion_length": 70,  # the cache grows once
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "max_steps": 3,
+            "beta": 0.1,
+            "seed": 0,
+            "mesh": mesh,
+            **settings,
+        }
+    )
+    lines = []
+    keep = lambda step, metrics: lines.append(metrics)
+    state = train(policy, ROWS, lower_case, config, run_dir=run_dir, callbacks=[keep])
+    return state, lines
+
+
+@functools.cache
+def on_one_device():
+    return run(tiny_policy(), None)
+
+
+def assert_same_run(one, other):
+    state, lines = one
+    others, other_lines = other
+    for line, like in zip(lines, other_lines, strict=True):
+        assert line["num_tokens"] == like["num_tokens"]
+        assert line.get("reward") == like.get("reward"), "other completions"
+        for name in ("loss", "kl", "grad_norm", "entropy"):
+            assert line[name] == pytest.approx(like[name], abs=1e-6), name
+    chex.assert_trees_all_close(state.params, jax.tree.map(np.asarray, others.params), atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_run_on_a_mesh_is_the_run_on_one_device(mesh):
+    on_mesh = run(tiny_policy(), mesh)
+    assert_same_run(on_one_device(), on_mesh)
+    state, _ = on_mesh
+    kernel = state.params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    cut = (mesh.get("fsdp", 1), mesh.get("tensor", 1))
+    assert kernel.addressable_shards[0].data.shape == (16 // cut[0], 32 // cut[1])
+    for moment in (state.opt_state, state.ref_params):
+        found = [x for x in jax.tree.leaves(moment) if x.shape == kernel.shape]
+        assert found
+        assert {x.addressable_shards[0].data.shape for x in found} == {kernel.addressable_shards[0].data.shape}
+
+
+def test_a_run_goes_on_on_other_devices(tmp_path, monkeypatch):
+    """Begun on eight, gone on with on four of them and then on one: what it would have been without a break."""
+    monkeypatch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: None)  # a picture takes a second
+    lines = []
+    for step, mesh in enumerate([{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2}, None], 1):
+        otherwise = pytest.warns(UserWarning, match="otherwise than it was begun .*mesh") if step > 1 else nullcontext()
+        with otherwise:
+            state, line = run(tiny_policy(), mesh, tmp_path, max_steps=step)
+        assert len({device for x in jax.tree.leaves(state) for device in x.devices()}) == [8, 4, 1][step - 1]
+        lines += line
+    assert_same_run(on_one_device(), (state, lines))
+    chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, on_one_device()[0].opt_state), atol=1e-6)
+
+
+def test_a_mesh_of_the_users_own_is_that_of_the_policy():
+    policy = tiny_policy()
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    placed = policy.replace(params=place(policy.params, mesh))
+    state, _ = run(placed, None, max_steps=1, per_device_train_batch_size=8)
+    assert state.params["layers_0"]["mlp"]["up_proj"]["kernel"].sharding.mesh == mesh
+
+
+def test_adapters_on_a_mesh():
+    policy = add_lora(tiny_policy(), rank=2, key=jax.random.key(1))
+    settings = {"max_steps": 2, "num_iterations": 2, "max_completion_length": 8}
+    assert_same_run(run(policy, None, **settings), run(policy, {"fsdp": 2}, **settings))
+
+
+def test_a_device_holds_an_eighth_of_params_and_optimizer():
+    """By XLA's account of what a program is given on each device."""
+    _, params = tiny_model(vocab=64)
+    config = GRPOConfig()
+
+    def held(mesh, dtype):
+        halved = jax.tree.map(lambda x: x.astype(dtype), params)
+        state = place(create_state(halved, make_optimizer(config, 10), jax.random.key(0)), mesh)
+        program = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees))
+        compiled = program.lower(state.params, state.master_params, state.opt_state).compile()
+        return compiled.memory_analysis().argument_size_in_bytes
+
+    size = sum(x.size for x in jax.tree.leaves(params))
+    for dtype, each in ((jnp.float32, 4 + 8), (jnp.bfloat16, 2 + 4 + 8)):
+        assert held(None, dtype) == pytest.approx(each * size, abs=64)
+        assert held(make_mesh({"fsdp": 8}), dtype) <= held(None, dtype) / 7
+
+
+def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
+    """And so are groups whose rows end early: the others move together, each group on its device."""
+    widths, plain = [], decode_module._narrow
+    monkeypatch.setattr(rollout, "_narrow", lambda *x, **y: widths.append(x[1].shape) or plain(*x, **y))
+    model, params = tiny_model()
+    prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
+    settings = {"num_generations": 8, "max_completion_length": 40, "eos_token_ids": (5, 7, 9)}
+    one = generate(model, params, prompts, jax.random.key(0), **settings)
+    assert not widths
+    placed = place(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    other = generate(model, placed, prompts, jax.random.key(0), **settings)
+    assert widths
+    assert all(groups == 4 and width <= 4 for groups, width in widths), widths
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.ended, other.ended)
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch_size", "groups"),
+    [
+        ({"data": 8}, 8 * 3, [8, 8, 8]),
+        ({"data": 2, "fsdp": 2}, 10 * 3 + 2, [8, 8, 8]),  # of ten groups, two on each of four devices
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4 * 3, [4] * 5),
+        ({"data": 8}, 100 * 3, [24]),
+        ({"data": 8}, None, [24]),
+    ],
+)
+def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, monkeypatch):
+    """The groups of every program that reads prompts or decodes; the samples are those of one device, all at once."""
+    read, decoded, prefill, decode = [], set(), decode_module._prefill, decode_module._decode
+    model, params = tiny_model()
+    prompts = make_prompts([[3 + (i * 5 + j) % 20 for j in range(1 + i % 3)] for i in range(18)])
+    settings = {"num_generations": 3, "max_completion_length": 20, "eos_token_ids": (5, 7, 9)}
+    one = generate(model, params, prompts, jax.random.key(0), **settings)
+    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    monkeypatch.setattr(rollout, "_decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how))
+    placed = place(params, make_mesh(axes))
+    other = generate(model, placed, prompts, jax.random.key(0), batch_size=batch_size, **settings)
+    assert read == [(n, 3) for n in groups]
+    assert decoded == set(groups), "and no more of them while they are decoded"
+    for name in ("tokens", "mask", "ended"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+def test_a_run_decodes_so_many_at_a_time_and_learns_the_same(monkeypatch):
+    """Sixteen prompts × 2 completions, half of them at a time."""
+    read, prefill = [], decode_module._prefill
+    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": 2}
+    whole = run(tiny_policy(), {"data": 8}, **settings)
+    assert read == [(16, 2)] * 2
+    read.clear()
+    assert_same_run(whole, run(tiny_policy(), {"data": 8}, rollout_batch_size=16, **settings))
+    assert read == [(8, 2)] * 4
+
+
+def test_fewer_completions_than_a_group_on_each_device_are_refused():
+    message = (
+        r"rollout_batch_size = 28: does not hold a group of num_generations = 4 on each of the 8 devices that"
+        r" prompts are cut over; use 32 or more, or None"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(tiny_policy(), {"data": 8}, rollout_batch_size=28)
+    model, params = tiny_model()
+    placed = place(params, make_mesh({"data": 4}))
+    with pytest.raises(ValueError, match=r"a group of 4 completions on each of the 4 devices .* cut over; got 15"):
+        generate(model, placed, make_prompts([[3]]), jax.random.key(0), num_generations=4, max_completion_length=2,
+                 batch_size=15)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"model": 2}, "mesh has the axis 'model': the axes are data, fsdp, tensor"),
+        ({"data": 4, "tensor": 4}, r"4 × 1 × 4 devices are needed, and there are 8"),
+    ],
+)
+def test_meshes_that_cannot_be(axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(axes)
+
+
+def test_several_processes_share_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"2 × 1 × 1 devices are needed, and there are 8; make .* exactly 8, since"):
+        make_mesh({"data": 2})
+
+
+def test_a_run_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
+        run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)

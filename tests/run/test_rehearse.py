@@ -1,0 +1,126 @@
+"""A dry run touches everything once, says what it found, and leaves no trace."""
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from test_diagnosis import batch, params, settings, state
+from test_replay import ROWS, SMALL, lengths
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.run import rehearse as dry_run
+from grpo_jax.run.rehearse import DryRun, _of_the_group
+from grpo_jax.update.packed import lower_update
+
+
+def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
+    beside, kept_bytes = 10**9, dry_run.kept_bytes
+    monkeypatch.setattr(dry_run, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
+    # Half of all tokens end a completion: one that never does would be suspicious.
+    policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
+    before = jax.tree.map(np.array, policy.params)
+    config = GRPOConfig(**SMALL, max_steps=50, beta=0.1, num_iterations=2)
+    seen = []
+
+    def reward(completions):
+        seen.append(len(completions))
+        return lengths(completions)
+
+    report = train(policy, ROWS, reward, config, run_dir=tmp_path / "run", dry_run=True)
+    assert isinstance(report, DryRun)
+    assert not (tmp_path / "run").exists()
+    assert seen == [4], "one group, scored once"
+    assert report.suspicious == ()
+    chex.assert_trees_all_equal(policy.params, before)
+
+    text = capsys.readouterr().out
+    assert text == f"{report}\n"
+    assert "each iteration: 2 prompts × 4 = 8 completions of up to 4 tokens" in text
+    assert text.endswith("nothing suspicious\n")
+    phases = {"load and tokenize", "state", "rollout", "rewards", "reference", "update", "memory analysis", "total"}
+    assert {name.removeprefix("seconds/") for name in report.seconds} == phases
+    # Policy, old policy, reference and two moments; the decode holds one policy, the update one and its gradient.
+    one = sum(x.nbytes for x in jax.tree.leaves(before))
+    assert report.memory["policy"] == one
+    assert report.memory["training state"] == pytest.approx(5 * one, rel=0.01)
+    assert report.memory["decode"] > one
+    assert 2 * one < report.memory["update"] - beside < beside, "with what is kept beside its program"
+    assert len(report.rows) == 4
+    assert np.isfinite(report.metrics["grad_norm"])
+
+
+def test_what_looks_wrong_is_said():
+    config = GRPOConfig(
+        **SMALL | {"max_completion_length": 1, "learning_rate": 0, "per_device_train_batch_size": 24},
+        max_steps=50,
+        reward_weights=[1.0, 0.0, 1.0, 1.0],
+        on_reward_error="none",
+        max_prompt_length=2,
+        on_long_prompt="drop",
+    )
+
+    def same(completions):
+        return [0.5] * len(completions)
+
+    def nothing(completions):
+        return [None] * len(completions)
+
+    def fails(completions):
+        raise KeyError("gold")
+
+    rows = [*ROWS, {"prompt": "ab"}]
+    with pytest.warns(RuntimeWarning, match="'fails' raised KeyError"):
+        report = train(tiny_policy(), rows, [same, same, nothing, fails], config, dry_run=True)
+    # Whether a tiny policy draws an EOS as its first and only token is chance; here it does not.
+    assert report.suspicious == (
+        "1 of 5 prompts are dropped, being longer than max_prompt_length = 2",
+        "1 of 4 rows repeat the prompt of another row",
+        "an iteration takes 6 prompts and the dataset has 4: it wraps around",
+        "learning_rate is 0: nothing will be learnt",
+        "reward function 'same_2' has the weight 0 in reward_weights: it is called and counts nowhere",
+        "all 4 completions were cut off at max_completion_length = 1 tokens, none drew an EOS (1): raise it, or check "
+        "the EOS and the template",
+        "reward function 'same' gave all 4 completions the same reward, 0.5",
+        "reward function 'same_2' gave all 4 completions the same reward, 0.5",
+        "reward function 'nothing' scored none of the 4 completions",
+        "reward function 'fails' scored none of the 4 completions",
+        "reward function 'fails' failed on 4 of 4 completions",
+        "all advantages are 0: such a group teaches nothing",
+    )
+    assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
+
+
+def test_numbers_that_look_wrong(monkeypatch):
+    """On what `rehearse` sees, put together by hand."""
+    seen = {}
+    monkeypatch.setattr(dry_run, "_programs", lambda run, state: {})
+    monkeypatch.setattr(dry_run, "_of_the_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
+    config = GRPOConfig(**SMALL, max_steps=50, reward_weights=[1e30])
+    report = train(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config, dry_run=True)
+    assert report.suspicious[0] == "looked"
+    assert report.suspicious[1].startswith("the update was skipped: the first number that is not finite is a reward")
+
+    experience, metrics = seen["what"]
+    metrics = metrics | {"sampler_gap": 0.1, "grad_norm": 0.0}
+    slow = {"rewards/lambda/seconds": 20.0, "completions/max_length": 1.0}
+    row = experience.rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
+    rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
+    experience = experience.__class__(experience.batch, 1, experience.metrics | slow, rows)
+    assert list(_of_the_group(seen["run"], experience, metrics)) == [
+        "all 4 completions are empty: they end with their first token",
+        "all 4 completions are the same: ''; raise temperature",
+        "reward function 'lambda' would take about 40 s of each iteration: make it async, or give it workers with "
+        "isolated; rollout_ahead=True samples the next completions meanwhile",
+        "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile",
+        "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
+        "and without a cache",
+    ]
+
+
+def test_memory_of_a_model_without_a_cache():
+    update = lower_update(state(), batch(), optimizer=optax.sgd(0.1), **settings())
+    assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
+    assert lower_decode(settings()["model"], params(), batch().prompts, 2, 4) is None

@@ -1,0 +1,138 @@
+"""A rollout one iteration ahead: what samples, what is learnt from it, what runs beside what, and how it resumes."""
+
+import signal
+import sys
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_resume import ROWS, Cut, assert_same_run, cut_at
+from test_resume import run as run_in
+from tiny import tiny_policy
+
+from grpo_jax import Batch, GRPOConfig, completion_log_probs, compute_advantages, generate, make_prompts, train
+from grpo_jax.run.signals import Interrupted
+from grpo_jax.update.step import train_step
+
+G, T = 4, 6
+
+
+def lengths(completion_ids):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
+    """Beside a sequence of the public pure functions, made by hand."""
+    collecting, loop = sys.modules["grpo_jax.run.collect"], sys.modules["grpo_jax.run.train"]
+    sampled, seen, states, threads = threading.Semaphore(0), [], [], []
+    real_generate, real_update = collecting.generate, loop.update
+
+    def spied_generate(*args, **how):
+        completions = jax.block_until_ready(real_generate(*args, **how))
+        threads.append(threading.current_thread() is threading.main_thread())
+        sampled.release()
+        return completions
+
+    def spied_update(state, batch, **how):
+        states.append(jax.tree.map(jnp.copy, state))
+        return real_update(state, batch, **how)
+
+    def reward(completion_ids):
+        # Waits for its own completions and for the next ones: it would wait in vain if they were not sampled meanwhile.
+        for _ in range([2, 1, 1, 0][len(seen)]):
+            assert sampled.acquire(timeout=240), "the next completions are not sampled beside the rewards"
+        assert threading.current_thread() is threading.main_thread()
+        seen.append(completion_ids)
+        return lengths(completion_ids)
+
+    monkeypatch.setattr(collecting, "generate", spied_generate)
+    monkeypatch.setattr(loop, "update", spied_update)
+    settings = {"num_generations": G, "max_completion_length": T, "beta": 0.1, "logging_steps": 1}
+    config = GRPOConfig(**settings, max_steps=4, shuffle_dataset=False, rollout_ahead=True)
+    lines, policy, optimizer = [], tiny_policy(), optax.sgd(0.5)  # unlike Adam, it does not blow up rounding
+    keep = lambda step, metrics: lines.append(metrics)
+    states.append(train(policy, ROWS, reward, config, callbacks=[keep], optimizer=optimizer))
+    assert threads == [True, False, False, False], "four rollouts for four iterations: none at the end is for nothing"
+
+    def ids_of(completions):
+        rows = zip(completions.tokens.reshape(-1, T), completions.mask.reshape(-1, T), strict=True)
+        return [np.asarray(tokens)[np.asarray(mask)].tolist() for tokens, mask in rows]
+
+    how = {"num_generations": G, "max_completion_length": T, "eos_token_ids": policy.eos_token_ids}
+    key = jax.random.fold_in(jax.random.key(config.seed), 0)
+    off_policy = 0
+    for i in range(4):
+        numbers = [2 * i, 2 * i + 1]
+        prompts = make_prompts([policy.tokenizer.encode(ROWS[n % len(ROWS)]["prompt"]) for n in numbers], length=32)
+        at = lambda params: generate(policy.model, params, prompts, key, prompt_indices=jnp.array(numbers), **how)
+        completions = at(states[max(i - 1, 0)].params)
+        assert seen[i] == ids_of(completions)
+        off_policy += ids_of(at(states[i].params)) != seen[i]
+        batch = Batch(
+            prompts,
+            completions.tokens,
+            completions.mask,
+            compute_advantages(jnp.array(lengths(seen[i])).reshape(2, G)),
+            completions.log_probs,
+            completion_log_probs(policy.model, policy.params, prompts, completions),
+        )
+        step = jax.jit(train_step, static_argnames=("model", "optimizer", "config", "on_policy"))
+        after, metrics = step(states[i], batch, model=policy.model, optimizer=optimizer, config=config, on_policy=False)
+        chex.assert_trees_all_close(after.params, states[i + 1].params, atol=2e-6)
+        for name in ("loss", "kl", "ratio_max", "clip_fraction", "sampler_gap"):
+            assert lines[i][name] == pytest.approx(float(metrics[name]), rel=1e-4, abs=2e-6), name
+    assert off_policy == 3, "and samples of the present policy would have been others"
+    assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-4), "the first iteration has nothing older to learn from"
+    assert min(line["ratio_max"] for line in lines[1:]) > 1.01
+
+
+def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch):
+    """The thread beside ends at its next segment; the completions that were in hand are gone on with."""
+    settings = {"rollout_ahead": True, "max_steps": 6, "eval_steps": None, "num_iterations": 1, "save_steps": 5}
+    settings["dynamic_sampling"] = False  # one rollout an iteration, of two steps
+    whole = run_in(tmp_path / "whole", **settings)
+    collecting, sent, ends, scored = sys.modules["grpo_jax.run.collect"], threading.Event(), [], []
+    real_generate, real_score = collecting.generate, collecting._score
+
+    def generate_after_the_signal(*args, **how):
+        if len(ends) == 2:  # those of the first iteration, and those ahead of it
+            assert sent.wait(240), "the second iteration's rewards are not computed beside"
+        try:
+            completions = real_generate(*args, **how)
+        except BaseException as error:
+            ends.append(type(error))
+            raise
+        ends.append(None)
+        return completions
+
+    def score(*args):
+        scored.append(args)
+        if len(scored) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            sent.set()
+        return real_score(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collecting, "generate", generate_after_the_signal)
+        patch.setattr(collecting, "_score", score)
+        with pytest.raises(SystemExit):
+            run_in(tmp_path / "cut", **settings)
+    assert ends == [None, None, Interrupted]
+    (checkpoint,) = (path.name for path in (tmp_path / "cut" / "checkpoints").iterdir() if path.name.isdigit())
+    assert int(checkpoint) == 2
+    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_run_that_samples_ahead_resumes_to_the_same_bytes(tmp_path):
+    """Killed in the middle of an iteration and between two, where the samples of a policy that is gone are in hand."""
+    settings = {"rollout_ahead": True, "max_steps": 12, "num_iterations": 2, "eval_steps": None, "logging_steps": 1}
+    whole = run_in(tmp_path / "whole", **settings)
+    for step in (5, 7):  # the newest checkpoints are of steps 4 and 6; iterations begin after 4 and 8
+        with pytest.raises(Cut):
+            run_in(tmp_path / "cut", callbacks=[cut_at(step)], **settings)
+    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
+    chex.assert_tree_all_finite(whole.params)

@@ -1,0 +1,91 @@
+"""Several processes score what one does: each its own rows, and statistics are those of all rows."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_tokenizer
+
+from grpo_jax.rewards.calls import means_of
+from grpo_jax.rewards.contract import Extras, RewardError
+from grpo_jax.run import scores as scoring
+from grpo_jax.run.scores import of_all_processes, score_own
+from grpo_jax.types import Completions
+
+G, T = 3, 4
+ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i"])]
+
+
+def completions(rows):
+    tokens = np.random.default_rng(0).integers(30, 90, (len(ROWS), G, T))[:rows]
+    mask = np.arange(T) < 1 + np.arange(rows * G).reshape(rows, G, 1) % T
+    return Completions(tokens, mask, np.zeros(mask.shape, np.float32), np.ones((rows, G), bool))
+
+
+def run(monkeypatch, processes, rows, *fns, on_error="raise"):
+    """What `of_all_processes` gives on each of so many processes, and how many completions each function was given."""
+    calls = []
+
+    def counted(fn):
+        def call(completions, completion_ids, number, log_metric, log_extra):
+            calls[-1].append(len(completions))
+            return fn(completion_ids, number, log_metric, log_extra)
+
+        call.__name__ = fn.__name__
+        return call
+
+    fns, parts = [counted(fn) for fn in fns], []
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    for process in range(processes):
+        calls.append([])
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        how = {"on_error": on_error, "extras": Extras()}
+        parts.append(score_own(tiny_tokenizer(), fns, ROWS[:rows], completions(rows), **how))
+    sent = [json.loads(json.dumps([*part._replace(rewards=part.rewards.tolist())])) for part in parts]
+    monkeypatch.setattr(scoring, "gather_objects", lambda own: sent)
+    return [of_all_processes(part, fns) for part in parts], calls
+
+
+def length(completion_ids, number, log_metric, log_extra):
+    for ids in completion_ids:
+        log_metric("a_length", len(ids))
+    log_extra("number_of_row", number)
+    return [len(ids) / 7 for ids in completion_ids]
+
+
+def of_few(completion_ids, number, log_metric, log_extra):
+    return [0.1 * n if n in (0, 3) else None for n in number]
+
+
+@pytest.mark.parametrize(("processes", "rows"), [(2, 4), (2, 5), (3, 5), (3, 2), (2, 1)])
+def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
+    (one,), _ = run(monkeypatch, 1, rows, length, of_few)
+    several, calls = run(monkeypatch, processes, rows, length, of_few)
+    sizes = [sum(some) for some in calls]
+    assert sum(sizes) == 2 * rows * G, "each completion goes to each function once"
+    assert max(sizes) - min(sizes) <= 2 * G, "in parts that differ by a row"
+    timeless = lambda stats: {name: value for name, value in stats.items() if not name.endswith("/seconds")}
+    for found in several:
+        np.testing.assert_array_equal(found.rewards, one.rewards)
+        assert found.texts == one.texts
+        assert found.extras == one.extras
+        assert means_of(found.logged) == means_of(one.logged)
+        assert timeless(found.stats) == timeless(one.stats)
+        assert found.stats.keys() == one.stats.keys()
+
+
+def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
+    def fails_on_odd_rows(completion_ids, number, log_metric, log_extra):
+        return [float("nan") if n % 2 else 1.0 for n in number]
+
+    with pytest.warns(RuntimeWarning, match="scored as missing"):
+        (found, _), _ = run(monkeypatch, 2, 5, fails_on_odd_rows, on_error="none")
+    assert found.stats["rewards/fails_on_odd_rows/errors"] == 2 * G
+    assert found.stats["rewards/fails_on_odd_rows/missing"] == pytest.approx(2 / 5)
+    slow = found._replace(stats={"rewards/f/seconds": 3.0}, rewards=found.rewards[:2])
+    fast = found._replace(stats={"rewards/f/seconds": 1.0}, rewards=found.rewards[2:])
+    monkeypatch.setattr(scoring, "gather_objects", lambda own: [fast, slow])
+    assert of_all_processes(fast, len).stats["rewards/f/seconds"] == 3.0
+    with pytest.raises(RewardError, match="'fails_on_odd_rows' returned nan"):
+        run(monkeypatch, 2, 5, fails_on_odd_rows)

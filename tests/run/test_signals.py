@@ -1,0 +1,81 @@
+"""SIGTERM and SIGINT are noted once, a second one acts as usual, and everything is as before afterwards."""
+
+import contextlib
+import signal
+import sys
+import threading
+
+import pytest
+
+from grpo_jax.run.signals import Interrupted, StopSignals
+
+BOTH = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _same_handlers_afterwards():
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    before = [signal.getsignal(number) for number in BOTH]
+    yield
+    assert [signal.getsignal(number) for number in BOTH] == before
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_the_first_signal_is_noted_and_the_program_exits_well(number, capfd):
+    with StopSignals() as signals:
+        assert signals.received is None
+        signal.raise_signal(number)
+        assert signals.received is number
+        with pytest.raises(SystemExit) as left:
+            signals.leave()
+    assert left.value.code == 0
+    assert signals.hurry == (number is signal.SIGTERM)
+    assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
+
+
+def test_the_second_signal_acts_as_usual():
+    def second():
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert signals.received is signal.SIGINT
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        second()
+
+
+def test_work_is_left_after_a_signal_where_no_other_process_waits_for_it():
+    for alone in (True, False):
+        with StopSignals(alone=alone) as signals:
+            signals.interrupt()
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Interrupted) if alone else contextlib.nullcontext():
+                signals.interrupt()
+
+
+def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        with StopSignals() as signals:
+            signal.raise_signal(number)
+            with pytest.raises(kind):
+                signals.leave()
+
+
+def test_what_cannot_or_shall_not_be_handled_is_left_alone():
+    def handlers(enabled=True):
+        with StopSignals(enabled):
+            return [signal.getsignal(number) for number in BOTH]
+
+    usual, inside = [signal.getsignal(number) for number in BOTH], []
+    assert handlers(enabled=False) == usual
+    thread = threading.Thread(target=lambda: inside.append(handlers()))
+    thread.start()
+    thread.join()
+    assert inside == [usual]
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
+    try:
+        assert handlers()[1] is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, old)

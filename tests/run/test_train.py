@@ -1,0 +1,244 @@
+"""The loop: it learns, repeats itself to the last bit, compiles once, resumes, and refuses what cannot work."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_policy, tiny_tokenizer
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.run.prepare import prepare
+from grpo_jax.update import packed
+from grpo_jax.watch.writer import read_lines
+
+ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 4,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "seed": 0,
+}
+
+
+def lower_case(completions):
+    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+
+
+def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_dir=None, callbacks=(), **settings):
+    config = GRPOConfig(**{**SMALL, "max_steps": 4, **settings})
+    return train(
+        policy or tiny_policy(),
+        rows,
+        reward_fns,
+        config,
+        eval_dataset=eval_dataset,
+        run_dir=run_dir,
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["on-policy", "ahead"])
+def test_a_policy_learns_what_is_rewarded(ahead):
+    rewards = []
+    run(
+        rollout_ahead=ahead,
+        max_steps=45,
+        per_device_train_batch_size=24,
+        learning_rate=1e-2,
+        callbacks=[lambda step, metrics: rewards.append(metrics["reward"])],
+    )
+    assert np.mean(rewards[:3]) < 0.2
+    assert np.mean(rewards[-3:]) > 0.8
+
+
+def test_two_runs_with_one_seed_end_in_the_same_bytes_and_another_seed_does_not():
+    one, two, other = run(beta=0.1), run(beta=0.1), run(beta=0.1, seed=1)
+    chex.assert_trees_all_equal(one.params, two.params)
+    chex.assert_trees_all_equal(one.opt_state, two.opt_state)
+    assert not np.array_equal(one.params["norm"]["scale"], other.params["norm"]["scale"])
+
+
+def test_the_callers_policy_is_left_as_it_was():
+    policy = tiny_policy()
+    before = jax.tree.map(np.array, policy.params)
+    state = run(beta=0.1)
+    chex.assert_trees_all_equal(policy.params, before)
+    chex.assert_trees_all_equal(state.ref_params, before)
+    assert not np.array_equal(state.params["norm"]["scale"], before["norm"]["scale"])
+
+
+def test_after_warm_up_an_iteration_compiles_nothing():
+    programs = (
+        packed._read_part,
+        packed._add_piece,
+        packed._add_prompts,
+        packed._jit_apply,
+        packed._score_piece,
+        decode_module._prefill,
+        decode_module._decode,
+        decode_module._rearrange,
+    )
+    sizes = []
+    run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
+    assert sizes[1:] == [sizes[1]] * 5
+
+
+def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
+    holds = lambda state: [tree is not None for tree in (state.old_params, state.ref_params, state.initial_params)]
+    assert holds(run(max_steps=1)) == [False, False, False]
+    assert holds(run(max_steps=1, beta=0.1)) == [False, True, False]
+    assert holds(run(max_steps=1, num_iterations=2)) == [True, False, False]
+    synced = run(max_steps=4, beta=0.1, sync_ref_model=True, ref_model_sync_steps=4, ref_model_mixup_alpha=1.0)
+    assert holds(synced) == [False, True, True]
+    chex.assert_trees_all_equal(synced.ref_params, synced.params)
+    chex.assert_trees_all_equal(synced.initial_params, tiny_policy().params)
+
+
+def test_several_passes_and_slices_learn_from_one_rollout(tmp_path):
+    lines = []
+    state = run(
+        run_dir=tmp_path,
+        max_steps=9,
+        num_iterations=2,
+        steps_per_generation=2,
+        callbacks=[lambda step, metrics: lines.append(metrics)],
+    )
+    assert int(state.step) == 9
+    first = [line for line in lines if "reward" in line]
+    assert len(first) == 3, "two whole iterations of 2 passes × 2 slices, and the first update of a third"
+    assert lines[0]["sampler_gap"] < 1e-5
+    assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert lines[2]["ratio_max"] > 1.0001, "the second pass is off-policy"
+    rows = list(read_lines(tmp_path / "completions.jsonl"))
+    assert sorted({row["step"] for row in rows}) == [1, 5, 9]
+    assert len(rows) == 3 * 16
+
+
+def test_the_rest_of_an_iteration_is_dropped_once_the_policy_has_moved_too_far(tmp_path):
+    settings = {"num_iterations": 3, "max_steps": 6, "learning_rate": 0.05}
+    run(run_dir=tmp_path / "free", **settings)
+    run(run_dir=tmp_path / "bound", max_kl_old=1e-3, **settings)
+    starts = lambda name: sorted({row["step"] for row in read_lines(tmp_path / name / "completions.jsonl")})
+    assert starts("free") == [1, 4]
+    assert starts("bound") == [1, 3, 5], "the second pass sees the distance, and the third is not made"
+    logged = lambda name: [line.get("moved_too_far") for line in read_lines(tmp_path / name / "metrics.jsonl")]
+    assert logged("bound") == [0, 1, 0, 1, 0, 1]
+    assert logged("free") == [None] * 6
+
+
+def test_files_of_a_run(tmp_path):
+    run(run_dir=tmp_path, eval_dataset=ROWS[:2], max_steps=3, eval_steps=2, num_generations_eval=2, beta=0.1)
+    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines if "eval/lower_case" in line] == [0, 2, 3]
+    wanted = {"kl", "entropy", "completions/mean_length", "clip_fraction", "learning_rate", "seconds/update"}
+    assert wanted <= lines[1].keys()
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["max_steps"] == 3
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_a_directory_is_for_one_run_at_a_time(tmp_path):
+    refused = []
+
+    def another(step, metrics):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run(run_dir=tmp_path)
+        refused.append(step)
+
+    run(run_dir=tmp_path, max_steps=1, callbacks=[another])
+    assert refused == [1]
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of 'auto', 'must', 'never'")],
+)
+def test_bad_resume(resume, message):
+    with pytest.raises(ValueError, match=message):
+        train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
+
+
+def test_an_optimizer_of_ones_own():
+    config = GRPOConfig(**SMALL, max_steps=1)
+    still = train(tiny_policy(), ROWS, lower_case, config, optimizer=optax.sgd(0.0))
+    chex.assert_trees_all_equal(still.params, tiny_policy().params)
+    assert not jax.tree.leaves(still.opt_state)
+
+
+def test_weighted_and_missing_rewards_from_dataset_columns():
+    def right(completions, answer):
+        return [float(truth in text) for text, truth in zip(completions, answer, strict=True)]
+
+    async def sometimes(completions):
+        return [1.0 if i % 2 else None for i in range(len(completions))]
+
+    lines = []
+    run([right, sometimes], reward_weights=[1.0, 0.5], max_steps=1, callbacks=[lambda step, m: lines.append(m)])
+    assert lines[0]["rewards/sometimes/missing"] == 0.5
+    assert lines[0]["reward"] == pytest.approx(lines[0]["rewards/right/mean"] + 0.25)
+
+
+def no_eos():
+    policy = tiny_policy()
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=policy.tokenizer.backend_tokenizer, pad_token="<pad>")
+    config = {key: value for key, value in policy.config.items() if key != "eos_token_id"}
+    return policy.replace(tokenizer=tokenizer, config=config, generation_config={})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": []}, "dataset is empty: give at least one row"),
+        ({"rows": [{"question": "a"}]}, r"dataset row 0 has no 'prompt'; its columns are \['question'\]"),
+        ({"rows": [{"prompt": [{"role": "user", "content": "a"}]}]}, "chat template"),
+        ({"rows": [{"prompt": "a"}, {"prompt": "a", "b": 1}]}, "row 1 differs from row 0 in its columns"),
+        ({"reward_fns": []}, "reward_fns is empty"),
+        ({"reward_fns": lambda completions, anwser: []}, "needs the argument 'anwser'.*did you mean 'answer'"),
+        ({"reward_fns": lambda completions: [1.0]}, "reward function 'lambda'.*1 .*8"),
+        ({"reward_fns": lambda completions: "right"}, "reward function 'lambda'.*'right'"),
+        ({"reward_fns": lambda completions: [True] * 3}, "reward function 'lambda'.*3 .*8"),
+        ({"reward_fns": lambda completions: [float("inf")] * 8}, "reward function 'lambda'.*inf"),
+        ({"reward_weights": [1.0, 2.0]}, "2 weights for 1 reward function"),
+        ({"max_prompt_length": 2}, "max_prompt_length is 2, but 2 of 6 prompts are longer"),
+        ({"max_completion_length": 400}, "passes the 256 positions of the model"),
+        ({"eval_steps": 2}, "pass eval_dataset to train"),
+        ({"eval_dataset": []}, "eval_dataset is empty"),
+        ({"policy": tiny_policy().params}, "policy must be what from_pretrained returns"),
+        ({"policy": tiny_policy().replace(tokenizer=None)}, "policy has no tokenizer"),
+        ({"policy": no_eos}, "policy has no EOS token"),
+        ({"callbacks": [3]}, r"callbacks\[0\] = 3 is not a function"),
+    ],
+)
+def test_bad_arguments_are_named(change, message, monkeypatch):
+    if not isinstance(change.get("reward_fns"), type(lambda: 0)) or "anwser" in message:
+        # all but what a reward function returns is found before anything is sampled
+        monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled before the check"))
+    change = {key: value() if value is no_eos else value for key, value in change.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        run(**change)
+
+
+def test_a_config_of_another_kind_is_named():
+    with pytest.raises(ValueError, match="config must be a GRPOConfig; got dict"):
+        train(tiny_policy(), ROWS, lower_case, {"max_steps": 1})
+
+
+def test_a_tokenizer_of_another_vocabulary_is_named():
+    policy = tiny_policy()
+    shape = dataclasses.replace(policy.model.config, vocab_size=40)
+    with pytest.raises(ValueError, match="the model has a vocabulary of 40"):
+        prepare(policy.replace(model=type(policy.model)(shape)), ROWS, lower_case, GRPOConfig(**SMALL))
+
+
+def test_long_prompts_are_dropped_by_choice_and_counted(capsys):
+    run(max_prompt_length=2, on_long_prompt="drop", max_steps=1)
+    assert "2 rows are left out" in capsys.readouterr().err

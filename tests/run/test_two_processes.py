@@ -1,0 +1,98 @@
+"""Two processes on loopback train what one does, write one checkpoint together, and survive the loss of one of them."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_jax.watch.writer import read_lines
+
+SCRIPT = Path(__file__).parent / "two_processes.py"
+
+
+def start(run_dir, steps, *flags):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(run_dir), str(steps), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def finish(processes):
+    """What the processes printed of their calls."""
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(out.rpartition("CALLS ")[2]) for out, _ in outputs]
+
+
+def together(run_dir, steps, *flags):
+    told = f"--coordinator 127.0.0.1:{free_port()} --num-processes 2 --process-id".split()
+    return [start(run_dir, steps, *flags, *told, str(process)) for process in (0, 1)]
+
+
+def arrays(run_dir):
+    with np.load(f"{run_dir}.npz") as found:
+        return [found[name] for name in found.files]
+
+
+def test_two_processes_train_what_one_does(tmp_path):
+    """With a rollout ahead, whose collectives run in a thread beside the rewards, and an evaluation at either end."""
+    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--rollout-ahead", "--evaluate")
+    (one,) = finish([start(alone, 6, *flags)])
+    assert one == {"training": 3 * 32, "evaluation": 2 * 20}
+    calls = finish(together(run_dir, 6, *flags))
+    assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
+    # Five prompts × 4 completions in rollouts of 3 and 2 prompts, of which the second process has 2 and 1.
+    assert [some["evaluation"] for some in calls] == [2 * 8, 2 * 12], "and for its own of 20 held-out completions"
+    for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))
+    held_out = [[line for line in some if "eval/lower_case" in line] for some in (lines, others)]
+    assert [line["step"] for line in held_out[0]] == [0, 6]
+    assert held_out[0] == held_out[1]
+    lines, others = ([line for line in some if "loss" in line] for some in (lines, others))
+    assert [line["step"] for line in others] == [1, 2, 3, 4, 5, 6], "one process logs"
+    for line, other in zip(lines, others, strict=True):
+        for name in [name for name in line if re.fullmatch("rewards/.+/(mean|std|missing|errors)", name)]:
+            assert line[name] == pytest.approx(other[name], rel=1e-6), name
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert line.get("reward") == pytest.approx(other.get("reward"))
+    assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
+
+
+def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_path):
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    finish([start(alone, 6)])
+    processes = together(run_dir, 1000)
+    deadline = time.monotonic() + 240
+    while not (run_dir / "checkpoints" / "3").exists() and time.monotonic() < deadline:
+        assert all(process.poll() is None for process in processes), processes[0].communicate()[1][-3000:]
+        time.sleep(0.1)
+    processes[1].kill()
+    killed = time.monotonic()
+    processes[0].wait(timeout=60)  # within a minute
+    assert processes[0].returncode != 0, "it ended as if all were well"
+    assert time.monotonic() - killed < 60
+    last_words, _ = (process.communicate()[1] for process in processes)
+    assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
+    step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
+    finish(together(run_dir, step + 1))
+    finish([start(run_dir, step + 3)])
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, step + 4))
+    for line, other in zip(lines, read_lines(alone / "metrics.jsonl"), strict=False):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)

@@ -1,0 +1,64 @@
+"""One of two processes that train together, `two_processes.py RUN_DIR STEPS` and the flags of a run of several."""
+
+import argparse
+import json
+import os
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
+HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
+SETTINGS = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "beta": 0.1,
+    "num_iterations": 2,
+    "seed": 0,
+    "save_steps": 1,
+    "per_device_eval_batch_size": 4,
+    "mesh": {"data": 2, "fsdp": 2},
+}
+
+
+def main():
+    # Not at the import: pytest imports this file too, for its examples, and has settings of its own.
+    import jax
+    import numpy as np
+    from tiny import tiny_policy
+
+    from grpo_jax import GRPOConfig, train
+    from grpo_jax.devices import distributed
+    from grpo_jax.devices.sharding import fetch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--rollout-ahead", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
+    distributed.add_flags(parser)
+    arguments = parser.parse_args()
+    run_dir = arguments.run_dir
+    config = GRPOConfig(**SETTINGS, max_steps=arguments.steps, rollout_ahead=arguments.rollout_ahead)
+    devices = 4 // (arguments.num_processes or 1)
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    jax.config.update("jax_platforms", "cpu")
+    distributed.start(arguments)
+
+    calls = {"training": 0, "evaluation": 0}
+
+    def lower_case(prompts, completions):
+        calls["evaluation" if prompts[0].startswith("held out") else "training"] += len(completions)
+        return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+
+    held_out = HELD_OUT if arguments.evaluate else None
+    state = train(tiny_policy(), ROWS, lower_case, config, eval_dataset=held_out, run_dir=run_dir)
+    whole = fetch({"params": state.params, "ref": state.ref_params})
+    if jax.process_index() == 0:
+        np.savez(run_dir + ".npz", *jax.tree.leaves(whole))
+    print("CALLS " + json.dumps(calls))
+
+
+if __name__ == "__main__":
+    main()

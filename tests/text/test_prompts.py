@@ -1,0 +1,422 @@
+"""Prompts: rows in, tokens out, an order that can be resumed, and completions back to text."""
+
+import json
+import subprocess
+import sys
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from grpo_jax.text import completions as completions_module
+from grpo_jax.text import prompts as lib
+from grpo_jax.text import rows as rows_module
+
+TEMPLATE = (
+    "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}{% if shout is defined %}!{{ shout }}{% endif %}"
+)
+
+
+def make_tokenizer(*, bos=False, chat_template=TEMPLATE, characters=None):
+    """Byte-level BPE without merges: one id for each byte; `characters` keeps only those bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if characters is None else list(characters)
+    vocabulary = {piece: index for index, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+# --- make_prompts
+
+
+def test_make_prompts_pads_on_the_right():
+    prompts = lib.make_prompts([[5, 6, 7], (8,), np.array([9, 10])])
+    chex.assert_trees_all_equal(prompts.tokens, jnp.array([[5, 6, 7], [8, 0, 0], [9, 10, 0]], jnp.int32))
+    chex.assert_trees_all_equal(prompts.lengths, jnp.array([3, 1, 2], jnp.int32))
+    assert prompts.tokens.dtype == prompts.lengths.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("keywords", "length"),
+    [({}, 3), ({"pad_to_multiple_of": 8}, 8), ({"length": 5}, 5), ({"length": 5, "pad_to_multiple_of": 4}, 8)],
+)
+def test_make_prompts_lengths_for_few_compiled_shapes(keywords, length):
+    prompts = lib.make_prompts([[1, 2, 3], [4]], **keywords)
+    assert prompts.tokens.shape == (2, length)
+    assert prompts.tokens[:, 3:].sum() == 0
+    assert prompts.lengths.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "keywords", "message"),
+    [
+        ([], {}, "token_ids is empty: give at least one prompt"),
+        ([[1], []], {}, r"token_ids\[1\] is empty: a prompt needs at least one token"),
+        ([[1.0]], {}, r"token_ids\[0\] holds float64 values, \[1.0\]: token ids are integers"),
+        ([[True]], {}, r"token_ids\[0\] holds bool values"),
+        ([["a"]], {}, r"token_ids\[0\] holds <U1 values, \['a'\]: token ids are integers"),
+        ([1, 2], {}, r"token_ids\[0\] is 1: give a list of lists"),
+        ([[[1]]], {}, r"token_ids\[0\] is \[\[1\]\]: give a list of lists"),
+        (["hello"], {}, r"token_ids\[0\] is text, 'hello': make_prompts takes token ids; encode_prompts takes text"),
+        ([[3, -1]], {}, r"token_ids\[0\] holds ids from -1 to 3: token ids are in 0"),
+        ([[2**31]], {}, r"token_ids\[0\] holds ids from 2147483648"),
+        ([[1], [1, 2, 3]], {"length": 2}, r"length is 2, but token_ids\[1\] has 3 tokens: raise length"),
+        ([[1]], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0: give 1 or more"),
+    ],
+)
+def test_make_prompts_refuses(token_ids, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        lib.make_prompts(token_ids, **keywords)
+
+
+# --- load_rows
+
+
+class RandomAccess:
+    """As a datasets.Dataset or a grain source: a length and rows by index, and no promise to be iterable."""
+
+    column_names = ("prompt", "answer")
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        assert isinstance(index, int)
+        return self.rows[index]
+
+    __iter__ = None
+
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
+
+
+def test_load_rows_reads_every_kind_of_dataset_the_same(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+    kinds = [ROWS, tuple(ROWS), RandomAccess(ROWS), iter(ROWS), (row for row in ROWS), path, str(path)]
+    for kind in kinds:
+        assert rows_module.load_rows(kind) == ROWS
+
+
+def test_load_rows_reads_iterables_without_a_length():
+    class Stream:
+        def __iter__(self):
+            return iter(ROWS)
+
+    assert rows_module.load_rows(Stream()) == ROWS
+
+
+def test_load_rows_reads_datasets_of_hugging_face_the_same():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    stored = datasets.Dataset.from_list(ROWS)
+    assert rows_module.load_rows(stored) == rows_module.load_rows(stored.to_iterable_dataset()) == ROWS
+    with pytest.raises(ValueError, match=r"choose one: dataset\['train'\]"):
+        rows_module.load_rows(datasets.DatasetDict({"train": stored}))
+
+
+def test_load_rows_reads_sources_of_grain_the_same():
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    source = grain.MapDataset.source(ROWS)
+    assert rows_module.load_rows(source) == rows_module.load_rows(source.to_iter_dataset()) == ROWS
+    assert rows_module.load_rows(source.filter(lambda row: row["answer"] != "4")) == [*ROWS[:2], *ROWS[3:]]
+    with pytest.raises(ValueError, match="repeats for ever: give it without its repetition"):
+        rows_module.load_rows(source.repeat())
+
+
+def test_load_rows_refuses_a_source_that_repeats_for_ever_and_takes_the_gaps_of_grain():
+    """As grain's `MapDataset` is, for places where it is not installed."""
+
+    class Repeated(RandomAccess):
+        def __len__(self):
+            return sys.maxsize
+
+    with pytest.raises(ValueError, match=r"9223372036854775807 rows.*num_train_epochs and max_steps say how long"):
+        rows_module.load_rows(Repeated(ROWS))
+    filtered = type("Filtered", (RandomAccess,), {"__module__": "grain._src.python.dataset"})
+    assert rows_module.load_rows(filtered([ROWS[0], None, ROWS[1]])) == ROWS[:2]
+    with pytest.raises(ValueError, match="row 1 is None"):
+        rows_module.load_rows(RandomAccess([ROWS[0], None]))
+
+
+def test_load_rows_gives_rows_of_its_own():
+    rows = [{"prompt": "a"}]
+    rows_module.load_rows(rows)[0]["prompt"] = "b"
+    assert rows == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset is empty: give at least one row with a 'prompt'"),
+        (iter([]), "dataset is empty"),
+        (7, "dataset is 7: give a list of dicts"),
+        ({"train": [], "test": []}, r"keys \['test', 'train'\].*choose one: dataset\['train'\]"),
+        (["text"], "dataset row 0 is 'text': each row is a dict"),
+        ([*ROWS, {"question": "?", "answer": "!"}], r"row 5 has no 'prompt'; its columns are \['answer', 'question'\]"),
+        ([{"prompt": None}], "row 0 has the 'prompt' None, of type NoneType: give text, or a list of messages"),
+        ([{"prompt": []}], "row 0 has an empty list as its 'prompt': give at least one message"),
+        ([{"prompt": ["hi"]}], "row 0 has 'hi' as message 0 of its 'prompt': a message is a dict"),
+        (
+            [{"prompt": [user("a"), {"from": "human", "value": "b"}]}],
+            "as message 1 of its 'prompt': .*'role' and",
+        ),
+        ([*ROWS, {"prompt": "6+6="}], r"row 5 differs from row 0 in its columns \(missing: \['answer'\]"),
+        ([{"prompt": "a"}, {"prompt": "b", "hint": 1}], r"row 1 differs.*only here: \['hint'\].*None where"),
+        ([{"prompt": "a"}, {"prompt": [user("b")]}], "row 1 and row 0 differ in kind"),
+    ],
+)
+def test_load_rows_refuses(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        rows_module.load_rows(dataset)
+
+
+def test_load_rows_names_the_argument_of_its_caller():
+    with pytest.raises(ValueError, match=r"^eval_dataset is empty"):
+        rows_module.load_rows([], argument="eval_dataset")
+
+
+def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dataset: line 2 of '.*rows.jsonl' is not JSON \(Expecting value at"):
+        rows_module.load_rows(path)
+    path.write_text('{"prompt": "a"}\n\n["b"]\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dataset: line 3 of '.*rows.jsonl' is \['b'\]: .* one object on each line"):
+        rows_module.load_rows(path)
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert rows_module.load_rows(path) == [{"prompt": "a"}]
+    with pytest.raises(FileNotFoundError, match=r"dataset is 'missing.jsonl', which is no file"):
+        rows_module.load_rows("missing.jsonl")
+
+
+# --- encode_prompts
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
+    tokenizer = make_tokenizer(bos=bos)
+    encoded = lib.encode_prompts([{"prompt": "ab"}, {"prompt": "c"}], tokenizer)
+    assert [tokenizer.decode(ids) for ids in encoded.token_ids] == (["<s>ab", "<s>c"] if bos else ["ab", "c"])
+    assert encoded.dropped == []
+
+
+def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
+    tokenizer = make_tokenizer()
+    rows = [
+        {"prompt": [{"role": "system", "content": "be kind"}, user("hi")]},
+        {"prompt": [user("hi"), assistant("<think>\n")]},
+        {"prompt": [user("hi"), assistant("yes?"), user("bye")]},
+    ]
+    encoded = lib.encode_prompts(rows, tokenizer)
+    assert [tokenizer.decode(ids) for ids in encoded.token_ids] == [
+        "<s>system:be kind</s><s>user:hi</s><s>assistant:",
+        "<s>user:hi</s><s>assistant:<think>\n",
+        "<s>user:hi</s><s>assistant:yes?</s><s>user:bye</s><s>assistant:",
+    ]
+    assert all(type(token) is int for ids in encoded.token_ids for token in ids)
+    # The marks of the template are one special token each, not spelled out.
+    assert encoded.token_ids[0][0] == tokenizer.bos_token_id
+
+
+def test_chat_template_kwargs_reach_the_template():
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": [user("hi")]}]
+    encoded = lib.encode_prompts(rows, tokenizer, chat_template_kwargs={"shout": "now"})
+    assert tokenizer.decode(encoded.token_ids[0]).endswith("<s>assistant:!now")
+    other = {"chat_template": "{{ messages[0]['content'] }}?"}
+    bare = make_tokenizer(chat_template=None)
+    assert bare.decode(lib.encode_prompts(rows, bare, chat_template_kwargs=other).token_ids[0]) == "hi?"
+
+
+def test_long_prompts_are_dropped_and_named_never_cut():
+    rows = [{"prompt": "a" * length, "n": length} for length in (3, 9, 4, 12)]
+    encoded = lib.encode_prompts(rows, make_tokenizer(), max_prompt_length=4, on_long_prompt="drop")
+    assert encoded.rows == [rows[0], rows[2]]
+    assert list(map(len, encoded.token_ids)) == [3, 4]
+    assert encoded.dropped == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt_texts", "keywords", "message"),
+    [
+        (
+            ["a" * 3, "a" * 9, "a" * 7],
+            {"max_prompt_length": 4},
+            "max_prompt_length is 4, but 2 of 3 prompts are longer; the longest, of dataset row 1, has 9 .*'drop'",
+        ),
+        (["a" * 5], {"max_prompt_length": 4, "on_long_prompt": "drop"}, "1 of 1 prompts are longer"),
+        (["a"], {"on_long_prompt": "cut"}, "on_long_prompt is 'cut': choose one of 'error', 'drop'"),
+        (["a"], {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs has 'tokenize'.*take it out"),
+        (["a", ""], {}, "row 1: the tokenizer encodes the prompt '' to no token at all"),
+    ],
+)
+def test_encode_prompts_refuses(prompt_texts, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        lib.encode_prompts([{"prompt": text} for text in prompt_texts], make_tokenizer(), **keywords)
+
+
+def test_all_prompts_too_long_is_an_error_that_does_not_advise_dropping():
+    with pytest.raises(ValueError, match=r"raise max_prompt_length$"):
+        lib.encode_prompts([{"prompt": "aaa"}], make_tokenizer(), max_prompt_length=2)
+
+
+def test_a_tokenizer_that_knows_nothing_of_the_text_is_noticed():
+    deaf = make_tokenizer(characters="xyz")
+    with pytest.raises(
+        ValueError, match=r"row 1: .* the prompt 'abc' to no token at all: check that the tokenizer belongs"
+    ):
+        lib.encode_prompts([{"prompt": "xy"}, {"prompt": "abc"}], deaf)
+
+
+def test_messages_without_a_chat_template_say_what_to_do():
+    with pytest.raises(ValueError, match=r"row 0: .*no chat template: set tokenizer.chat_template"):
+        lib.encode_prompts([{"prompt": [user("hi")]}], make_tokenizer(chat_template=None))
+
+
+def test_encode_prompts_names_the_argument_of_its_caller():
+    with pytest.raises(ValueError, match="eval_dataset row 0: the tokenizer encodes"):
+        lib.encode_prompts([{"prompt": ""}], make_tokenizer(), argument="eval_dataset")
+
+
+def test_a_template_that_refuses_names_the_row():
+    rows = [{"prompt": [user("hi")]}, {"prompt": [{"role": "tool", "content": "x"}]}]
+    with pytest.raises(ValueError, match=r"row 1: the chat template refused .*no tools here.*'role': 'tool'"):
+        lib.encode_prompts(rows, make_tokenizer())
+
+
+# --- prompt_indices
+
+
+def test_every_epoch_is_a_permutation_and_epochs_differ():
+    entries = lib.prompt_indices(0, 300, num_rows=100, seed=3)
+    orders = [[row for epoch, row in entries if epoch == wanted] for wanted in range(3)]
+    assert [epoch for epoch, _ in entries] == [0] * 100 + [1] * 100 + [2] * 100
+    for order in orders:
+        assert sorted(order) == list(range(100))
+    assert orders[0] != orders[1] != orders[2]
+    assert orders[0] != list(range(100))
+    assert entries != lib.prompt_indices(0, 300, num_rows=100, seed=4)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
+    whole = lib.prompt_indices(0, 60, num_rows=7, seed=0, shuffle=shuffle)
+    for size in (1, 4, 7, 15, 20):
+        parts = [lib.prompt_indices(start, size, num_rows=7, seed=0, shuffle=shuffle) for start in range(0, 60, size)]
+        assert [entry for part in parts for entry in part][:60] == whole
+    assert lib.prompt_indices(5, 0, num_rows=7, seed=0) == []
+
+
+def test_shuffle_off_keeps_the_order_of_the_dataset():
+    assert lib.prompt_indices(4, 4, num_rows=3, seed=9, shuffle=False) == [(1, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_orders_are_uniform():
+    # 6000 permutations of 3: each of the 6 orders is expected 1000 times, standard deviation 29; 150 is five of them.
+    counts = {}
+    for seed in range(6000):
+        order = tuple(row for _, row in lib.prompt_indices(0, 3, num_rows=3, seed=seed))
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 6
+    assert all(abs(count - 1000) < 150 for count in counts.values())
+
+
+def test_the_order_of_a_seed_does_not_change_between_releases():
+    # A run that is resumed after an upgrade must find this order: changing it breaks every checkpoint.
+    second_epoch = [(1, 7), (1, 6), (1, 1), (1, 5), (1, 4), (1, 2), (1, 0), (1, 3)]
+    assert lib.prompt_indices(8, 8, num_rows=8, seed=5) == second_epoch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_rows": 0}, "num_rows is 0: there has to be at least one row"),
+        ({"start": -1}, "start is -1: give 0 or more"),
+        ({"count": -1}, "count is -1: give 0 or more"),
+        ({"seed": -1}, "seed is -1: give 0 or more"),
+    ],
+)
+def test_prompt_indices_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lib.prompt_indices(**({"start": 0, "count": 1, "num_rows": 2, "seed": 0} | arguments))
+
+
+# --- completions back to text
+
+
+def padded_batch(tokenizer, texts):
+    """[B, G] texts, each followed by an EOS, to tokens and mask [B, G, T]; the padding is garbage, not zeros."""
+    ids = [[[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in group] for group in texts]
+    width = max(len(row) for group in ids for row in group)
+    tokens = np.full((len(ids), len(ids[0]), width), 7, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for b, group in enumerate(ids):
+        for g, row in enumerate(group):
+            tokens[b, g, : len(row)] = row
+            mask[b, g, : len(row)] = True
+    return tokens, mask
+
+
+TEXTS = [["one", "two!"], ["three", "4"], ["", "sechs"]]
+
+
+def test_completions_come_back_in_prompt_major_order_without_padding():
+    tokenizer = make_tokenizer()
+    tokens, mask = padded_batch(tokenizer, TEXTS)
+    assert completions_module.decode_completions(tokenizer, jnp.asarray(tokens), jnp.asarray(mask)) == [
+        "one", "two!", "three", "4", "", "sechs",
+    ]  # fmt: skip
+    ids = completions_module.completion_token_ids(jnp.asarray(tokens), jnp.asarray(mask))
+    assert list(map(len, ids)) == [4, 5, 6, 2, 1, 6]
+    assert ids[4] == [tokenizer.eos_token_id]
+
+
+def test_completion_token_ids_refuses_other_shapes():
+    with pytest.raises(ValueError, match=r"tokens is \(2, 3\) and mask is \(2, 3\): both are \[B, G, T\]"):
+        completions_module.completion_token_ids(np.zeros((2, 3), int), np.ones((2, 3), bool))
+
+
+def test_reward_inputs_of_text_prompts():
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": f"p{n}", "answer": n, "tags": [n, n]} for n in range(3)]
+    inputs = completions_module.reward_inputs(tokenizer, rows, *padded_batch(tokenizer, TEXTS))
+    assert inputs["prompts"] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert inputs["completions"] == ["one", "two!", "three", "4", "", "sechs"]
+    assert inputs["columns"] == {"answer": [0, 0, 1, 1, 2, 2], "tags": [[0, 0]] * 2 + [[1, 1]] * 2 + [[2, 2]] * 2}
+    assert inputs["completion_ids"][3] == [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_reward_inputs_of_conversations_join_to_the_conversation():
+    tokenizer = make_tokenizer()
+    parts = [{"type": "text", "text": "So"}]
+    rows = [{"prompt": p} for p in ([user("a")], [user("b"), assistant("<t>")], [user("c"), assistant(parts)])]
+    inputs = completions_module.reward_inputs(tokenizer, rows, *padded_batch(tokenizer, TEXTS))
+    assert inputs["completions"] == [[assistant(text)] for text in ("one", "two!", "<t>three", "<t>4", "So", "Sosechs")]
+    assert inputs["prompts"] == [[user("a")]] * 2 + [[user("b")]] * 2 + [[user("c")]] * 2
+    assert rows[1]["prompt"] == [user("b"), assistant("<t>")]  # the dataset is as it was
+
+
+def test_importing_prompts_does_not_import_transformers():
+    code = "import sys, grpo_jax.text.prompts; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

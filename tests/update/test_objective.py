@@ -1,0 +1,126 @@
+"""The objective on parts of a batch: they add up to the whole, with the counts of the whole."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import Batch, GRPOConfig
+from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
+from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of_rows, sampling_settings
+from grpo_jax.update.state import create_state
+
+B, G, T = 3, 4, 5
+OPTIMIZER = optax.sgd(1.0)
+
+
+def case(**changes):
+    """A batch, log-probs and entropies [B, G, T]."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    noise = [0.3 * jax.random.normal(key, (B, G, T)) - 2 for key in keys[:4]]
+    given = {
+        "prompts": None,
+        "tokens": jnp.zeros((B, G, T), jnp.int32),
+        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[4], (B, G, 1), 1, T + 1),
+        "advantages": jax.random.normal(keys[5], (B, G)),
+        "sampling_log_probs": noise[1],
+        "ref_log_probs": noise[2],
+    }
+    return Batch(**{**given, **changes}), noise[0], -noise[3]
+
+
+def state_of(**settings):
+    return create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo", "entropy_coef": 0.2},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
+    ],
+    ids=lambda settings: settings["loss_type"],
+)
+@pytest.mark.parametrize("counted", [None, [True, False, True]])
+def test_parts_add_up_to_the_whole(settings, counted):
+    counted = None if counted is None else jnp.array(counted)
+    batch, log_probs, entropies = case()
+    if counted is not None:
+        batch = batch.replace(counted=counted, mask=batch.mask & counted[:, None, None])
+    config = GRPOConfig(beta=0.1, max_completion_length=T, **settings)
+    state = state_of(entropy_coef=0.2)
+    totals = count_totals(batch, config, entropies if config.top_entropy_quantile < 1 else None)
+    assert int(totals["num_rows"]) == (B if counted is None else 2) * G
+    rows = batch.replace(counted=None)
+    at = {"config": config, "on_policy": False}
+
+    def loss_and_gradient(take):
+        some = jax.tree.map(take, rows)
+        loss = lambda l: loss_of_rows(take(l), take(entropies), some, state, totals, **at)
+        return jax.value_and_grad(loss, has_aux=True)(log_probs)
+
+    (whole, sums), gradient = loss_and_gradient(lambda x: x)
+    parts = [loss_and_gradient(lambda x, i=i: x.reshape(-1, *x.shape[2:])[i : i + 5]) for i in range(0, B * G, 5)]
+    assert float(sum(part[0][0] for part in parts)) == pytest.approx(float(whole), rel=1e-5)
+    np.testing.assert_allclose(sum(part[1] for part in parts), gradient, atol=1e-6)
+    merged = finalize_metrics(merge_metrics(merge_metrics(parts[0][0][1], parts[1][0][1]), parts[2][0][1]))
+    chex.assert_trees_all_close(merged, finalize_metrics(sums), rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_reference_there_is_no_kl():
+    batch, log_probs, entropies = case(ref_log_probs=None)
+    config = GRPOConfig(max_completion_length=T)
+    _, metrics = loss_of_rows(
+        log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
+    )
+    assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
+
+
+def test_the_entropy_has_a_gradient_only_as_a_bonus():
+    batch, log_probs, entropies = case()
+    for coef, moves in ((0.0, False), (0.3, True)):
+        config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
+        assert has_bonus(config) == moves
+        loss = lambda h, config=config, coef=coef: loss_of_rows(
+            log_probs,
+            h,
+            batch,
+            state_of(entropy_coef=coef),
+            count_totals(batch, config, None),
+            config=config,
+            on_policy=True,
+        )[0]
+        assert bool(jnp.any(jax.grad(loss)(entropies) != 0)) == moves
+    assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing(bad):
+    batch, log_probs, entropies = case()
+    config = GRPOConfig(max_completion_length=T)
+    _, sums = loss_of_rows(
+        log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
+    )
+    for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
+        state, metrics = apply_gradients(state_of(), gradient, [sums], optimizer=OPTIMIZER, config=config)
+        assert float(metrics["update_skipped"]) == skipped
+        np.testing.assert_allclose(state.params["w"], [1, 1] if skipped else [0, -1])
+
+
+def test_sampler_and_scorer_share_their_settings():
+    config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
+    assert sampling_settings(config) == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+
+
+@pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
+def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
+    config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)
+    batch, log_probs, entropies = case()
+    state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
+    totals = count_totals(batch, config, None)
+    _, sums = loss_of_rows(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
+    state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, [sums], optimizer=OPTIMIZER, config=config)
+    np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

@@ -1,0 +1,260 @@
+"""The packed update: the gradient of the plain `train_step`, whatever the lengths, the settings and the model."""
+
+import gc
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import Batch, Completions, GRPOConfig, add_lora, completion_log_probs, make_prompts
+from grpo_jax.models import packing
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel, init_adapters
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Prompts, as_argument
+from grpo_jax.update import packed
+from grpo_jax.update.packed import score, update
+from grpo_jax.update.state import create_state
+from grpo_jax.update.step import train_step
+
+LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
+G, T = 4, 12
+JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
+OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of four tokens and pieces of sixteen: rows of twelve reach over several blocks, batches over pieces."""
+    monkeypatch.setattr(packed, "pack", lambda *x, size: packing.pack(*x, size=-(-size // 4) * 4, block=4))
+    monkeypatch.setattr(packed, "piece_size", lambda tokens, longest: packing.piece_size(tokens, longest, block=4))
+    monkeypatch.setattr(packed, "CPU_TOKENS", 16)
+
+
+def batch(seed=0, **changes) -> Batch:
+    keys = jax.random.split(jax.random.key(seed), 5)
+    shape = (4, G, T)
+    given = {
+        "prompts": make_prompts(LISTS),
+        "tokens": jax.random.randint(keys[1], shape, 0, 24),
+        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[0], (4, G, 1), 0, T + 1),
+        "advantages": jax.random.normal(keys[2], (4, G)),
+        "sampling_log_probs": -3 + 0.3 * jax.random.normal(keys[3], shape),
+        "ref_log_probs": -3 + 0.3 * jax.random.normal(keys[4], shape),
+    }
+    return Batch(**{**given, **changes})
+
+
+def both(model, params, b, config, *, on_policy=False, entropy_coef=0.1):
+    """(params, metrics) after a step of either kind."""
+    results = []
+    for step in (JITTED, update):
+        state = create_state(
+            jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=entropy_coef
+        )
+        settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro": (4, G)}
+        state, metrics = step(state, b, model=as_argument(model) if step is JITTED else model, **settings)
+        results.append((state.params, dict(metrics)))
+    return results
+
+
+def assert_same_step(plain, from_pieces):
+    chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
+    share = float(from_pieces[1].pop("padding_share"))
+    assert 0 < share < 1
+    assert set(plain[1]) == set(from_pieces[1])
+    chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "entropy_coef": 0.1},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.7, "top_k": 5},
+        {"loss_type": "sapo", "importance_sampling_level": "trajectory", "kl_placement": "reward"},
+        {"loss_type": "vespo", "use_adaptive_entropy": True, "entropy_target": 5.0, "top_p": 0.9},
+    ],
+    ids=lambda settings: settings["loss_type"],
+)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
+    monkeypatch.setattr(packed, "count_streams", lambda *_: streams)
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings)
+    assert_same_step(*both(*tiny_model(), batch(), config))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"windows": (5, None)},
+        {"windows": (3, 20), "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
+        {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
+        {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},
+        {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
+    ],
+    ids=lambda shape: next(iter(shape)),
+)
+def test_every_kind_of_layer_is_packed(shape):
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
+    assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
+
+
+def test_rows_that_do_not_count_are_left_out():
+    """Groups that only fill the batch, and the initial policy's log-probs, which are a metric."""
+    mask = batch().mask.at[1].set(False)
+    b = batch(mask=mask, counted=jnp.array([True, False, True, True]), initial_log_probs=-3 * jnp.ones(mask.shape))
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, loss_type="grpo")
+    plain, from_pieces = both(*tiny_model(), b, config)
+    assert "kl_initial" in plain[1]
+    assert_same_step(plain, from_pieces)
+
+
+def test_adapters_are_packed():
+    policy = add_lora(tiny_policy(), rank=4, key=jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.1, policy.params)
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
+    assert_same_step(*both(policy.model, params, batch(), config))
+
+
+def test_dropout_falls_differently_on_every_piece_and_the_same_again():
+    policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.1, policy.params)  # a fresh adapter's B is zero: nothing would be dropped
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    steps = []
+    for seed in (0, 0, 1):
+        state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
+        keywords = {"model": policy.model, "optimizer": OPTIMIZER, "config": config, "on_policy": True, "micro": (4, G)}
+        steps.append(update(state, batch(), **keywords)[0].params)
+    chex.assert_trees_all_equal(steps[0], steps[1])
+    assert optax.tree.norm(optax.tree.sub(steps[0], steps[2])) > 1e-3
+
+
+def test_what_stands_behind_the_end_of_a_row_is_never_seen():
+    b = batch()
+    poison = lambda x: jnp.where(b.mask, x, jnp.nan)
+    other = b.replace(
+        tokens=jnp.where(b.mask, b.tokens, 23),
+        sampling_log_probs=poison(b.sampling_log_probs),
+        ref_log_probs=poison(b.ref_log_probs),
+    )
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
+    one, two = (both(*tiny_model(), x, config)[1] for x in (b, other))
+    chex.assert_trees_all_equal(one, two)
+
+
+def test_on_a_cpu_a_piece_begins_when_the_one_before_is_through(monkeypatch):
+    """XLA's CPU backend gives a program its memory when it is dispatched: of all pieces at once otherwise."""
+    nothing = lambda x: 0 * jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
+    slowly = jax.jit(lambda tree: jax.tree.map(lambda x: x + nothing(jnp.eye(128)).astype(x.dtype), tree))
+    begun = []
+    for name in ("_add_piece", "_score_piece"):
+        program = getattr(packed, name)
+
+        def call(first, *args, program=program, name=name, **how):
+            begun.append((name, all(leaf.is_ready() for leaf in jax.tree.leaves(first))))
+            result = program(first, *args, **how)
+            return slowly(result) if name == "_score_piece" else (slowly(result[0]), result[1])
+
+        monkeypatch.setattr(packed, name, call)
+    model, params = tiny_model()
+    b, config = batch(), GRPOConfig()
+    score(params, b.prompts, b.tokens, b.mask, model=model, config=config, micro=(4, G))
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    packed.gradients(state, b, model=model, config=config, on_policy=True, micro=(4, G))
+    assert all(ready for _, ready in begun)
+    assert min(sum(name == other for other, _ in begun) for name in ("_add_piece", "_score_piece")) > 4
+
+
+@pytest.mark.parametrize(("tokens", "reach"), [(24, 0), (16, 2)])
+def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach):
+    """Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
+    b = batch(mask=jnp.ones((4, G, T), bool))
+    assert {piece.lane.reach for piece in packed._pieces({}, b.tokens, b.mask, (4, G), tokens)} == {reach}
+    plain, from_pieces = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+    assert float(from_pieces[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
+    chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
+    chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+
+
+class _PromptsAreRead(Exception):
+    pass
+
+
+def grown(monkeypatch, model, params, config, b):
+    """Bytes that are live once b prompts of sixteen tokens are read, one a part, beside what was there before."""
+
+    def stop(*_, **__):
+        raise _PromptsAreRead
+
+    monkeypatch.setattr(packed, "_add_piece", stop)
+    one = batch()
+    repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
+    prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))
+    given = jax.tree.map(repeat, one.replace(prompts=None)).replace(prompts=prompts)
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    at = {"model": model, "micro": (b, G)}
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    with pytest.raises(_PromptsAreRead) as found:
+        packed.gradients(state, given, config=config, on_policy=True, **at)
+    after = sum(x.nbytes for x in jax.live_arrays())
+    del found  # it holds the frames, and they what was kept
+    return after - before, packed.kept_bytes(state, given, **at)
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "remat", "experts", "lora"])
+def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(monkeypatch, case):
+    """What each further prompt keeps is what `kept_bytes` counts, and far less than a copy or a cast of the weights."""
+    shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 512, "expert_layers": (True,)}
+    shape = shape if case == "experts" else {"remat": case == "remat"}
+    dtype = "float32" if case == "float32" else "bfloat16"
+    settings = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": dtype, **shape}
+    model = Transformer(TransformerConfig(24, 64, 2048, num_layers=1, **settings))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if case == "lora":
+        adapters = init_adapters(jax.random.key(1), params, rank=2)
+        model, params = LoraModel(params, model, 2.0, 0.1), adapters
+    config = GRPOConfig(max_completion_length=T)
+    (two, counted_two), (four, counted_four) = (grown(monkeypatch, model, params, config, b) for b in (2, 4))
+    read = (64 + 2 * 2 * 16 * 16) * 4 * 2  # state, keys and values of a prompt; and where their gradients are summed
+    assert counted_four == 2 * counted_two
+    assert (four - two) / 2 == pytest.approx(counted_two / 2, abs=read + 1024)
+    assert (four - two) / 2 < weights / 4
+
+
+def test_scores_are_the_log_probs():
+    model, params = tiny_model()
+    b = batch()
+    config = GRPOConfig(max_completion_length=T, temperature=0.8)
+    got = score(params, b.prompts, b.tokens, b.mask, model=model, config=config, micro=(4, G))
+    completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
+    expected = completion_log_probs(model, params, b.prompts, completions, temperature=0.8)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got)[~np.asarray(b.mask)], 0)
+
+
+def test_any_other_model_goes_by_train_step():
+    model, params = tiny_model()
+
+    class Bare:
+        def apply(self, variables, tokens):
+            return model.apply(variables, tokens)
+
+    bare, b = Bare(), batch()
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
+    plain, also_plain = both(bare, params, b, config)
+    chex.assert_trees_all_close(plain, also_plain, atol=1e-6)
+    assert "padding_share" not in also_plain[1]
+    own = both(model, params, b, config)
+    chex.assert_trees_all_close(own[1][0], also_plain[0], atol=1e-5)
+    at = {"config": config, "micro": (4, G)}
+    arrays = (params, b.prompts, b.tokens, b.mask)
+    np.testing.assert_allclose(score(*arrays, model=bare, **at), score(*arrays, model=model, **at), atol=1e-5)

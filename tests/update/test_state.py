@@ -1,0 +1,133 @@
+"""The state and its transitions: nothing shared, nothing kept that is not needed, nothing moved that must stay."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax.update.state import begin_iteration, create_state, finish_update
+
+PARAMS = {"a": {"w": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.ones(4, jnp.bfloat16)}
+OPTIMIZER = optax.adam(0.1)
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def state_of(**keep):
+    return create_state(PARAMS, OPTIMIZER, jax.random.key(0), **keep)
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.random.key(0).dtype]
+
+
+def test_no_two_trees_share_a_buffer_with_each_other_or_with_the_caller():
+    state = state_of(keep_old=True, keep_reference=True, keep_initial=True)
+    trees = [PARAMS, state.params, state.old_params, state.ref_params, state.initial_params]
+    held = [pointer for tree in trees for pointer in pointers(tree)]
+    assert len(held) == len(set(held)) == 10
+
+
+def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
+    state = state_of(keep_old=True, keep_reference=True, keep_initial=True)
+    step = jax.jit(
+        lambda state: finish_update(begin_iteration(state), GRADS, True, OPTIMIZER, sync_every=1, sync_alpha=0.5),
+        donate_argnums=0,
+    )
+    state = step(step(state))
+    assert int(state.step) == 2
+    assert float(PARAMS["a"]["w"].sum()) == 15.0
+    held = pointers((state.params, state.old_params, state.ref_params, state.initial_params))
+    assert len(held) == len(set(held))
+
+
+def test_what_is_not_needed_is_not_held():
+    state = state_of()
+    assert (state.old_params, state.ref_params, state.initial_params) == (None, None, None)
+    assert begin_iteration(state) is state
+
+
+def test_begin_iteration_takes_the_snapshot():
+    state = state_of(keep_old=True)
+    state = finish_update(state, GRADS, jnp.array(True), OPTIMIZER)
+    assert not np.array_equal(state.params["a"]["w"], state.old_params["a"]["w"])
+    chex.assert_trees_all_equal(begin_iteration(state).old_params, state.params)
+
+
+def test_an_update_that_is_not_ok_changes_nothing_but_the_counts():
+    before = state_of(keep_reference=True)
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), GRADS)
+    after = jax.jit(lambda s, g, ok: finish_update(s, g, ok, OPTIMIZER))(before, nan, jnp.array(False))
+    chex.assert_trees_all_equal(after.params, before.params)
+    chex.assert_trees_all_equal(after.opt_state, before.opt_state)
+    assert (int(after.step), int(after.skipped)) == (1, 1)
+    good = finish_update(after, GRADS, jnp.array(True), OPTIMIZER)
+    assert (int(good.step), int(good.skipped)) == (2, 1)
+    assert not np.array_equal(good.params["a"]["w"], before.params["a"]["w"])
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_reference_follows_after_every_nth_step(every):
+    state = state_of(keep_reference=True)
+    expected = PARAMS["a"]["w"]
+    for step in range(1, 7):
+        state = finish_update(state, GRADS, jnp.array(True), OPTIMIZER, sync_every=every, sync_alpha=0.25)
+        if step % every == 0:
+            expected = 0.25 * state.params["a"]["w"] + 0.75 * expected
+        np.testing.assert_allclose(state.ref_params["a"]["w"], expected, rtol=1e-6)
+    chex.assert_trees_all_equal_dtypes(state.ref_params, PARAMS)
+
+
+HALF = {"w": jnp.linspace(0.5, 2.0, 64, dtype=jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnums=0)
+def move(state, grads, ok=True, *, optimizer):
+    return finish_update(state, grads, jnp.asarray(ok), optimizer)
+
+
+def test_updates_below_the_resolution_of_the_params_add_up():
+    """From 1 down the next bfloat16 is 1 − 2⁻⁸, about 0.996: steps of 0.0005 are lost, unless there are masters."""
+    optimizer, grads = optax.sgd(0.0005), {"b": jnp.ones(64, jnp.bfloat16)}
+    held, lost = (
+        create_state({"b": HALF["b"]}, optimizer, jax.random.key(0), keep_masters=keep) for keep in (True, False)
+    )
+    assert lost.master_params is None
+    for _ in range(8):
+        held, lost = (move(state, grads, optimizer=optimizer) for state in (held, lost))
+    np.testing.assert_allclose(held.master_params["b"], 0.996, atol=1e-6)
+    np.testing.assert_array_equal(held.params["b"].astype(jnp.float32), 1 - 2**-8)
+    np.testing.assert_array_equal(lost.params["b"].astype(jnp.float32), 1.0)
+
+
+def test_params_are_the_rounded_params_of_a_float32_run():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), HALF)
+    opt_state = optimizer.init(params)
+    state = create_state(HALF, optimizer, jax.random.key(0))
+    plain = jax.jit(lambda grads, opt_state, params: optimizer.update(grads, opt_state, params))
+    for i in range(10):
+        grads = jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params)
+        updates, opt_state = plain(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state = move(state, grads, optimizer=optimizer)
+    chex.assert_trees_all_close(state.master_params, params, rtol=1e-6)
+    chex.assert_trees_all_equal(state.params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.master_params))
+    assert np.mean(np.asarray(state.params["w"] == params["w"].astype(jnp.bfloat16))) > 0.98
+    same = move(jax.tree.map(jnp.copy, state), jax.tree.map(lambda x: x * jnp.nan, grads), False, optimizer=optimizer)
+    chex.assert_trees_all_equal(same.master_params, state.master_params)
+
+
+def test_masters_are_held_where_they_are_needed_and_cost_four_bytes():
+    """A bfloat16 parameter, its master and two moments of Adam: 2 + 4 + 8 bytes, by XLA's account of the step."""
+    optimizer = optax.adam(1e-3)
+    state = create_state(HALF, optimizer, jax.random.key(0))
+    stats = move.lower(state, HALF, optimizer=optimizer).compile().memory_analysis()
+    size = sum(x.size for x in jax.tree.leaves(HALF))
+    assert stats.argument_size_in_bytes - 2 * size == pytest.approx((2 + 4 + 8) * size, abs=128)  # − the gradient's
+    assert stats.alias_size_in_bytes >= (2 + 4 + 8) * size, "the donated state is not changed where it stands"
+    full = jax.tree.map(lambda x: x.astype(jnp.float32), HALF)
+    assert create_state(full, optimizer, jax.random.key(0)).master_params is None

@@ -1,0 +1,247 @@
+"""The update: the gradient of the written objective, however a batch is cut; params untouched if it is not finite."""
+
+import dataclasses
+import functools
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+from tiny import tiny_model
+
+from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
+from grpo_jax.types import as_argument
+from grpo_jax.update.objective import loss_settings
+from grpo_jax.update.state import create_state
+from grpo_jax.update.step import cut, gradients, join, score_batch, train_step
+
+LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
+G, T = 4, 6
+OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
+JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
+
+
+@functools.cache
+def model_and_params():
+    return tiny_model(layers=1)
+
+
+def batch(seed=0, **changes) -> Batch:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    lengths = jax.random.randint(keys[0], (4, G, 1), 1, T + 1)
+    shape = (4, G, T)
+    given = {
+        "prompts": make_prompts(LISTS),
+        "tokens": jax.random.randint(keys[1], shape, 0, 24),
+        "mask": jnp.arange(T).reshape(1, 1, T) < lengths,
+        "advantages": jax.random.normal(keys[2], (4, G)),
+        "sampling_log_probs": -3 + 0.3 * jax.random.normal(keys[3], shape),
+        "ref_log_probs": -3 + 0.3 * jax.random.normal(keys[0], shape),
+    }
+    return Batch(**{**given, **changes})
+
+
+def config(**changes):
+    return GRPOConfig(**{"beta": 0.1, "max_completion_length": T, "max_grad_norm": 0, **changes})
+
+
+def step(batch, config, micro=None, on_policy=False, **keep):
+    model, params = model_and_params()
+    state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, **keep)
+    settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro": micro}
+    return JITTED(state, batch, model=as_argument(model), **settings)
+
+
+def plain_log_probs(params, tokens):
+    """Each row by itself, prompt and completion in one sequence, whole logits: nothing shared and nothing chunked."""
+    model, _ = model_and_params()
+    rows = []
+    for prompt, group in zip(LISTS, tokens, strict=True):
+        row = jnp.concatenate([jnp.broadcast_to(jnp.array(prompt), (G, len(prompt))), group], axis=1)
+        log_p = jax.nn.log_softmax(model.apply({"params": params}, row))[:, len(prompt) - 1 : -1]
+        rows.append(jnp.take_along_axis(log_p, group[..., None], axis=-1)[..., 0])
+    return jnp.stack(rows)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
+    _, params = model_and_params()
+    b, c = batch(), config(loss_type=loss_type)
+
+    def objective(params):
+        l = plain_log_probs(params, b.tokens)
+        return grpo_loss(l, b.sampling_log_probs, b.ref_log_probs, b.advantages, b.mask, **vars(loss_settings(c)))[0]
+
+    loss, grads = jax.jit(jax.value_and_grad(objective))(params)
+    state, metrics = step(b, c)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+    expected = jax.tree.map(jnp.subtract, params, grads)
+    chex.assert_trees_all_close(state.params, expected, atol=2e-5)
+
+
+CUTS = [(4, 4), (2, 4), (1, 4), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+        {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
+    ],
+    ids=lambda settings: settings["loss_type"],
+)
+def test_however_the_batch_is_cut_the_update_is_the_same(settings):
+    b, c = batch(), config(**settings)
+    whole, metrics = step(b, c, micro=CUTS[0])
+    for micro in CUTS[1:]:
+        state, others = step(b, c, micro=micro)
+        chex.assert_trees_all_close(state.params, whole.params, atol=1e-5)
+        assert others.keys() == metrics.keys()
+        for name, value in metrics.items():
+            np.testing.assert_allclose(others[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
+    model, params = model_and_params()
+    state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
+    b = batch(ref_log_probs=None)
+    # The totals of the loss are those of the whole batch, so a part is the batch with the rest's advantages at zero.
+    how = {"model": as_argument(model), "config": config(beta=0.0)}
+    jitted = jax.jit(gradients, static_argnames=("config", "on_policy", "micro"))
+    total, _ = jitted(state, b, micro=(1, 4), **how)
+    own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
+    parts = [jitted(state, own(i), micro=(4, 4), **how)[0] for i in range(4)]
+    assert {x.dtype for x in jax.tree.leaves(parts)} == {jnp.dtype("bfloat16")}
+    expected = jax.tree.map(lambda *x: sum(np.asarray(y, np.float32) for y in x), *parts)
+    chex.assert_trees_all_equal_dtypes(total, jax.tree.map(jnp.asarray, expected))
+    for x, y in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(y)
+
+
+def test_cut_and_join_are_inverse():
+    b = batch()
+    for micro in CUTS:
+        pieces = cut(b, *micro)
+        assert pieces.tokens.shape[1:] == (*micro, T)
+        np.testing.assert_array_equal(join(pieces.tokens, 4, G), b.tokens)
+        # every row keeps its own prompt
+        numbered = b.replace(advantages=jnp.broadcast_to(b.prompts.tokens[:, :1], (4, G)).astype(jnp.float32))
+        pieces = cut(numbered, *micro)
+        firsts = jnp.broadcast_to(pieces.prompts.tokens[:, :, :1], pieces.advantages.shape)
+        np.testing.assert_array_equal(firsts, pieces.advantages)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_groups_that_only_fill_the_batch_change_nothing(loss_type):
+    b = batch()
+    c = config(loss_type=loss_type)
+    two = jax.tree.map(lambda x: x[:2], b)
+    counted = jnp.array([True, True, False, False])
+    filled = b.replace(mask=b.mask & counted.reshape(-1, 1, 1), counted=counted)
+    one, metrics = step(two, c)
+    other, others = step(filled, c)
+    chex.assert_trees_all_close(one.params, other.params, atol=1e-6)
+    assert float(others["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
+def test_score_gives_the_log_probs_of_any_params():
+    model, params = model_and_params()
+    b = batch()
+    expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
+    for micro in CUTS[:4:2]:
+        got = score_batch(params, b.prompts, b.tokens, b.mask, model=model, config=config(), micro=micro)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_on_policy_is_the_ratio_of_one():
+    """With the sampler's log-probs equal to the trainer's the two ways agree, in value and in the step they take."""
+    _, params = model_and_params()
+    b = batch()
+    b = b.replace(sampling_log_probs=jnp.where(b.mask, plain_log_probs(params, b.tokens), 0))
+    one, metrics = step(b, config(), on_policy=True)
+    other, others = step(b, config(), on_policy=False)
+    chex.assert_trees_all_close(one.params, other.params, atol=1e-5)
+    assert float(metrics["ratio_max"]) == 1.0
+    assert float(others["sampler_gap"]) < 1e-5
+    assert float(others["ratio_max"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_sampler_gap_is_the_largest_distance_of_log_probs():
+    _, params = model_and_params()
+    b = batch()
+    expected = jnp.where(b.mask, jnp.abs(plain_log_probs(params, b.tokens) - b.sampling_log_probs), 0).max()
+    assert float(step(b, config())[1]["sampler_gap"]) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_an_advantage_that_is_not_finite_skips_the_update(bad):
+    _, params = model_and_params()
+    b = batch()
+    state, metrics = step(b.replace(advantages=b.advantages.at[1, 2].set(bad)), config())
+    chex.assert_trees_all_equal(state.params, params)
+    assert (float(metrics["update_skipped"]), int(state.skipped), int(state.step)) == (1.0, 1, 1)
+
+
+def test_kl_to_the_initial_policy_stands_beside_that_to_the_reference():
+    _, params = model_and_params()
+    b = batch()
+    own = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
+    _, metrics = step(b.replace(initial_log_probs=own, ref_log_probs=own - 0.5), config())
+    assert float(metrics["kl_initial"]) == pytest.approx(0, abs=1e-6)
+    assert float(metrics["kl"]) == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
+
+
+def test_without_a_reference_no_kl_is_reported():
+    _, metrics = step(batch(ref_log_probs=None), config(beta=0.0))
+    assert not [name for name in metrics if name.startswith("kl")]
+
+
+def test_the_adaptive_coefficient_starts_at_nothing_and_follows_the_entropy():
+    c = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=100.0, entropy_coef_delta=0.05)
+    state, metrics = step(batch(), c, entropy_coef=0.2, entropy_bonus=0.0)
+    assert float(metrics["entropy_bonus"]) == 0
+    assert (float(state.entropy_coef), float(state.entropy_bonus)) == (pytest.approx(0.25), pytest.approx(0.25))
+    c = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=0.0, entropy_coef_delta=0.05)
+    state, _ = step(batch(), c, entropy_coef=0.2, entropy_bonus=0.0)
+    assert (float(state.entropy_coef), float(state.entropy_bonus)) == (pytest.approx(0.15), 0.0)
+
+
+def test_every_loss_field_of_the_config_reaches_the_loss():
+    changed = config(epsilon=0.11, epsilon_high=0.33, delta=4.0, kl_estimator="k2", off_policy_mask_threshold=0.5)
+    settings = loss_settings(changed)
+    assert (settings.epsilon, settings.epsilon_high) == (0.11, 0.33)
+    assert (settings.delta, settings.kl_estimator, settings.off_policy_mask_threshold) == (4.0, "k2", 0.5)
+    assert all(value == getattr(changed, name) for name, value in vars(settings).items())
+    assert vars(settings).keys() == {f.name for f in dataclasses.fields(GRPOConfig)} & set(LOSS_ARGUMENTS) - {
+        "entropy_coef"
+    }
+
+
+LOSS_ARGUMENTS = inspect.signature(grpo_loss).parameters
+
+
+class Variants(chex.TestCase, parameterized.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    @parameterized.parameters(None, ((1, 2),))
+    def test_train_step(self, micro):
+        """The state is made inside: chex spreads arguments over devices by hand, and a key is no plain array."""
+        model, params = model_and_params()
+        settings = {"optimizer": OPTIMIZER, "config": config(), "on_policy": False, "micro": micro}
+
+        def one(params, batch):
+            state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True)
+            state, metrics = train_step(state, batch, model=model, **settings)
+            return state.params, metrics
+
+        new, metrics = self.variant(one)(params, batch())
+        expected, expected_metrics = step(batch(), config())
+        chex.assert_trees_all_close(new, expected.params, atol=1e-5)
+        for name, value in expected_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-4, err_msg=name)

@@ -1,0 +1,190 @@
+"""What is shown is right in a log, in a terminal, and not at all when quiet."""
+
+import io
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+import grpo_jax
+from grpo_jax.watch.display import Display, completions_table, format_metrics
+
+METRICS = {
+    "reward": 0.5,
+    "kl": 0.00123,
+    "completions/mean_length": 41.26,
+    "tokens_per_second": 4120.4,
+    "loss": 3.0,
+    "eval/accuracy": 0.9,
+    "eval/mean_length": 40.0,
+    "seconds/rollout": 2.14,
+    "seconds/update": 2.4,
+    "seconds/total": 5.0,
+}
+NUMBERS = "reward 0.500 · KL 0.00123 · length 41.3 · tokens/s 4,120 · held-out accuracy 0.900"
+SECONDS = "5.0 s: rollout 2.1, update 2.4"
+
+
+def console(terminal=False):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
+
+
+def test_the_numbers_in_words():
+    assert format_metrics(METRICS) == (NUMBERS, SECONDS)
+    assert format_metrics({}) == ("", "")
+    assert format_metrics({"reward": None, "kl": float("nan")}) == ("reward – · KL –", "")
+    assert format_metrics({"seconds/a": 1.0, "seconds/b": 2.0})[1] == "3.0 s: a 1.0, b 2.0"
+    assert format_metrics({"tokens_per_second": 12.345, "kl": 1e-7})[0] == "KL 1e-07 · tokens/s 12.3"
+
+
+def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left():
+    now = [0.0]
+    out = console()
+    with Display(console=out, clock=lambda: now[0]) as display:
+        display.start(total_steps=100, step=10)
+        now[0] = 40.0
+        display(20, METRICS)
+        now[0] = 320.0
+        display(90, {"reward": 0.75})
+        display(100, {"reward": 1.0})
+    assert out.file.getvalue().splitlines() == [
+        f"step  20/100 · {NUMBERS} · {SECONDS} · 0:05:20 left",  # 80 steps of 4 s each
+        "step  90/100 · reward 0.750 · 0:00:40 left",
+        "step 100/100 · reward 1.000",
+    ]
+
+
+def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
+    shown = []
+
+    class Handle:
+        def display(self, data, raw):
+            shown.append(("new", data["text/plain"], raw))
+
+        def update(self, data, raw):
+            shown.append(("same", data["text/plain"], raw))
+
+    display_module = pytest.importorskip("IPython.display", reason="IPython is not installed")
+    monkeypatch.setattr(display_module, "DisplayHandle", Handle)
+    out = Console(file=io.StringIO(), force_jupyter=True)
+    with Display(console=out) as display:
+        display.start(total_steps=2)
+        display(1, {"reward": 0.75})
+        display(2, {"reward": 1.0})
+    assert [kind for kind, *_ in shown] == ["new", "same", "same"]
+    assert shown[0][1] == "step 0/2"
+    assert shown[-1] == ("same", "step 2/2 · reward 1.000", True)
+    assert out.file.getvalue() == ""
+
+
+def test_hours_left_and_nothing_done_yet():
+    now = [0.0]
+    out = console()
+    display = Display(console=out, clock=lambda: now[0])
+    display.start(total_steps=1000)
+    display(0, {"eval/accuracy": 0.1})
+    now[0] = 60.0
+    display(10, {})
+    assert out.file.getvalue().splitlines() == [
+        "step    0/1000 · held-out accuracy 0.100",
+        "step   10/1000 · 1:39:00 left",
+    ]
+
+
+def test_a_long_line_is_not_broken():
+    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
+    display = Display(console=out)
+    display.start(total_steps=5)
+    display(5, METRICS)
+    assert out.file.getvalue().count("\n") == 1
+
+
+def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
+    out = console(terminal=True)
+
+    def interrupted():
+        with Display(console=out) as display:
+            display.start(total_steps=4, step=1)
+            display(2, METRICS)
+            display.say("[note] kept above")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    text = out.file.getvalue()
+    assert text.startswith("\x1b[?25l")  # the cursor is hidden,
+    assert text.endswith("\x1b[?25h")  # and shown again whatever happened
+    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
+    assert "[note] kept above" in screen
+    assert "2/4" in screen
+    assert NUMBERS in screen
+    assert SECONDS in screen
+
+
+def test_a_narrow_terminal_gets_one_line_a_row():
+    out = Console(file=io.StringIO(), force_terminal=True, width=30, force_jupyter=False, color_system=None)
+    with Display(console=out) as display:
+        display.start(total_steps=4)
+        display(2, METRICS)
+    assert "\n  reward 0.500 · KL 0.00123 ·…\n  5.0 s: rollout 2.1, update …\n" in out.file.getvalue()
+
+
+def test_quiet_shows_nothing(capsys):
+    with Display(quiet=True) as display:
+        display.start(total_steps=4)
+        display(1, METRICS)
+        display.say("text")
+        display.completions([])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_standard_output_stays_the_programs_own():
+    code = (
+        "from grpo_jax.watch.display import Display\n"
+        "with Display() as display:\n"
+        "    display.start(total_steps=1)\n"
+        "    display(1, {'reward': 0.5})\n"
+        "print('{}')\n"
+    )
+    root = pathlib.Path(grpo_jax.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout == "{}\n"
+    assert done.stderr == "step 1/1 · reward 0.500\n"
+
+
+def rows():
+    return [
+        {
+            "prompt": "[b]3 1 2",
+            "completion": f"<answer>{i}[/b]</answer>",
+            "rewards": {"accuracy": float(i == 1), "judge": None},
+            "advantage": 0.7 * (-1) ** i,
+            "ended": i != 2,
+        }
+        for i in range(3)
+    ] + [{"prompt": [{"role": "user", "content": "hi"}], "completion": "ho", "rewards": {}, "advantage": float("nan")}]
+
+
+def test_completions_are_shown_as_they_are_side_by_side():
+    out = console()
+    Display(console=out).completions(rows())
+    text = out.file.getvalue()
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[0] in "│┃"]
+    assert cells == [
+        ["prompt", "completion", "accuracy", "judge", "advantage"],
+        ["[b]3 1 2", "<answer>0[/b]</answer>", "0.00", "–", "0.70"],
+        ["", "<answer>1[/b]</answer>", "1.00", "–", "-0.70"],
+        ["", "<answer>2[/b]</answer> …", "0.00", "–", "0.70"],
+        ["user: hi", "ho", "–", "–", "–"],
+    ]
+
+
+def test_as_many_completions_as_asked_for():
+    out = console()
+    Display(console=out).completions(rows(), limit=2)
+    assert "<answer>1" in out.file.getvalue()
+    assert "<answer>2" not in out.file.getvalue()
+    assert completions_table([]).row_count == 0

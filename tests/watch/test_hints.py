@@ -1,0 +1,131 @@
+"""Hints: each speaks once, at the line where its sign is there, names fields that exist, and is silent in good runs."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_jax import GRPOConfig
+from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, Hints
+
+CONFIG = GRPOConfig(beta=0.1)
+# Two real runs of this library, ten optimizer steps a line: `experiments.sort_digits` and `experiments.countdown`.
+HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
+
+
+def said(lines, config=CONFIG):
+    """(index of the line, message) of every hint."""
+    hints = Hints(config)
+    return [(i, message) for i, line in enumerate(lines) for message in hints(line)]
+
+
+def series(name, values, **others):
+    return [{"num_tokens": i, name: value, **others} for i, value in enumerate(values)]
+
+
+def rewards(right, style, std=0.4):
+    return [
+        {"rewards/right/mean": a, "rewards/right/std": std, "rewards/style/mean": b, "rewards/style/std": std}
+        for a, b in zip(right, style, strict=True)
+    ]
+
+
+def speeds(rates, rollout):
+    return [
+        {"tokens_per_second": rate, "seconds/rollout": s, "seconds/update": 1.0, "seconds/total": s + 1}
+        for rate, s in zip(rates, rollout, strict=True)
+    ]
+
+
+# name of the hint, the lines, the line at which it speaks (by hand), and what it says.
+SIGNS = [
+    ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40), 14, ["100 %", "dynamic_sampling=True"]),
+    ("all truncated", series("completions/clipped_ratio", [0.0] + [1.0] * 40), 10, ["max_completion_length = 512"]),
+    (
+        "KL rising",
+        series("kl", [0.01 * i for i in range(200)]),
+        KL_WINDOW - 1,
+        ["sync_ref_model=True", "beta (now 0.1)"],
+    ),
+    # 19 is the first line with two windows; the mean of the last ten is below a twentieth from then on.
+    ("entropy collapse", series("entropy", [2.0] * 6 + [0.01] * 40), 19, ["from 2 to 0.01", "entropy_coef"]),
+    ("much clipped", series("clip_fraction", [0.1] * 10 + [0.5] * 40), 14, ["share of 0.30", "num_iterations (now 1)"]),
+    ("sampler mismatch", series("sampler_gap", [1e-6] * 9 + [2.0] * 40), 9, ["up to 0.2 nats", "compute_dtype"]),
+    # With k lines of the new kind in ten, right has risen by 0.06 k and style fallen by 0.03 k: past half of the spread
+    # of 0.4 for k = 7.
+    (
+        "reward hacking",
+        rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.4] * 30),
+        36,
+        ["'right' has risen from 0.2 to 0.62 while 'style' has fallen from 0.7 to 0.49", "reward_weights"],
+    ),
+    # The median of ten is halfway, 55 of 100, with five slow lines, and 10 with six.
+    (
+        "slower",
+        speeds([1.0] + [100.0] * 20 + [10.0] * 20, [9.0] + [1.0] * 20 + [12.0] * 20),
+        26,
+        ["10 completion tokens a second", "100 at the beginning", "'rollout' has grown most", "max_completion_length"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "lines", "at", "parts"), SIGNS, ids=[sign[0] for sign in SIGNS])
+def test_a_hint_speaks_at_its_sign_and_once(name, lines, at, parts):
+    ((index, message),) = said(lines)
+    assert index == at
+    assert message == HINTS[name](lines[: at + 1], CONFIG)
+    for part in parts:
+        assert part in message
+
+
+def test_every_hint_has_a_sign_here_and_names_fields_that_there_are():
+    assert [sign[0] for sign in SIGNS] == list(HINTS)
+    fields = set(GRPOConfig.__dataclass_fields__)
+    for _, lines, *_ in SIGNS:
+        ((_, message),) = said(lines)
+        named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
+        assert named <= fields, named - fields
+        assert named & fields
+
+
+@pytest.mark.parametrize("run", ["sort_digits", "countdown"])
+def test_a_healthy_run_gets_none(run):
+    lines = [line for line in HEALTHY if line["run"] == run]
+    assert len(lines) >= 25
+    assert said(lines) == []
+    assert said(lines + lines[-5:] * 4) == []  # and it may stay where it ended
+
+
+@pytest.mark.parametrize(
+    ("lines", "config"),
+    [
+        (series("kl", [0.01 * i for i in range(KL_WINDOW - 1)]), CONFIG),
+        (series("kl", [0.3] * 200), CONFIG),
+        (series("kl", [0.1 + 0.05 * (i % 20) for i in range(200)]), CONFIG),
+        (series("kl", [1 + 0.001 * i for i in range(200)]), CONFIG),
+        (series("kl", [0.01 * i for i in range(200)]), GRPOConfig(beta=0.1, sync_ref_model=True)),
+        (series("completions/clipped_ratio", [1.0] * 9), CONFIG),
+        (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
+        (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
+        (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
+        (series("sampler_gap", [0.6] * 50), GRPOConfig(compute_dtype="bfloat16")),
+        (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
+        (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
+        (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
+        (speeds([1000.0] + [100.0] * 40, [1.0] * 41), CONFIG),
+        (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
+    ],
+)
+def test_no_hint_where_none_is_due(lines, config):
+    assert said(lines, config) == []
+
+
+def test_a_long_run_keeps_its_beginning_and_little_else():
+    hints = Hints(CONFIG)
+    for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):
+        assert hints(line) == []
+    assert len(hints._history) == FIRST + LAST
+    (message,) = hints({"entropy": 0.0})
+    assert "from 2 to 0.04 nats" in message

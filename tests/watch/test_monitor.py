@@ -1,0 +1,165 @@
+"""The monitor: lines in the right files under the right step, rates, warnings and hints that survive a resume."""
+
+import dataclasses
+import warnings
+
+import jax
+import optax
+import pytest
+
+from grpo_jax import GRPOConfig
+from grpo_jax.update.state import create_state
+from grpo_jax.watch import monitor as monitor_module
+from grpo_jax.watch.monitor import MOST_WARNINGS, Monitor
+from grpo_jax.watch.progress import Progress
+from grpo_jax.watch.trackers import Tracker
+from grpo_jax.watch.writer import read_lines
+
+STATE = create_state({"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0))
+CONFIG = GRPOConfig(beta=0.1)
+
+
+def lines(run_dir, name="metrics.jsonl"):
+    return list(read_lines(run_dir / name))
+
+
+def test_lines_go_to_files_and_callbacks_alike(tmp_path):
+    seen = []
+    with Monitor(tmp_path, CONFIG, callbacks=[lambda step, m: seen.append((step, m))], quiet=True) as monitor:
+        monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
+        monitor.evaluation(0, {"right": 0.5})
+        monitor.completions(1, [{"prompt": "a", "completion": "b", "rewards": {"r": 1.0}, "advantage": 0.0}])
+        monitor.log(1, {"num_tokens": 60, "reward": 0.25})
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+    assert lines(tmp_path)[0] == {"step": 0, "eval/right": 0.5}
+    assert lines(tmp_path)[1]["tokens_per_second"] > 0
+    assert lines(tmp_path, "completions.jsonl")[0]["step"] == 1
+    assert [step for step, _ in seen] == [0, 1]
+    assert seen[1][1]["reward"] == 0.25
+    assert (tmp_path / "report.png").exists()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
+    done = []
+    tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
+    opening = lambda config, run_dir, *, step: done.append((config.report_to, run_dir, step)) or [tracker]
+    monkeypatch.setattr(monitor_module, "open_trackers", opening)
+    config = dataclasses.replace(CONFIG, report_to="wandb")
+    for quiet in (False, True):
+        with Monitor(tmp_path, config, quiet=quiet) as monitor:
+            monitor.start(STATE, Progress(step=3), total_steps=5, num_rows=4, resumed=True)
+            monitor.log(4, {"num_tokens": 60, "reward": 0.25})
+    assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
+
+
+def test_completions_are_shown_at_the_first_step_where_that_is_logged(tmp_path, capsys):
+    row = {"prompt": "what", "completion": "this", "rewards": {"r": 1.0}, "advantage": 0.0}
+    for first in (False, True):
+        config = GRPOConfig(log_completions=True, logging_first_step=first)
+        with Monitor(None, config) as monitor:
+            monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
+            capsys.readouterr()
+            monitor.completions(1, [row])
+            assert ("this" in capsys.readouterr().err) == first
+
+
+def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+        monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
+        monitor.log(1, {"num_tokens": 60})
+        monitor.end(1, 4, hurry=True)
+    assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+        monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
+        for step in (1, 2, 3):
+            monitor.log(step, {"num_tokens": 100 * step})
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+        monitor.start(STATE, Progress(step=2, tokens=200), total_steps=4, num_rows=4, resumed=True)
+        monitor.log(3, {"num_tokens": 300})
+    third = lines(tmp_path)[-1]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert third["tokens_per_second"] * third["seconds/total"] == pytest.approx(100)
+
+
+def cut_off(monitor, steps):
+    """Log steps in which every completion was cut off, which is worth a hint at the tenth."""
+    for step in steps:
+        monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})  # no tokens, no pace to judge
+
+
+def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
+    """It was killed before its first one, or somebody has removed them."""
+    monkeypatch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: None)
+
+    def begin(*steps):
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
+            for step in steps:
+                monitor.evaluation(step, {"f": 1.0})
+
+    begin(0)
+    begin(0, 2)  # nothing of the first one was worth keeping
+    for ending in (".old-1", ".old-2"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"tells of steps up to 2 and has no checkpoint .* with {ending} after"
+        ):
+            begin(0, 2)
+    for name in ("metrics.jsonl", "metrics.jsonl.old-1", "metrics.jsonl.old-2"):
+        assert [line["step"] for line in lines(tmp_path, name)] == [0, 2]
+
+
+def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
+        cut_off(monitor, range(1, 13))
+    (kept,) = lines(tmp_path, "warnings.jsonl")
+    assert (kept["step"], kept["category"]) == (10, "hint")
+    assert f"hint: {kept['message']}" in capsys.readouterr().err
+    with Monitor(tmp_path, CONFIG) as monitor:  # from after the hint: it is not said again
+        monitor.start(STATE, Progress(step=11), total_steps=30, num_rows=4, resumed=True)
+        cut_off(monitor, range(12, 25))
+    assert "hint" not in capsys.readouterr().err
+    assert lines(tmp_path, "warnings.jsonl") == [kept]
+    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:  # from before it: it was cut off with its line, and comes
+        monitor.start(STATE, Progress(step=7), total_steps=30, num_rows=4, resumed=True)
+        assert lines(tmp_path, "warnings.jsonl") == []
+        cut_off(monitor, range(8, 13))
+    assert lines(tmp_path, "warnings.jsonl") == [kept]
+
+
+def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
+    slow, texts = "a reward is slow", [f"a number {i}" for i in range(2 * MOST_WARNINGS)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="a ")
+        outside = warnings.showwarning
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            warnings.warn("a checkpoint was put aside", RuntimeWarning, stacklevel=1)
+            monitor.start(STATE, Progress(step=5), total_steps=9, num_rows=4)
+            monitor.completions(6, [])
+            for _ in range(3):
+                warnings.warn(slow, UserWarning, stacklevel=1)
+        assert warnings.showwarning is outside
+        assert slow in (tmp_path / "report.html").read_text(encoding="utf-8")
+        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+            monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
+            for text in [slow, *texts]:
+                warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["a checkpoint was put aside", *[slow] * 4, *texts]
+    first, second, third, *more = lines(tmp_path, "warnings.jsonl")
+    assert first == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
+    assert second == {"step": 6, "category": "UserWarning", "message": slow}
+    assert third == {"step": 6, "category": "UserWarning", "message": "a number 0"}
+    assert len(more) == MOST_WARNINGS - 3
+
+
+def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
+    with Monitor(None, CONFIG) as monitor:
+        monitor.start(STATE, Progress(step=3), total_steps=9, num_rows=4, num_dropped=7, resumed=True)
+    shown = capsys.readouterr().err
+    assert "7 rows are left out" in shown
+    assert "going on after step 3" in shown

@@ -1,0 +1,284 @@
+"""The page of a run: what it embeds is what the files hold, nothing that a model writes breaks it, and it works."""
+
+import contextlib
+import html.parser
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from grpo_jax import GRPOConfig
+from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report
+from grpo_jax.watch.writer import RunWriter, read_lines
+
+NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 %TITLE% %DATA% 数字"
+HEALTHY = Path(__file__).with_name("healthy_runs.jsonl")
+
+
+class Parsed(html.parser.HTMLParser):
+    """Elements by tag, the text of each script by its type, and every address that the page names."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.addresses, self._type = [], {}, [], None
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append((tag, attributes))
+        self.addresses += [attributes[name] for name in ("src", "href", "action", "data") if name in attributes]
+        if tag == "script":
+            self._type = attributes.get("type", "script")
+
+    def handle_endtag(self, tag):
+        self._type = None
+
+    def handle_data(self, data):
+        if self._type is not None:
+            self.scripts[self._type] = self.scripts.get(self._type, "") + data
+
+
+def embedded(run_dir):
+    parsed = Parsed(html_report(run_dir))
+    assert sorted(parsed.scripts) == ["application/json", "script"]
+    return json.loads(parsed.scripts["application/json"])
+
+
+def completion(i, **more):
+    return {
+        "prompt": f"prompt {i // 2}",
+        "completion": f"completion {i}",
+        "rewards": {"right": float(i % 2), "short": None if i == 3 else i / 8},
+        "advantage": i % 2 - 0.5,
+        "ended": i != 5,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of three logged steps, two groups of two completions each, and texts that try to break out."""
+    writer = RunWriter(tmp_path_factory.mktemp("runs") / "run <i>&")
+    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4, beta=0.125), note=NASTY)
+    writer.metrics(0, {"eval/right": 0.25})
+    for step in (1, 2, 3):
+        kl = {"kl": None if step == 2 else step / 100}
+        times = {"seconds/rollout": 2.0 * step, "seconds/update": 1.0, "seconds/total": 2.0 * step + 1.5}
+        writer.metrics(
+            step, {"reward": step / 4, "rewards/right/mean": step / 8, **kl, "num_tokens": 9 * step, **times}
+        )
+        rows = [completion(i, verdict=f"v{i}") for i in range(4)]
+        rows[2]["completion"], rows[3]["completion"] = NASTY, [{"role": "assistant", "content": NASTY}]
+        writer.completions(step, rows)
+    writer.warning(2, "UserWarning", NASTY)
+    return writer.run_dir
+
+
+def test_what_is_embedded_is_what_the_files_hold(run_dir):
+    data = embedded(run_dir)
+    rows = [
+        {"step": step["step"], "prompt": group["prompt"], **row}
+        for step in data["steps"]
+        for group in step["groups"]
+        for row in group["rows"]
+    ]
+    assert rows == list(read_lines(run_dir / "completions.jsonl"))
+    assert [[len(group["rows"]) for group in step["groups"]] for step in data["steps"]] == [[2, 2]] * 3
+    assert data["rewards"] == ["right", "short"]
+    assert data["extras"] == ["verdict"]
+    assert data["warnings"] == [{"step": 2, "category": "UserWarning", "message": NASTY}]
+    panels = {panel["title"]: panel for panel in data["panels"]}
+    assert panels["Reward"]["x"] == [1, 2, 3]
+    curves = {curve["label"]: curve["y"] for curve in panels["Reward"]["curves"]}
+    assert curves == {"weighted sum": [0.25, 0.5, 0.75], "right": [0.125, 0.25, 0.375]}
+    assert (panels["KL divergence"]["x"], panels["KL divergence"]["curves"][0]["y"]) == ([1, 3], [0.01, 0.03])
+    assert (panels["Held-out prompts"]["x"], panels["Held-out prompts"]["curves"][0]["y"]) == ([0], [0.25])
+    assert data["seconds"] == [["rollout", 12.0], ["update", 3.0], ["other", 1.5]]
+    about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    (_, config, changed), (_, versions, _), _ = data["settings"]
+    assert (config, versions) == (about["config"], about["versions"])
+    assert {"num_generations", "per_device_train_batch_size", "beta"} <= set(changed)
+    assert "epsilon" not in changed
+
+
+def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
+    parsed = Parsed(html_report(run_dir))
+    tags = [tag for tag, _ in parsed.tags]
+    assert tags.count("script") == 2
+    assert not {"i", "b", "link", "img", "iframe"} & set(tags)
+    assert parsed.addresses == []
+    (policy,) = [a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_equal_prompts_in_a_row_are_groups_of_their_own(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
+    writer.completions(1, [completion(i, prompt="same") for i in range(6)])
+    assert [len(group["rows"]) for group in embedded(tmp_path)["steps"][0]["groups"]] == [2, 2, 2]
+
+
+def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
+    writer = RunWriter(tmp_path)
+    steps = range(1, 5001)
+    lines = [{"step": step, "reward": step / 5000, "kl": 0.1, "entropy": 1.0, "seconds/update": 1.0} for step in steps]
+    writer._append("metrics.jsonl", lines)
+    for step in range(1, 31):
+        text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each, once they are in the page
+        writer.completions(step, [completion(i, completion=text) for i in range(200 if step > 1 else 6)])
+    page = html_report(tmp_path)
+    data = embedded(tmp_path)
+    assert len(page) < COMPLETION_BYTES + 300_000
+    (reward,) = [curve for panel in data["panels"] if panel["title"] == "Reward" for curve in panel["curves"]]
+    assert 100 < len(reward["y"]) == len(reward["smooth"]) <= POINTS
+    assert sum(reward["y"]) / len(reward["y"]) == pytest.approx(0.5, abs=1e-3)  # means of neighbours, none left out
+    kept = [step["step"] for step in data["steps"]]
+    assert (kept[0], kept[-1], len(kept)) == (1, 30, STEPS)
+    assert len(data["steps"][0]["groups"][0]["rows"][0]["completion"]) < TEXT + 100
+    assert 0 < sum(len(group["rows"]) for group in data["steps"][1]["groups"]) < 200
+    assert data["kept"] == "completions.jsonl has all 5,806 of 30 steps"
+
+
+def test_a_run_with_nothing_in_it_has_a_page(tmp_path):
+    assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.completions(1, [completion(0)])
+    with open(tmp_path / "completions.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "prom')
+    assert [step["step"] for step in embedded(tmp_path)["steps"]] == [1]
+
+
+def request(method, url, /, **body):
+    data = json.dumps(body).encode() if method == "POST" else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, method=method), timeout=120) as answer:
+            return json.load(answer)["value"]
+    except urllib.error.HTTPError as error:  # what went wrong stands in its body
+        with error:
+            raise AssertionError(f"{method} {url}: {error.read().decode()}") from None
+
+
+@contextlib.contextmanager
+def browser(tmp_path):
+    """A session with a headless Chromium by chromedriver's HTTP interface: `session(method, path, **body)`."""
+    log = tmp_path / "driver.log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=file, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while "successfully on port" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        port = log.read_text().split("successfully on port ")[1].split(".")[0]
+        arguments = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+        arguments += f" disable-component-update disable-sync user-data-dir={tmp_path / 'profile'}"
+        chrome = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"args": [f"--{argument}" for argument in arguments.split()]},
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
+        base = f"http://127.0.0.1:{port}/session"
+        name = request("POST", base, capabilities={"alwaysMatch": chrome})["sessionId"]
+        try:
+            yield lambda method, path, /, **body: request(method, f"{base}/{name}/{path}", **body)
+        finally:
+            request("DELETE", f"{base}/{name}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+BROWSERS = ("chromium", "google-chrome", "chrome")
+no_browser = not (shutil.which("chromedriver") and any(map(shutil.which, BROWSERS)))
+
+
+@pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
+def test_the_page_in_a_real_browser(run_dir, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_bytes(html_report(run_dir).encode("utf-8", "backslashreplace"))
+    with browser(tmp_path) as session:
+
+        def run(script):
+            return session("POST", "execute/sync", script=f"return {script}", args=[])
+
+        def column(name):
+            at = run(f"[...document.querySelectorAll('#rows th')].findIndex(th => th.dataset.column === {name!r})")
+            return run(
+                f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent.toWellFormed())"
+            )
+
+        def click(name):
+            run(f"document.querySelector(`#rows th[data-column={json.dumps(name)}]`).click()")
+
+        session("POST", "url", url=page.as_uri())
+        assert run("document.title") == "run <i>& · GRPO run"
+        # Curves: one a metric, in view, and the reward climbs from step to step (y grows downwards).
+        titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
+        assert titles == ["Reward", "Held-out prompts", "KL divergence", "Time"]
+        assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1 + 2
+        path = run("document.querySelector('.panel path.curve').getAttribute('d')")
+        heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+        assert len(heights) == 3
+        assert heights[0] > heights[1] > heights[2]
+        assert run("document.querySelector('.panel svg').getBoundingClientRect().height") > 100
+        assert "NaN" not in run("document.getElementById('panels').innerHTML")
+        # The table: as it was, then sorted by a click, down and up, then as it was.
+        before = column("advantage")
+        assert before == ["-0.5", "0.5"] * 6
+        assert column("prompt")[:4] == ["prompt 0", "", "prompt 1", ""]
+        click("advantage")
+        assert column("advantage") == ["0.5"] * 6 + ["-0.5"] * 6
+        click("advantage")
+        assert column("advantage") == ["-0.5"] * 6 + ["0.5"] * 6
+        assert run("document.querySelector('th[aria-sort=ascending]').innerText") == "advantage"
+        click("advantage")
+        assert column("advantage") == before
+        click("rewards/short")
+        assert column("rewards/short") == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3  # missing ones last
+        # Filters, by the address and by hand.
+        session("POST", "url", url=page.as_uri() + "#step=2&by=rewards/right&min=1")
+        assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
+        run("document.getElementById('clear').click()")
+        run(
+            "(n => { n.value = 'COMPLETION 1'; n.dispatchEvent(new Event('input')); })(document.getElementById('text'))"
+        )
+        assert column("completion") == ["completion 1"] * 3
+        run("document.getElementById('clear').click()")
+        # Hostile text is shown as text, in the table and among the warnings.
+        assert column("completion")[2] == NASTY.replace("\ud800", "\ufffd")  # half a character is not JSON
+        assert "</script>" in run("document.querySelector('.warning').textContent.toWellFormed()")
+        assert run("document.querySelectorAll('script').length") == 2
+        assert run("document.querySelectorAll('#settings b').length") > 2
+        # A real run's numbers: the demonstration of the README.
+        writer = RunWriter(tmp_path / "sort_digits")
+        for line in HEALTHY.read_text().splitlines():
+            line = json.loads(line)
+            if line.pop("run") == "sort_digits":
+                writer.metrics(line.pop("step"), line)
+        demo = tmp_path / "demo.html"
+        demo.write_text(html_report(writer.run_dir), encoding="utf-8")
+        session("POST", "url", url=demo.as_uri())
+        titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
+        assert {"Reward", "KL divergence", "Entropy of the policy", "Equal groups and cut-offs", "Time"} == set(titles)
+        curves = "[...document.querySelectorAll('.panel path.curve')]"
+        points = run(f"{curves}.map(path => path.getAttribute('d').split('L').length)")
+        assert len(points) == 3 + 1 + 1 + 2 + 5
+        assert min(points) >= 24
+        assert "NaN" not in run("document.body.innerHTML")
+        # Nothing went wrong on either page, and nothing was asked for but the pages (the rest is the browser's own).
+        errors = [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"]
+        assert errors == []
+        events = [json.loads(e["message"])["message"] for e in session("POST", "se/log", type="performance")]
+        sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(tmp_path.as_uri())}
+        assert ours == {page.as_uri(), demo.as_uri()}

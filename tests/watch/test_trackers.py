@@ -1,0 +1,245 @@
+"""Trackers: each gets the finite numbers of every logged step and is closed; packages are imported when asked for."""
+
+import math
+import struct
+import sys
+import types
+
+import pytest
+
+from grpo_jax import GRPOConfig
+from grpo_jax.watch import trackers
+from grpo_jax.watch.writer import notify
+
+LINES = [(10, {"reward": 0.25, "kl": math.nan, "note": "text"}), (20, {"reward": 0.5, "kl": 0.125, "seconds/total": 3})]
+
+
+def feed(tracker):
+    with tracker:
+        for step, line in LINES:
+            notify([tracker], step, line)
+
+
+class Fake(types.ModuleType):
+    """A package with `init`, as wandb and trackio are; it notes what is done to it."""
+
+    run = None  # the one that is active, in wandb
+    id, name = "id-7", "brave-sun"
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.done = []
+
+    def init(self, **settings):
+        self.done.append(("init", settings))
+        return self
+
+    def log(self, metrics, step=None):
+        self.done.append(("log", step, metrics))
+
+    def finish(self):
+        self.done.append(("finish",))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_run_of_wandb_or_trackio(name, monkeypatch):
+    package = Fake(name)
+    monkeypatch.setitem(sys.modules, name, package)
+    feed(getattr(trackers, name)(project="sums", config={"beta": 0.1}))
+    assert package.done == [
+        ("init", {"project": "sums", "config": {"beta": 0.1}}),
+        ("log", 10, {"reward": 0.25}),
+        ("log", 20, {"reward": 0.5, "kl": 0.125, "seconds/total": 3}),
+        ("finish",),
+    ]
+
+
+def test_a_run_that_fails_is_closed_too(monkeypatch):
+    package = Fake("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with pytest.raises(KeyError), trackers.wandb():
+        raise KeyError
+    assert package.done[-1] == ("finish",)
+
+
+# `report_to` ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """The three packages, faked."""
+    fakes = {name: Fake(name) for name in ("tensorboardX", "wandb", "trackio")}
+    fakes["tensorboardX"].SummaryWriter = lambda directory, **settings: types.SimpleNamespace(
+        add_scalar=lambda *value: fakes["tensorboardX"].done.append(value),
+        flush=lambda: None,
+        close=lambda: fakes["tensorboardX"].done.append(("close", directory, settings)),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    for name in ("WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return fakes
+
+
+def report(config, run_dir, step=0):
+    opened = trackers.open_trackers(config, run_dir, step=step)
+    for tracker in opened:
+        tracker(step + 1, {"reward": 0.5})
+        tracker.__exit__()
+    return len(opened)
+
+
+@pytest.mark.parametrize("names", [["tensorboard", "wandb", "trackio"], "all"], ids=str)
+def test_the_trackers_that_are_asked_for_are_opened_under_the_name_of_the_run(names, packages, tmp_path):
+    config = GRPOConfig(report_to=names, run_name="sums-1", project="sums")
+    assert report(config, tmp_path) == 3
+    same = {"project": "sums", "name": "sums-1", "config": config.to_dict()}
+    logged = [("log", 1, {"reward": 0.5}), ("finish",)]
+    assert packages["wandb"].done == [("init", same), *logged]
+    assert packages["trackio"].done == [("init", same | {"resume": "allow"}), *logged]
+    assert packages["tensorboardX"].done == [
+        ("reward", 0.5, 1),
+        ("close", str(tmp_path / "tensorboard"), {"purge_step": 0}),
+    ]
+
+
+def test_a_run_that_goes_on_goes_on_in_its_trackers(packages, tmp_path):
+    config = GRPOConfig(report_to=["tensorboard", "wandb", "trackio"])
+    report(config, tmp_path)
+    packages["wandb"].id, packages["trackio"].name = "another", "another"
+    for fake in packages.values():
+        fake.done.clear()
+    report(config, tmp_path, step=4)
+    assert packages["wandb"].done[0][1].items() >= {"id": "id-7", "resume": "allow", "name": None}.items()
+    assert packages["trackio"].done[0][1].items() >= {"name": "brave-sun", "resume": "allow"}.items()
+    assert packages["tensorboardX"].done[-1][2] == {"purge_step": 5}
+    report(config, tmp_path)  # and one that begins anew begins anew
+    assert "id" not in packages["wandb"].done[-3][1]
+
+
+def test_where_transformers_variables_are_set_they_count(packages, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "of the shell")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "elsewhere"))
+    assert report(GRPOConfig(report_to=["wandb", "tensorboard"], project="sums"), None) == 2
+    assert packages["wandb"].done[0][1]["project"] == "of the shell"
+    assert packages["tensorboardX"].done[-1][1] == str(tmp_path / "elsewhere")
+
+
+def test_a_run_of_wandb_that_is_active_is_used_and_left_open(packages, tmp_path):
+    packages["wandb"].run = packages["wandb"]
+    report(GRPOConfig(report_to="wandb"), tmp_path)
+    assert packages["wandb"].done == [("log", 1, {"reward": 0.5})]
+    assert not (tmp_path / trackers.RUNS).exists()
+
+
+def test_one_that_cannot_be_opened_closes_those_before_it(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(packages["trackio"], "init", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trackers.open_trackers(GRPOConfig(report_to=["wandb", "trackio"]), tmp_path)
+    assert packages["wandb"].done[-1] == ("finish",)
+
+
+def test_what_cannot_be_opened_is_said_before_the_run(packages, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="report_to = 'tensorboard': there is no directory"):
+        trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"wandb cannot be imported .*: pip install 'grpo_jax\[wandb\]'"):
+        trackers.check_trackers(GRPOConfig(report_to=["trackio", "wandb"]), tmp_path)
+    assert trackers.check_trackers(GRPOConfig(report_to="all"), tmp_path) == ["tensorboard", "trackio"]
+    assert trackers.check_trackers(GRPOConfig(), None) == []
+
+
+class Screen(types.ModuleType):
+    """`IPython.display`, of which a handle notes what it shows."""
+
+    def __init__(self):
+        super().__init__("IPython.display")
+        self.shown = []
+        self.Pretty = self.Image = lambda data: data
+        self.DisplayHandle = lambda: types.SimpleNamespace(display=self.shown.append, update=self.shown.append)
+
+
+def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypatch):
+    screen, now, drawn = Screen(), [0.0], []
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    monkeypatch.setattr(trackers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    draw = trackers.draw_report
+    monkeypatch.setattr(trackers, "draw_report", lambda lines, **more: drawn.append(len(lines)) or draw(lines, **more))
+    with trackers.live_plot(["Reward"], seconds=3.0) as plot:
+        for step, seconds in enumerate((0.0, 2.9, 3.0, 5.9), 1):
+            now[0] = seconds
+            plot(step, {"reward": step / 4, "kl": math.nan, "entropy": 1.0})
+    assert drawn == [1, 3, 4]
+    assert isinstance(screen.shown[0], str)
+    assert [picture[:8] for picture in screen.shown[1:]] == [b"\x89PNG\r\n\x1a\n"] * 3
+    width, height = struct.unpack(">II", screen.shown[-1][16:24])
+    assert width < 1.5 * height + 200  # one panel of the two that could be drawn
+
+
+def test_a_live_plot_without_a_line_draws_nothing(monkeypatch):
+    screen = Screen()
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    trackers.live_plot().__exit__()
+    assert len(screen.shown) == 1
+
+
+@pytest.mark.parametrize(
+    ("open_tracker", "package"),
+    [
+        (lambda: trackers.tensorboard("x"), "tensorboardX"),
+        (trackers.wandb, "wandb"),
+        (trackers.trackio, "trackio"),
+        (trackers.live_plot, "IPython.display"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_its_extra(open_tracker, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = {"tensorboardX": "tensorboard", "IPython.display": "notebook"}.get(package, package)
+    with pytest.raises(ImportError, match=rf"{package} cannot be imported .*: pip install 'grpo_jax\[{extra}\]'"):
+        open_tracker()
+
+
+def fields(data):
+    """(number, value) of a protocol-buffer message's fields, read by hand."""
+    at = 0
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        size = {0: None, 1: 8, 5: 4}.get(kind, -1)
+        if size is None:
+            yield number, varint()
+            continue
+        size = varint() if size < 0 else size
+        yield number, data[at : at + size]
+        at += size
+
+
+def scalars(path):
+    """{(step, tag): value} of an event file: length-framed Event messages with a step (2) and a summary (5)."""
+    data, found = path.read_bytes(), {}
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        event = dict(fields(data[12 : 12 + size]))
+        data = data[12 + size + 4 :]
+        for _, value in fields(event.get(5, b"")):
+            value = dict(fields(value))  # tag (1), simple_value (2)
+            found[event.get(2, 0), value[1].decode()] = struct.unpack("<f", value[2])[0]
+    return found
+
+
+def test_a_real_event_file_of_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    feed(trackers.tensorboard(tmp_path))
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    assert scalars(path) == {(10, "reward"): 0.25, (20, "reward"): 0.5, (20, "kl"): 0.125, (20, "seconds/total"): 3.0}

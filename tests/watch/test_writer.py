@@ -1,0 +1,342 @@
+"""Run files survive kills and resumes, times add up, and what a person is told is true."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import grpo_jax
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.names import held_out, plain
+from grpo_jax.watch.phases import Phases, describe_run
+from grpo_jax.watch.writer import RunWriter, check_callbacks, notify, read_lines
+
+ROOT = pathlib.Path(grpo_jax.__file__).parent.parent
+
+
+def lines_of(writer, name="metrics.jsonl"):
+    return list(read_lines(writer.path(name)))
+
+
+def test_plain_makes_json_of_what_jax_and_numpy_hold():
+    value = {
+        "bf16": jnp.bfloat16(0.5),
+        "int": jnp.int32(3),
+        "numpy": np.float64(0.25),
+        "flag": np.bool_(True),
+        "array": np.array([1.0, np.nan]),
+        "inf": -float("inf"),
+        "none": None,
+        7: (1, "text"),
+        "other": pytest,
+    }
+    result = plain(value)
+    assert result.pop("other").startswith("<module 'pytest'")
+    assert result == {
+        "bf16": 0.5,
+        "int": 3,
+        "numpy": 0.25,
+        "flag": True,
+        "array": [1.0, None],
+        "inf": None,
+        "none": None,
+        "7": [1, "text"],
+    }
+    assert [type(result[name]) for name in ("bf16", "int", "numpy", "flag")] == [float, int, float, bool]
+
+
+def test_a_line_is_on_disk_when_the_call_returns_and_is_strict_json(tmp_path):
+    writer = RunWriter(tmp_path / "new" / "run")
+    writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf")})
+    text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text == '{"step": 3, "reward": 0.5, "kl": null, "ratio_max": null}\n'
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a device that is always full: Linux")
+def test_a_full_disk_names_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        RunWriter(tmp_path).metrics(1, {"reward": 0.5})
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_an_evaluation_that_the_checkpoint_does_not_have_is_cut(tmp_path, evaluated):
+    writer = RunWriter(tmp_path)
+    for step, name in ((0, "eval/right"), (2, "reward"), (2, "eval/right"), (3, "reward")):
+        writer.metrics(step, {name: 0.5})
+    writer.truncate(2, evaluated=evaluated)
+    assert len(lines_of(writer, "metrics.jsonl")) == 2 + evaluated
+
+
+def test_completions_keep_any_text(tmp_path):
+    writer = RunWriter(tmp_path)
+    rows = [
+        {
+            "prompt": "3 1 2\n",
+            "completion": "数字 \ud800 \x00",
+            "rewards": {"a": None, "b": float("nan")},
+            "ended": False,
+        },
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": "", "rewards": {"a": 1.0}, "ended": np.True_},
+    ]
+    writer.completions(7, rows)
+    first, second = lines_of(writer, "completions.jsonl")
+    assert first == {
+        "step": 7,
+        "prompt": "3 1 2\n",
+        "completion": "数字 \ud800 \x00",
+        "rewards": {"a": None, "b": None},
+        "ended": False,
+    }
+    assert second == {"step": 7, **rows[1]}
+    assert len(writer.path("completions.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_truncate_drops_later_lines_of_both_files_and_keeps_the_rest_as_they_are(tmp_path):
+    writer = RunWriter(tmp_path)
+    for step in (0, 5, 10, 15):
+        writer.metrics(step, {"reward": step / 10})
+        writer.completions(step, [{"completion": str(i)} for i in range(3)])
+    before = writer.path("metrics.jsonl").read_bytes()
+    writer.truncate(10)
+    assert before.startswith(writer.path("metrics.jsonl").read_bytes())
+    assert [line["step"] for line in lines_of(writer)] == [0, 5, 10]
+    assert [line["step"] for line in lines_of(writer, "completions.jsonl")] == [0, 0, 0, 5, 5, 5, 10, 10, 10]
+    writer.truncate(10)
+    writer.metrics(15, {"reward": 1.5})
+    assert before == writer.path("metrics.jsonl").read_bytes()
+    writer.truncate(-1)
+    assert lines_of(writer) == lines_of(writer, "completions.jsonl") == []
+
+
+def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
+    whole = '{"step": 1, "reward": 0.5}\n{"step": 2, "text": "数}"}\n'.encode()
+    first = whole.index(b"\n") + 1
+    for end in range(len(whole) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:end])
+        writer = RunWriter(tmp_path)
+        kept = (end >= first) + (end == len(whole))
+        assert len(lines_of(writer)) == kept
+        writer.truncate(2)
+        writer.metrics(3, {})
+        assert [line["step"] for line in lines_of(writer)] == [*[1, 2][:kept], 3], whole[:end]
+
+
+def test_lines_that_are_no_metrics_end_the_file(tmp_path):
+    for text in (b"null\n", b"[1]\n", b'{"reward": 1}\n', b'{"step": "1"}\n', b"\xff\xfe\n", b"\x00\x00\x00"):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text + b'{"step": 2}\n')
+        writer = RunWriter(tmp_path)
+        assert lines_of(writer) == [{"step": 1}]
+        writer.truncate(5)
+        assert writer.path("metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_killed_writer_leaves_a_file_that_goes_on(tmp_path):
+    code = (
+        "import sys; from grpo_jax.watch.writer import RunWriter\n"
+        "writer = RunWriter(sys.argv[1])\n"
+        "for step in range(10**9):\n"
+        "    writer.metrics(step, {'reward': 0.5})\n"
+        "    if step == 20: print('ready', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    writer = RunWriter(tmp_path)
+    writer.truncate(10)
+    writer.metrics(11, {})
+    assert [line["step"] for line in lines_of(writer)] == list(range(12))
+
+
+def test_reading_a_run_that_has_not_begun(tmp_path):
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == []
+
+
+def test_config_json_says_what_ran_and_comes_back(tmp_path):
+    config = GRPOConfig(beta=0.04, reward_weights=[1, 2])
+    writer = RunWriter(tmp_path)
+    writer.config(config, parameters=123, dtype=np.float32(1.5))
+    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert GRPOConfig.from_dict(content["config"]) == config
+    assert content["parameters"] == 123
+    assert content["argv"] == sys.argv
+    assert content["versions"]["jax"]
+    assert content["versions"]["python"].count(".") == 2
+    assert content["started"].endswith("+00:00")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = RunWriter(None)
+    writer.config(GRPOConfig())
+    writer.metrics(1, {"reward": 1.0})
+    writer.completions(1, [{}])
+    writer.truncate(0)
+    writer.report()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="run_dir is None: there are no files"):
+        writer.path("metrics.jsonl")
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run_dir = '.*file': cannot be written to \(File exists\); give a directory"):
+        RunWriter(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"cannot be written to \(Not a directory\)"):
+        RunWriter(tmp_path / "file" / "run")
+
+
+def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, {"reward": 1.0})
+    writer.report()
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    before = (tmp_path / "report.png").read_bytes()
+
+    def fail(figure, file):
+        file.write(b"half")
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("grpo_jax.watch.plots.save_figure", fail)
+    with pytest.warns(RuntimeWarning, match=r"report.png was not drawn: RuntimeError: no font"):
+        writer.report()
+    assert (tmp_path / "report.png").read_bytes() == before
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_phases_count_each_second_once():
+    clock = Clock()
+    phases = Phases(clock)
+    clock.now += 1  # in no phase
+    with phases("rollout"):
+        clock.now += 2
+        with phases("rewards"):
+            clock.now += 4
+        clock.now += 8
+    with phases("update"):
+        clock.now += 16
+    with phases("rollout"):
+        clock.now += 32
+    assert phases.take() == {"seconds/rollout": 42, "seconds/rewards": 4, "seconds/update": 16, "seconds/total": 63}
+    clock.now += 3
+    assert phases.take() == {"seconds/total": 3}
+
+
+def test_a_phase_that_raises_is_closed_and_one_that_is_open_is_split():
+    clock = Clock()
+    phases = Phases(clock)
+
+    def fail():
+        with phases("rewards"):
+            clock.now += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with phases("update"):
+        clock.now += 2
+        assert phases.take() == {"seconds/rewards": 1, "seconds/update": 2, "seconds/total": 3}
+        clock.now += 4
+    clock.now += 8
+    assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
+
+
+def test_callbacks_get_plain_numbers_and_copies_of_their_own():
+    seen = []
+
+    def spoil(step, metrics):
+        seen.append((step, dict(metrics)))
+        metrics.clear()
+
+    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
+    assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
+    assert [type(value) for value in seen[0][1].values()] == [float, int, float]
+
+
+def test_a_callback_that_raises_is_named():
+    def tracker(step, metrics):
+        raise ConnectionError("no network")
+
+    with pytest.raises(ConnectionError) as caught:
+        notify([lambda step, metrics: None, tracker], 4, {})
+    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
+    assert caught.value.__notes__[0].endswith("at step 4")
+
+
+def test_a_callback_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
+        check_callbacks([print, "wandb"])
+    assert check_callbacks(iter([print])) == (print,)
+
+
+def test_held_out_scores():
+    scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
+    assert {name: held_out(name) for name in scores} == scores
+    assert not any(held_out(f"eval/{name}") for name in ("mean_length", "clipped_ratio", "rewards/a/std", "seconds"))
+    assert held_out("evaluation") is None
+
+
+def test_the_banner_by_hand():
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        steps_per_generation=6,
+        num_iterations=2,
+        max_completion_length=64,
+        max_steps=20,
+    )
+    text = describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000, num_devices=2)
+    # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 slices of 16 prompts in 2 micro-batches; 2 passes.
+    assert text == (
+        "1 M parameters · 4 GB of training state · 2 devices\n"
+        "each iteration: 48 prompts × 4 = 192 completions of up to 64 tokens · 2 passes × 3 slices = 6 updates of"
+        " 16 prompts in 2 micro-batches\n"
+        "20 optimizer steps · 4 iterations · 48 prompts, gone through 4 times"
+    )
+    small = describe_run(GRPOConfig(mesh={"data": 2, "tensor": 2}), num_rows=6, num_parameters=500, state_bytes=0)
+    assert small == (
+        "500 parameters · 0 B of training state · 4 devices\n"
+        "each iteration: 2 prompts × 8 = 16 completions of up to 512 tokens · 1 pass × 1 slice = 1 update of"
+        " 2 prompts\n"
+        "9 optimizer steps · 9 iterations · 6 prompts, gone through 3 times"
+    )
+
+
+def test_the_modules_import_neither_matplotlib_nor_rich_nor_jax():
+    code = (
+        "import sys, types; sys.modules['grpo_jax'] = package = types.ModuleType('grpo_jax')\n"
+        "package.__path__ = ['grpo_jax']\n"
+        "import grpo_jax.watch.writer, grpo_jax.watch.plots, grpo_jax.watch.display\n"
+        "print(sorted({'matplotlib', 'rich', 'jax'} & {name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_two_writers_in_threads_do_not_tear_each_others_lines(tmp_path):
+    writer = RunWriter(tmp_path)
+    rows = [{"completion": "x" * 500}] * 20
+    threads = [threading.Thread(target=lambda: [writer.completions(1, rows) for _ in range(20)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lines_of(writer, "completions.jsonl")) == 1600
