@@ -5,7 +5,8 @@
 DIRECTORY holds train.jsonl and test.jsonl of GSM8K; `--data hub` fetches them with the package `datasets`. Two rewards:
 the answer, found and compared as `grpo_jax.rewards.answers` does, and a last line `#### <number>`. The test set is
 answered before and after, greedily and by several samples of each problem (mean and pass@k), and greedily every
---eval-steps. `--random-rewards` rewards by coin flips instead, and logs the two others: what is gained then is no learning.
+--eval-steps. `--random-rewards` rewards by coin flips instead, and logs the two others: what is gained then is no
+learning.
 
 Time and figures for Qwen2.5-0.5B-Instruct: to be measured on a GPU. What should be seen, and has not been yet: accuracy
 and format rise, pass@k less than the mean; with --random-rewards nothing does.

@@ -166,4 +166,30 @@ def test_each_module_has_a_test_beside_it():
 
 
 # What is tested with the module that it is a part of.
-TESTED_ELSEWHERE = {}
+TESTED_ELSEWHERE = {
+    "config.checks": "config/test_config.py",
+    "config.fields": "config/test_config.py",
+    "config.sizes": "config/test_config.py",
+    "config.trl_fields": "compat/test_migrate.py",
+    "hub.policy": "hub/test_huggingface.py",
+    "hub.tensors": "hub/test_families.py",
+    "maths.checks": "maths/test_losses.py",
+    "maths.log_probs": "models/test_scoring.py",
+    "maths.metrics": "maths/test_losses.py",
+    "maths.surrogates": "maths/test_losses.py",
+    "models.bounds": "experiments/test_benchmark.py",
+    "models.experts": "models/test_transformer.py",
+    "models.layers": "models/test_transformer.py",
+    "models.rope": "models/test_transformer.py",
+    "plan.__main__": "plan/test_estimate.py",
+    "rewards.combine": "rewards/test_shipped.py",
+    "rewards.contract": "rewards/test_calls.py",
+    "rewards.worker_main": "rewards/test_workers.py",
+    "rollout.decode": "rollout/test_generate.py",
+    "rollout.layout": "rollout/test_generate.py",
+    "run.prepare": "run/test_bad_inputs.py",
+    "text.completions": "text/test_prompts.py",
+    "text.rows": "text/test_prompts.py",
+    "watch.names": "watch/test_writer.py",
+    "watch.phases": "watch/test_writer.py",
+}

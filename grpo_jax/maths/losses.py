@@ -20,6 +20,7 @@ from grpo_jax.maths.surrogates import (
     RATIOS,
     Counts,
     LossSettings,
+    Surrogate,
     Tokens,
     clip_events,
     row_mean,
@@ -82,6 +83,14 @@ def _clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
     reach the gradient as 0·NaN.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
+
+
+def _read_entropies(entropies: jax.Array, l: jax.Array) -> jax.Array:
+    """Entropies of the shape and dtype of log-probs."""
+    entropies = floating("entropies", entropies)
+    if entropies.shape != l.shape:
+        raise ValueError(f"entropies has shape {entropies.shape}; pass {l.shape}, that of log_probs.")
+    return entropies.astype(l.dtype)
 
 
 def _sampler_weights(
@@ -217,21 +226,27 @@ def grpo_loss_terms(
         loss = loss - sums["entropy_bonus"]
         token_sums["entropy"] = entropies
 
-    token_sums |= {"ratio_mean": w, "approx_kl_old": k3(-log_ratio), **clip_events(surrogate, tokens, settings)}
-    sums |= {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
-    sums |= {"loss": loss, "tokens": count, "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
+    return loss, _gather_metrics(loss, surrogate, tokens, settings, sums, token_sums)
+
+
+def _gather_metrics(
+    loss: jax.Array,
+    surrogate: Surrogate,
+    tokens: Tokens,
+    settings: LossSettings,
+    sums: dict[str, jax.Array],
+    token_sums: dict[str, jax.Array],
+) -> MetricSums:
+    """The metrics of a call: numbers as they are, arrays [..., T] summed over the masked-in tokens."""
+    w, mask = tokens.ratio, tokens.mask
+    clips = clip_events(surrogate, tokens, settings)
+    token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
+    sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
+    sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
     # Metrics never steer the loss; and they are floats, also the counts, so that they average over steps and devices.
-    sums, maxes = jax.tree.map(lambda x: sg(x.astype(l.dtype)), (sums, maxes))
-    return loss, MetricSums(sums, maxes)
-
-
-def _read_entropies(entropies: jax.Array, l: jax.Array) -> jax.Array:
-    """Entropies of the shape and dtype of log-probs."""
-    entropies = floating("entropies", entropies)
-    if entropies.shape != l.shape:
-        raise ValueError(f"entropies has shape {entropies.shape}; pass {l.shape}, that of log_probs.")
-    return entropies.astype(l.dtype)
+    sums, maxes = jax.tree.map(lambda x: sg(x.astype(loss.dtype)), (sums, maxes))
+    return MetricSums(sums, maxes)
 
 
 def grpo_loss(
