@@ -153,7 +153,7 @@ def test_what_is_not_here_is_said(values, advice):
 class Named:
     """What a dtype of PyTorch looks like."""
 
-    def __str__(self):
+    def __repr__(self):
         return "torch.bfloat16"
 
 
