@@ -47,7 +47,8 @@ def sampler_gap_limit(compute_dtype: str) -> float:
       >>> sampler_gap_limit("bfloat16")
       1.5
     """
-    platform, precision = jax.default_backend(), jax.config.jax_default_matmul_precision
+    platform = jax.default_backend()
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if compute_dtype == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
         return SAMPLER_GAP["float32"]
     if compute_dtype == "float32" and (platform != "tpu" or precision in ("high", "tensorfloat32")):
