@@ -68,7 +68,7 @@ def _tangent(y: jax.Array, *terms: tuple[Any, Any]) -> jax.Array:
 @functools.partial(matmul.defjvp, symbolic_zeros=True)
 def _matmul_jvp(dtype, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
-    y = matmul(x, w, dtype)
+    y = jnp.matmul(x, w, preferred_element_type=dtype)  # itself, so that policies of `jax.checkpoint` see a product
     # Writing out pays where x is at least as wide as the product.
     apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
     return y, _tangent(y, (lambda dx: dx @ w, dx), (lambda dw: apart(x @ apart(dw)), dw))
@@ -77,7 +77,7 @@ def _matmul_jvp(dtype, primals, tangents):
 @functools.partial(matmul_transposed.defjvp, symbolic_zeros=True)
 def _matmul_transposed_jvp(dtype, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
-    y = matmul_transposed(x, w, dtype)
+    y = jnp.matmul(x, w.T, preferred_element_type=dtype)
     apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
     return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: apart(x) @ apart(dw).T, dw))
 
@@ -85,8 +85,8 @@ def _matmul_transposed_jvp(dtype, primals, tangents):
 @functools.partial(scale_columns.defjvp, symbolic_zeros=True)
 def _scale_columns_jvp(primals, tangents):
     (x, scale), (dx, ds) = primals, tangents
-    y = scale_columns(x, scale)
-    # A row is spread over all rows by a product with ones, so that the gradient sums rows by one: a plain sum of
+    y = x * scale[None]
+    # The scale is spread over the rows by a product with ones, so that its gradient is one too: a plain sum of
     # columns takes a CPU ten times as long.
     spread = lambda ds: jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
     return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))

@@ -28,6 +28,7 @@ from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_settings
 from grpo_jax.update.packed import kept_bytes, lower_update, update
 from grpo_jax.update.state import TrainState
+from grpo_jax.watch.hints import sampler_gap_limit
 from grpo_jax.watch.names import short
 from grpo_jax.watch.phases import Phases, describe_run
 
@@ -35,9 +36,6 @@ __all__ = ["DryRun", "rehearse"]
 
 SLOW_REWARD = 10.0
 """Seconds an iteration that a reward function may take before it is called slow."""
-
-SAMPLER_GAP = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest |l − l_sampling| at the first update that is no reason to look closer, by compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["grad_norm"] == 0:
         yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
-    if metrics["sampler_gap"] > SAMPLER_GAP[config.compute_dtype]:
+    if metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
         yield (
             f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
             " does not compute the same with and without a cache"

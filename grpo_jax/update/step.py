@@ -126,7 +126,7 @@ def train_step(
 
     Returns:
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
-      or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: 1e-5 or less at an iteration's first update
+      or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: about 1e-5 at an iteration's first update
       in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
 
     Example:

@@ -1,5 +1,7 @@
 """Products whose gradients are written by hand: those that JAX derives, in both forms."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,61 @@ def test_the_dtype_is_that_of_the_inputs(product):
     x, w = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((2, 2) if product is matmul else (2,), jnp.bfloat16)
     y, pullback = jax.vjp(product, x, w)
     assert {y.dtype, *(g.dtype for g in pullback(y))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=[case[0].__name__ for case in CASES])
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
+def test_forwards_twice_and_mapped(product, plain, shape, how):
+    """Tangents, a gradient's tangents, and a map over both are those of the plain expression."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    at = jax.random.normal(keys[0], (5, 6)), jax.random.normal(keys[1], shape(6, 4))
+    along = jax.random.normal(keys[2], (5, 6)), jax.random.normal(keys[3], shape(6, 4))
+
+    def derivatives(product):
+        of = lambda x, w: jnp.sin(how(product)(x, w)).sum()
+        forwards = lambda along: jax.jvp(of, at, along)[1]
+        twice = lambda along: jax.jvp(jax.grad(of, (0, 1)), at, along)[1]
+        linear = jax.linearize(of, *at)[1]
+        many = jax.tree.map(lambda x: jnp.stack([x, -2 * x, 0 * x]), (at, along))
+        return (
+            (forwards(along), linear(*along), twice(along), jax.grad(lambda x: linear(x, along[1]))(at[0])),
+            (jax.vmap(forwards)(many[1]), jax.vmap(twice)(many[1]), jax.vmap(jax.grad(of, (0, 1)))(*many[0])),
+            (jax.jvp(lambda x: of(x, at[1]), at[:1], along[:1])[1], jax.jacfwd(of, 1)(*at), jax.hessian(of, 1)(*at)),
+        )
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, derivatives(product), derivatives(plain))
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed])
+def test_what_is_not_differentiated_costs_nothing(product):
+    """The tangent of frozen weights is no product with zeros, nor their gradient one that is thrown away."""
+    x = w = jnp.ones((8, 8))
+    for of, frozen in ((lambda x: product(x, w), x), (lambda w: product(x, w), w)):
+        for program in (lambda at, of=of: jax.jvp(of, (at,), (at,)), lambda at, of=of: jax.vjp(of, at)[1](at)):
+            text = jax.jit(program).lower(frozen).compile().as_text()
+            assert len(re.findall(r" dot\(", text)) <= 2, text
+
+
+@pytest.mark.parametrize(("product", "shape"), [(case[0], case[2]) for case in CASES[:2]], ids=["rows", "transposed"])
+@pytest.mark.parametrize(("i", "o"), [(8, 4), (4, 8)])
+def test_a_wide_left_side_is_written_out_before_its_gradient(product, shape, i, o):
+    """XLA's CPU backend gets no product with a transposed left side where x is wide: it takes twice as long."""
+    x, w, g = jnp.ones((16, i)), jnp.ones(shape(i, o)), jnp.ones((16, o))
+    text = jax.jit(lambda x, w, g: jax.vjp(product, x, w)[1](g)[1]).lower(x, w, g).compile().as_text()
+    (dot,) = [line for line in text.splitlines() if " dot(" in line]
+    assert ("lhs_contracting_dims={1}" in dot) == (shape(i, o)[0] >= shape(i, o)[1]), dot
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed, matmul_by_columns])
+def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
+    """Σ of 256 + 1 ones is 257, which bfloat16 does not have; the gradients are in the operands' dtype all the same."""
+    x, w = jnp.ones((2, 257), jnp.bfloat16), jnp.ones((257, 257), jnp.bfloat16)
+    y, pullback = jax.vjp(lambda x, w: product(x, w, jnp.float32), x, w)
+    assert y.dtype == jnp.float32
+    np.testing.assert_array_equal(y, 257.0)
+    assert {g.dtype for g in pullback(y)} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(product(x, w).astype(jnp.float32), 256.0)
 
 
 def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():

@@ -70,6 +70,44 @@ def test_a_model_of_ones_own_is_scored_the_same():
     np.testing.assert_allclose(completion_log_probs(Bare(), params, PROMPTS, rows), one, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1024, 7])
+def test_log_probs_in_bfloat16_are_of_unrounded_logits(chunk, monkeypatch):
+    """Whatever the chunks: logits of about 100 would lie on a grid of 1/2."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    table = 20 * jax.random.normal(jax.random.key(0), (24, 16))
+    hidden = jax.random.normal(jax.random.key(1), (3, 8, 16)).astype(jnp.bfloat16)
+    model, params = tiny_model(dtype="bfloat16")
+    params = {**params, "embed_tokens": {"embedding": table}}
+    tokens = jax.random.randint(jax.random.key(2), (3, 8), 0, 24)
+    unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
+    log_probs, _ = jax.jit(lambda *args: module.chunked(unembed, *args, with_entropy=False, chunk=chunk))(
+        params, hidden, tokens
+    )
+    logits = hidden.astype(jnp.float32) @ table.astype(jnp.bfloat16).astype(jnp.float32).T
+    np.testing.assert_allclose(log_probs, token_log_probs(logits, tokens), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"remat": True}, {"tie_word_embeddings": False}], ids=["tied, remat", "head"])
+def test_log_probs_can_be_differentiated_forwards(settings, monkeypatch):
+    """The tangent is the gradient's product, and a tangent of the gradient is that of the tangent; also in chunks."""
+    monkeypatch.setattr(module, "CHUNK", 16)
+    model, params = tiny_model(layers=1, **settings)
+    rows = completions(g=2, t=4)
+    weights = jax.random.normal(jax.random.key(5), rows.mask.shape)
+    along = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+    dot = lambda a, b: sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    @jax.jit
+    def derivatives(params):
+        of = lambda params: (weights * completion_log_probs(model, params, PROMPTS, rows)).sum()
+        tangent, linear = jax.linearize(of, params)[1](along), lambda params: jax.jvp(of, (params,), (along,))[1]
+        gradient, curved = jax.jvp(jax.grad(of), (params,), (along,))
+        forwards, twice = jax.jvp(linear, (params,), (along,))
+        return (tangent, forwards, twice), (dot(gradient, along), dot(gradient, along), dot(curved, along))
+
+    np.testing.assert_allclose(*derivatives(params), rtol=1e-5)
+
+
 def test_entropy_is_that_of_the_distribution():
     model, params = tiny_model()
     rows = completions()

@@ -308,6 +308,47 @@ def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
     assert 1e-5 < error < 0.1
 
 
+def head_in_bfloat16(tied):
+    """A model in bfloat16, its params, hidden states and the float32 product of both, which lies between 16 and 32."""
+    model, params = make(dataclasses.replace(PLAIN, tie_word_embeddings=tied, dtype="bfloat16"))
+    table = jnp.abs(params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T)
+    table = 24 * table / table.sum(axis=1, keepdims=True)
+    params = {**params, "embed_tokens": {"embedding": table}} if tied else {**params, "lm_head": {"kernel": table.T}}
+    hidden = jax.random.uniform(jax.random.key(2), (9, 32), minval=0.8, maxval=1.2).astype(jnp.bfloat16)
+    exact = np.float64(hidden) @ np.float64(table.astype(jnp.bfloat16)).T
+    assert 16 < exact.min() < exact.max() < 32
+    return model, params, hidden, exact
+
+
+HEADS = [(True, ""), (False, ""), (True, "_columns"), (False, "of wᵀ")]
+
+
+@pytest.mark.parametrize(("tied", "of"), HEADS, ids=["tied", "head", "tied, columns", "head, columns"])
+def test_logits_are_not_rounded_to_bfloat16(tied, of):
+    """By rows and columns: the float32 product of bfloat16 operands, not values on bfloat16's grid of 1/8."""
+    model, params, hidden, exact = head_in_bfloat16(tied)
+    variables = {"params": params}
+    if of == "of wᵀ":
+        variables, of = variables | {"columns": transformer.kernels_by_columns(params)}, ""
+    # Each operation by itself: as one program, XLA for CPUs may leave out what rounding there is between two of them.
+    logits = model.apply(variables, hidden, method=f"unembed{of}")
+    logits = np.asarray(logits.T if of else logits)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, exact, rtol=1e-5)
+    assert np.mean(logits == logits.astype(jnp.bfloat16)) < 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_logits_comes_back_in_the_dtype_of_the_states(tied):
+    model, params, hidden, _ = head_in_bfloat16(tied)
+    of = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed").sum()
+    to_params, to_hidden = jax.jit(jax.grad(of, (0, 1)))(params, hidden)
+    assert to_hidden.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(to_params)} == {jnp.dtype("float32")}
+    table = params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T
+    np.testing.assert_allclose(to_hidden[0].astype(jnp.float32), table.sum(axis=0), rtol=0.02)
+
+
 def test_a_gradient_is_finite_where_a_row_is_one_token():
     model, params = make(PLAIN)
     loss = lambda params: group_logits(model, params, np.array([[3]]), np.array([[[5]]]), np.array([1])).sum()

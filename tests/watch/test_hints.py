@@ -5,10 +5,11 @@ import math
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, Hints
+from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, SAMPLER_GAP, Hints, sampler_gap_limit
 
 CONFIG = GRPOConfig(beta=0.1)
 # Two real runs of this library, ten optimizer steps a line: `experiments.sort_digits` and `experiments.countdown`.
@@ -110,7 +111,7 @@ def test_a_healthy_run_gets_none(run):
         (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
         (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
         (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
-        (series("sampler_gap", [0.6] * 50), GRPOConfig(compute_dtype="bfloat16")),
+        (series("sampler_gap", [1.4] * 50), GRPOConfig(compute_dtype="bfloat16")),
         (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
         (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
@@ -120,6 +121,28 @@ def test_a_healthy_run_gets_none(run):
 )
 def test_no_hint_where_none_is_due(lines, config):
     assert said(lines, config) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "precision", "limit"),
+    [
+        ("float32", "cpu", None, "float32"),
+        ("float32", "gpu", None, "tensorfloat32"),
+        ("float32", "gpu", "highest", "float32"),
+        ("float32", "tpu", None, "bfloat16"),
+        ("float32", "tpu", "high", "tensorfloat32"),
+        ("float32", "tpu", "float32", "float32"),
+        ("bfloat16", "cpu", "highest", "bfloat16"),
+        ("bfloat16", "tpu", None, "bfloat16"),
+    ],
+)
+def test_the_gap_that_rounding_explains_is_that_of_the_products(monkeypatch, dtype, platform, precision, limit):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with jax.default_matmul_precision(precision):
+        assert sampler_gap_limit(dtype) == SAMPLER_GAP[limit]
+        config = GRPOConfig(compute_dtype=dtype)
+        assert said(series("sampler_gap", [0.99 * SAMPLER_GAP[limit]] * 20), config) == []
+        assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
 def test_a_long_run_keeps_its_beginning_and_little_else():
