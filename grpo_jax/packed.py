@@ -319,7 +319,8 @@ def _linearize(params, prompts, dropout, model, number, *, parts):
     structure = []
 
     def forward(params, model, *given):
-        read = lambda params: _read_one(params, *given[:2], model, given[2], parts=parts)
+        prompts, dropout, number = given
+        read = lambda params: _read_one(params, prompts, dropout, model, number, parts=parts)
         result, pullback = jax.vjp(read, params)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
