@@ -364,7 +364,7 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     keys = decode_module.row_keys(jax.random.key(0), jnp.arange(2), 4)
     settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": rollout.Sampling()}
     rows, _ = decode_module._prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
-    step = layout_module._decode_step(model, params, rows)
+    step = layout_module._decode_step(as_argument(model), params, rows)
     norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
     weights = sum(x.size for x in jax.tree.leaves(params)) - norms
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
