@@ -1,6 +1,7 @@
 """Streams: a batch shared out to threads is the same batch."""
 
 import contextlib
+import importlib
 import threading
 
 import jax
@@ -11,8 +12,9 @@ from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.devices import streams
-from grpo_jax.rollout import generate as rollout
 from grpo_jax.rollout import layout as layout_module
+
+rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 

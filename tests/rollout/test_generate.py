@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import chex
 import jax
@@ -17,9 +18,10 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import generate as rollout
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.types import as_argument
+
+rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)

@@ -10,8 +10,9 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import generate as rollout
 from grpo_jax.run.evaluate import pass_at_k
+
+rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 module = importlib.import_module("grpo_jax.run.evaluate")  # the package has the function under that name
 

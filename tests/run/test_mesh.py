@@ -1,6 +1,7 @@
 """Training on a mesh of eight devices is training on one: the same completions, losses and params."""
 
 import functools
+import importlib
 from contextlib import nullcontext
 
 import chex
@@ -13,9 +14,10 @@ from tiny import tiny_model, tiny_policy
 from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import generate as rollout
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
+
+rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
