@@ -39,7 +39,8 @@ def tables_of_the_house() -> tuple[list[list[str]], list[list[str]]]:
     """The rooms and the reading lists of the README's map, line by line."""
     (section,) = re.findall(r"^## The house\n(.*?)^## ", README.read_text(), flags=re.S | re.M)
     rooms, trails = re.findall(r"^\|---\|---\|\n((?:\|.*\n)+)", section, flags=re.M)
-    return tuple([line.strip("| ").split(" | ") for line in table.splitlines()] for table in (rooms, trails))
+    cells = lambda table: [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return cells(rooms), cells(trails)
 
 
 def test_the_map_has_every_room():
