@@ -66,11 +66,12 @@ listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 
 # How we know it is right ---------------------------------------------------------------------------------------------
 
-NAMED = re.findall(r"`(tests/\w+\.py)::(\w+)`", (DOCS / "how_we_know.md").read_text())
+NAMED = re.findall(r"`(tests/(?:\w+/)*\w+\.py)::(\w+)`", (DOCS / "how_we_know.md").read_text())
 
 
 def test_every_test_that_is_named_is_there():
     assert len(NAMED) > 60
+    assert len(NAMED) == (DOCS / "how_we_know.md").read_text().count("::test_")
     missing = [f"{file}::{name}" for file, name in NAMED if name not in names_in(file)]
     assert not missing
     assert all(name.startswith("test_") for _, name in NAMED)
@@ -105,6 +106,18 @@ def test_files_and_commands_that_are_named_are_there(page):
     assert not [name for name in files if not any((place / name).is_file() for place in places)]
     modules = set(re.findall(r"(?:python -m |`)(experiments\.\w+)", text))
     assert not [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_modules_and_names_of_the_package_that_are_named_are_there(page):
+    text = page.read_text()
+    for name in re.findall(r"`(grpo_jax(?:\.\w+)+)", text):
+        module, _, attribute = name.rpartition(".")
+        if not hasattr(importlib.import_module(module), attribute):
+            importlib.import_module(name)
+    for module, names in re.findall(r"^from (grpo_jax[\w.]*) import ([\w, ]+)", text, flags=re.M):
+        found = importlib.import_module(module)
+        assert not [name for name in names.strip().split(", ") if not hasattr(found, name)]
 
 
 @pytest.mark.parametrize("page", [page for page in GUIDES if "trl" not in page.name], ids=lambda page: page.name)

@@ -35,7 +35,29 @@ def test_quick_start(tmp_path, monkeypatch):
     assert (tmp_path / "runs/sums/report.html").exists()
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:[a-z_]+/)?[a-z_]+\.py)`", README.read_text()))))
+def tables_of_the_house() -> tuple[list[list[str]], list[list[str]]]:
+    """The rooms and the reading lists of the README's map, line by line."""
+    (section,) = re.findall(r"^## The house\n(.*?)^## ", README.read_text(), flags=re.S | re.M)
+    rooms, trails = re.findall(r"^\|---\|---\|\n((?:\|.*\n)+)", section, flags=re.M)
+    cells = lambda table: [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return cells(rooms), cells(trails)
+
+
+def test_the_map_has_every_room():
+    rooms, _ = tables_of_the_house()
+    package = README.parent / "grpo_jax"
+    there = sorted(f"`{path.parent.name}/`" for path in package.glob("*/__init__.py"))
+    assert sorted(room for room, _ in rooms) == there
+
+
+def test_train_generate_and_a_step_are_read_in_four_files_each():
+    _, trails = tables_of_the_house()
+    assert [what for what, _ in trails] == ["`train`", "`generate`", "one optimizer step"]
+    for _, files in trails:
+        assert 1 <= len(re.findall(r"`[a-z_/]+\.py`", files)) <= 4
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", README.read_text()))))
 def test_every_file_that_the_map_names_is_there(name):
     root = README.parent
     assert (root / "grpo_jax" / name).exists() or (root / name).exists(), name
