@@ -271,7 +271,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "local_rank": _needless(-1, _MESH),
     # Debugging.
     "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
-    "skip_memory_metrics": _needless(True, "train's dry_run prints what a run takes"),
+    "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
     "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }
 """TRL's fields that are none here, in the order of the page."""

@@ -3,12 +3,14 @@
 """
 
 from grpo_jax.run.evaluate import evaluate, pass_at_k
+from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import replay
 from grpo_jax.run.train import train
 
 __all__ = [
     "evaluate",
     "pass_at_k",
+    "rehearse",
     "replay",
     "train",
 ]

@@ -14,7 +14,7 @@ from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.scores import of_all_processes, score_own
+from grpo_jax.run.scores import Scores, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.types import Params
@@ -72,7 +72,7 @@ def evaluate(
     Returns:
       metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
         `clipped_ratio` (share of completions without an EOS); and what the functions logged by `log_metric`.
-      rows: one dict a completion, in the order of the dataset: prompt, completion, rewards, ended.
+      rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
       ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
@@ -98,9 +98,8 @@ def evaluate(
     """
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
-    if isinstance(dataset, EncodedPrompts):
-        data = dataset
-    else:
+    data = dataset
+    if not isinstance(data, EncodedPrompts):
         data = encode_prompts(
             load_rows(dataset),
             policy.tokenizer,
@@ -145,27 +144,33 @@ def evaluate(
         lengths.append(completions.mask.sum(-1).reshape(-1))
         ended.append(completions.ended.reshape(-1))
     scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
-    means = [
-        float(column[~np.isnan(column)].mean()) if (~np.isnan(column)).any() else float("nan") for column in scores.T
-    ]
-    logged: dict[str, list[float]] = {}
-    for name, values in (item for some in scored for item in some.logged.items()):
-        logged.setdefault(name, []).extend(values)
-    metrics = means_of(logged) | dict(zip(names, means, strict=True))
-    metrics["mean_length"] = float(np.concatenate(lengths).mean())
     all_ended = np.concatenate(ended)
+    metrics = _means(names, scores, scored)
+    metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
+    prompts = [row["prompt"] for row in data.rows for _ in range(num_generations)]
+    texts = [(text, extra) for some in scored for text, extra in zip(some.texts, some.extras, strict=True)]
     rows = [
         {
             **extra,
-            "prompt": data.rows[i // num_generations]["prompt"],
+            "prompt": prompt,
             "completion": text,
-            "rewards": dict(zip(names, scores[i].tolist(), strict=True)),
-            "ended": bool(all_ended[i]),
+            "rewards": dict(zip(names, rewards.tolist(), strict=True)),
+            "ended": bool(end),
         }
-        for i, (text, extra) in enumerate(pair for some in scored for pair in zip(some.texts, some.extras, strict=True))
+        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, all_ended, strict=True)
     ]
     return metrics, rows
+
+
+def _means(names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores]) -> dict[str, float]:
+    """Means of what the functions logged, then of each function's scores [N, K] under its name, NaN without any."""
+    logged: dict[str, list[float]] = {}
+    for name, values in (item for some in scored for item in some.logged.items()):
+        logged.setdefault(name, []).extend(values)
+    present = [column[~np.isnan(column)] for column in scores.T]
+    means = [float(column.mean()) if column.size else float("nan") for column in present]
+    return means_of(logged) | dict(zip(names, means, strict=True))
 
 
 def pass_at_k(right: Any, k: int) -> float:

@@ -77,7 +77,45 @@ def rehearse(
     eval_dataset: Any = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> DryRun:
-    """Try a run on one group, print what was found and return it; `train(..., dry_run=True)`, arguments as there."""
+    """Try everything that `train` does once, on one group of completions, and print what was found.
+
+    All works on copies and nothing is written. The arguments are those of `train`.
+
+    Args:
+      policy: what `from_pretrained` returns; its params are copied, not changed.
+      dataset: rows with a `prompt` and any other columns.
+      reward_fns: one or more reward functions with TRL's contract; each is called once.
+      config: the settings of the run.
+      eval_dataset: rows to evaluate on; they are checked and encoded.
+      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+
+    Returns:
+      A `DryRun`: sizes, memory by XLA's own account, seconds of each phase, and what looks suspicious.
+
+    Raises:
+      ValueError: anything wrong with the arguments, as from `train`.
+
+    Example:
+      A model of sixteen numbers, one for each pair of letters, with a reward that tells nothing apart:
+
+      >>> import jax.numpy as jnp
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
+      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
+      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4))}, tokenizer)
+      >>> def same(completions):
+      ...     return [0.5] * len(completions)
+      >>> found = rehearse(policy, [{"prompt": "a"}], same, GRPOConfig(max_steps=30, max_completion_length=4))
+      dry run: one group of completions, one update, nothing written
+      ...
+      >>> found.suspicious[-1]
+      'all advantages are 0: such a group teaches nothing'
+    """
     phase = Phases()
     with phase("load and tokenize"):
         run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
@@ -200,6 +238,22 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         yield f"all {g} completions are empty: they end with their first token"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
+    yield from _of_the_rewards(run, experience)
+    if all(row["advantage"] == 0 for row in rows):
+        yield "all advantages are 0: such a group teaches nothing"
+    elif metrics["grad_norm"] == 0:
+        yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
+    if metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
+        yield (
+            f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
+            " does not compute the same with and without a cache"
+        )
+
+
+def _of_the_rewards(run: Run, experience: Experience) -> Iterator[str]:
+    """What looks wrong about the scores of each reward function, and the time that it takes."""
+    rows, rollout = experience.rows, experience.metrics
+    g = len(rows)
     for name in rows[0]["rewards"]:
         scores = np.array([row["rewards"][name] for row in rows], float)
         scored = scores[~np.isnan(scores)]
@@ -215,12 +269,3 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
             )
         if rollout.get(f"rewards/{name}/errors"):
             yield f"reward function {name!r} failed on {rollout[f'rewards/{name}/errors']:.0f} of {g} completions"
-    if all(row["advantage"] == 0 for row in rows):
-        yield "all advantages are 0: such a group teaches nothing"
-    elif metrics["grad_norm"] == 0:
-        yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
-    if metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
-        yield (
-            f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
-            " does not compute the same with and without a cache"
-        )

@@ -72,7 +72,7 @@ class BadBatches:
                 f"step {step} was skipped, params and optimizer are as they were: {found or 'all is finite now'}.{kept}"
                 " From here on skipped updates are only counted, in the metric update_skipped",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,  # the call of `train`
             )
             self._said = True
 

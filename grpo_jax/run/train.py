@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Completions
 from grpo_jax.update.packed import update
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.update.step import train_step
@@ -67,11 +68,11 @@ def train(
         "must" is an error if there is none, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
-      dry_run: try everything once on one group of completions, print what was found, and write nothing.
+      dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
       The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint;
-      `save_pretrained(directory, policy.replace(params=state.params))` exports it. Of a dry run a `dry_run.DryRun`.
+      `save_pretrained(directory, policy.replace(params=state.params))` exports it.
 
     Raises:
       ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
@@ -105,13 +106,14 @@ def train(
       1.0
     """
     if dry_run:
-        return rehearse(  # type: ignore[return-value]  # of a run, callers want a state and no union
-            policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer
+        warnings.warn(
+            "train(..., dry_run=True) is deprecated: call grpo_jax.rehearse(policy, dataset, reward_fns, config)",
+            DeprecationWarning,
+            stacklevel=2,
         )
-    if resume not in RESUME:
-        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
-    if run_dir is None and resume == "must":
-        raise ValueError('resume = "must": there is no run_dir to go on in; give one')
+        found: Any = rehearse(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+        return found
+    check_resume(resume, run_dir)
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
     publisher = check_outlets(run, config, run_dir)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
@@ -124,74 +126,31 @@ def train(
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
     ):
-        state, found, batch, ahead = checkpoints.restore(state, resume)
-        progress, data = found or Progress(), run.task.data
-        monitor.start(
-            state,
-            progress,
-            total_steps=run.total_steps,
-            num_rows=len(data.rows),
-            num_dropped=len(data.dropped),
-            resumed=found is not None,
-        )
+        state, before, batch, ahead = checkpoints.restore(state, resume)
+        progress, data = before or Progress(), run.task.data
+        sizes = {"total_steps": run.total_steps, "num_rows": len(data.rows), "num_dropped": len(data.dropped)}
+        monitor.start(state, progress, **sizes, resumed=before is not None)
         publisher.open()
         evaluate_if_due(run, state, progress, monitor, signals)
         while progress.step < run.total_steps and not stopping(signals):
             if batch is None:
-                # One snapshot samples for a whole iteration; all its updates learn from the same completions.
-                state = _begin_iteration(state)
+                state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                 try:
-                    experience = collect(
-                        run.task,
-                        state,
-                        progress.cursor,
-                        count=run.sizes.prompts,
-                        micro=run.micro,
-                        phase=monitor.phase,
-                        ahead=ahead,
-                        look_ahead=config.rollout_ahead and progress.step + run.sizes.updates < run.total_steps,
-                        interrupt=signals.interrupt,
-                    )
+                    batch, ahead = collect_batch(run, state, progress, monitor, signals, ahead=ahead)
                 except Interrupted:
                     break
-                progress.collected(experience.cursor, experience.metrics)
-                monitor.completions(progress.step + 1, experience.rows)
-                batch, ahead = experience.batch, experience.ahead
             index = progress.updates_done % run.sizes.slices
-            part = slice_of(batch, index, run.sizes)
-            with monitor.phase("update"):
-                state, measured = update(
-                    state,
-                    part,
-                    model=run.task.model,
-                    optimizer=run.optimizer,
-                    config=config,
-                    on_policy=run.task.config.on_policy,
-                    micro=run.micro,
-                )
-                metrics = {name: float(value) for name, value in fetch(measured).items()}
-            if run.schedule is not None:
-                metrics["learning_rate"] = float(run.schedule(progress.step))
-            if config.max_kl_old is not None:
-                metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
-            progress.updated(metrics)
-            if metrics["update_skipped"]:
-                bad_batches.note(state, part, step=progress.step, index=index)
-            if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
-                batch, progress.updates_done = None, 0
-            if config.logs_at(progress.step) or progress.step == run.total_steps:
-                line = progress.log_line()
-                progress.measured(config.metric_for_best_model, line)
-                monitor.log(progress.step, line)
+            minibatch = minibatch_of(batch, index, run.sizes)
+            state = make_update(run, state, minibatch, progress, monitor, bad_batches, index=index)
+            batch = batch if progress.updates_done else None  # 0: that was the iteration's last update
+            log_if_due(run, progress, monitor)
             if config.max_skipped_updates is not None and progress.skipped >= config.max_skipped_updates:
-                progress.skipped = 0  # who goes on from here may skip as many again
+                progress.skipped = 0  # the run that goes on from here may skip as many again
                 checkpoints.save(state, progress, batch, ahead)
-                raise bad_batches.error(state, part, step=progress.step, index=index)
+                raise bad_batches.error(state, minibatch, step=progress.step, index=index)
             if not stopping(signals):
                 evaluate_if_due(run, state, progress, monitor, signals)
-                if checkpoints.due(progress.step, run.total_steps):
-                    checkpoints.save(state, progress, batch, ahead)
-                    publisher.saved(progress.step, state.params, last=run.total_steps)
+                save_if_due(run, state, progress, batch, ahead, checkpoints=checkpoints, publisher=publisher)
         stop = stopping(signals)
         if stop:
             checkpoints.save(state, progress, batch, ahead)
@@ -203,6 +162,14 @@ def train(
     if stop or signals.received is not None:  # the second, while the pictures were drawn
         signals.leave()
     return state
+
+
+def check_resume(resume: str, run_dir: str | Path | None) -> None:
+    """Refuse another word than those of `resume`, and to go on where there is nothing."""
+    if resume not in RESUME:
+        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
+    if run_dir is None and resume == "must":
+        raise ValueError('resume = "must": there is no run_dir to go on in; give one')
 
 
 def check_outlets(run: Run, config: GRPOConfig, run_dir: str | Path | None) -> Publisher:
@@ -218,12 +185,99 @@ def stopping(signals: StopSignals) -> bool:
     return any(gather_objects(signals.received is not None))
 
 
-def slice_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
-    """The optimizer batch `index` of an iteration's batch, cut along B."""
+def collect_batch(
+    run: Run,
+    state: TrainState,
+    progress: Progress,
+    monitor: Monitor,
+    signals: StopSignals,
+    *,
+    ahead: Completions | None,
+) -> tuple[Batch, Completions | None]:
+    """The batch of an iteration and what was sampled ahead for the next one; `Interrupted` if a signal comes first."""
+    config, sizes = run.task.config, run.sizes
+    experience = collect(
+        run.task,
+        state,
+        progress.cursor,
+        count=sizes.prompts,
+        micro=run.micro,
+        phase=monitor.phase,
+        ahead=ahead,
+        look_ahead=config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
+        interrupt=signals.interrupt,
+    )
+    progress.collected(experience.cursor, experience.metrics)
+    monitor.completions(progress.step + 1, experience.rows)
+    return experience.batch, experience.ahead
+
+
+def minibatch_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
+    """The minibatch `index` of an iteration's batch, cut along B."""
     if sizes.slices == 1:
         return batch
     start, stop = index * sizes.prompts_per_update, (index + 1) * sizes.prompts_per_update
     return jax.tree.map(lambda x: x[start:stop], batch)
+
+
+def make_update(
+    run: Run,
+    state: TrainState,
+    minibatch: Batch,
+    progress: Progress,
+    monitor: Monitor,
+    bad_batches: BadBatches,
+    *,
+    index: int,
+) -> TrainState:
+    """One optimizer step on the iteration's minibatch `index`, noted in `progress`, and where it was skipped, kept."""
+    config = run.task.config
+    with monitor.phase("update"):
+        state, measured = update(
+            state,
+            minibatch,
+            model=run.task.model,
+            optimizer=run.optimizer,
+            config=config,
+            on_policy=config.on_policy,
+            micro=run.micro,
+        )
+        metrics = {name: float(value) for name, value in fetch(measured).items()}
+    if run.schedule is not None:
+        metrics["learning_rate"] = float(run.schedule(progress.step))
+    if config.max_kl_old is not None:
+        metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
+    progress.updated(metrics)
+    if metrics["update_skipped"]:
+        bad_batches.note(state, minibatch, step=progress.step, index=index)
+    if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
+        progress.updates_done = 0
+    return state
+
+
+def log_if_due(run: Run, progress: Progress, monitor: Monitor) -> None:
+    """Write the means since the last line, every `logging_steps` and after the last step."""
+    config = run.task.config
+    if config.logs_at(progress.step) or progress.step == run.total_steps:
+        line = progress.log_line()
+        progress.measured(config.metric_for_best_model, line)
+        monitor.log(progress.step, line)
+
+
+def save_if_due(
+    run: Run,
+    state: TrainState,
+    progress: Progress,
+    batch: Batch | None,
+    ahead: Completions | None,
+    *,
+    checkpoints: Checkpoints,
+    publisher: Publisher,
+) -> None:
+    """Write a checkpoint, and push the policy to the hub where the config says so."""
+    if checkpoints.due(progress.step, run.total_steps):
+        checkpoints.save(state, progress, batch, ahead)
+        publisher.saved(progress.step, state.params, last=run.total_steps)
 
 
 def total_reward(run: Run, metrics: dict[str, float]) -> float:

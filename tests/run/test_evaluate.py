@@ -12,9 +12,9 @@ from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.evaluate import pass_at_k
 
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
-
-module = importlib.import_module("grpo_jax.run.evaluate")  # the package has the function under that name
+# The rooms have functions under these names.
+module = importlib.import_module("grpo_jax.run.evaluate")
+rollout = importlib.import_module("grpo_jax.rollout.generate")
 
 ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
 

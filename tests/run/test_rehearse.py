@@ -1,5 +1,8 @@
 """A dry run touches everything once, says what it found, and leaves no trace."""
 
+import importlib
+import os
+
 import chex
 import jax
 import numpy as np
@@ -9,16 +12,17 @@ from test_diagnosis import batch, params, settings, state
 from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig, rehearse, train
 from grpo_jax.rollout.decode import lower_decode
-from grpo_jax.run import rehearse as dry_run
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update.packed import lower_update
 
+module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
+
 
 def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
-    beside, kept_bytes = 10**9, dry_run.kept_bytes
-    monkeypatch.setattr(dry_run, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
+    beside, kept_bytes = 10**9, module.kept_bytes
+    monkeypatch.setattr(module, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
     # Half of all tokens end a completion: one that never does would be suspicious.
     policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
     before = jax.tree.map(np.array, policy.params)
@@ -29,9 +33,10 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
         seen.append(len(completions))
         return lengths(completions)
 
-    report = train(policy, ROWS, reward, config, run_dir=tmp_path / "run", dry_run=True)
+    monkeypatch.chdir(tmp_path)
+    report = rehearse(policy, ROWS, reward, config)
     assert isinstance(report, DryRun)
-    assert not (tmp_path / "run").exists()
+    assert os.listdir() == []
     assert seen == [4], "one group, scored once"
     assert report.suspicious == ()
     chex.assert_trees_all_equal(policy.params, before)
@@ -73,7 +78,7 @@ def test_what_looks_wrong_is_said():
 
     rows = [*ROWS, {"prompt": "ab"}]
     with pytest.warns(RuntimeWarning, match="'fails' raised KeyError"):
-        report = train(tiny_policy(), rows, [same, same, nothing, fails], config, dry_run=True)
+        report = rehearse(tiny_policy(), rows, [same, same, nothing, fails], config)
     # Whether a tiny policy draws an EOS as its first and only token is chance; here it does not.
     assert report.suspicious == (
         "1 of 5 prompts are dropped, being longer than max_prompt_length = 2",
@@ -96,10 +101,10 @@ def test_what_looks_wrong_is_said():
 def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
-    monkeypatch.setattr(dry_run, "_programs", lambda run, state: {})
-    monkeypatch.setattr(dry_run, "_of_the_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
+    monkeypatch.setattr(module, "_programs", lambda run, state: {})
+    monkeypatch.setattr(module, "_of_the_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
     config = GRPOConfig(**SMALL, max_steps=50, reward_weights=[1e30])
-    report = train(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config, dry_run=True)
+    report = rehearse(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config)
     assert report.suspicious[0] == "looked"
     assert report.suspicious[1].startswith("the update was skipped: the first number that is not finite is a reward")
 
@@ -124,3 +129,16 @@ def test_memory_of_a_model_without_a_cache():
     update = lower_update(state(), batch(), optimizer=optax.sgd(0.1), **settings())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
     assert lower_decode(settings()["model"], params(), batch().prompts, 2, 4) is None
+
+
+def test_the_old_door_warns_and_hands_on_all_arguments(tmp_path, monkeypatch):
+    given = []
+    loop = importlib.import_module("grpo_jax.run.train")
+    monkeypatch.setattr(loop, "rehearse", lambda *args, **more: given.append((args, more)) or "report")
+    how = {"eval_dataset": ROWS, "optimizer": optax.sgd(0.1)}
+    with pytest.warns(DeprecationWarning, match=r"dry_run=True\) is deprecated: call grpo_jax.rehearse") as caught:
+        report = train("policy", ROWS, lengths, "config", run_dir=tmp_path / "run", dry_run=True, **how)
+    assert report == "report"
+    assert given == [(("policy", ROWS, lengths, "config"), how)]
+    assert caught[0].filename == __file__
+    assert not (tmp_path / "run").exists()
