@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import flax.struct
 import jax
@@ -98,6 +98,35 @@ class Model(Protocol):
     """
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class CachedModel(Model, Protocol):
+    """A model of this package: it reads a prompt once for all of its completions, and decodes with a cache.
+
+    Beside the whole forward pass, `apply(..., method=name)` has its parts: `prefill`, `hidden`, `unembed` and
+    `unembed_columns`, as `models.transformer.Transformer` documents them. Other models are read whole at every token.
+
+    Attributes:
+      config: its `TransformerConfig`.
+      prefill: the method, by which such a model is known (`is_cached`); it is called by `apply`.
+    """
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def prefill(self) -> Any: ...
+
+
+def is_cached(model: Model) -> TypeGuard[CachedModel]:
+    """Return whether a model is a `CachedModel`: adapters and `as_argument` are what the model under them is.
+
+    Example:
+      >>> from flax import linen
+      >>> is_cached(linen.Dense(1))
+      False
+    """
+    return hasattr(model, "prefill")
 
 
 @jax.tree_util.register_static

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from tiny import tiny_model
 
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_argument, is_cached
 
 
 def traces_of(models, params, tokens):
@@ -38,6 +38,15 @@ def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
     assert not jnp.array_equal(one, other)
 
 
+def test_which_models_have_a_cache():
+    model, base = tiny_model()
+    lora = LoraModel(base, model)
+    own = lambda: None
+    own.apply = model.apply
+    assert [is_cached(some) for some in (model, lora, as_argument(model), as_argument(lora))] == [True] * 4
+    assert [is_cached(some) for some in (own, as_argument(own))] == [False] * 2
+
+
 def test_a_model_of_ones_own_keeps_its_attributes():
     class Own:
         width = 3
@@ -47,6 +56,6 @@ def test_a_model_of_ones_own_keeps_its_attributes():
 
     own = Own()
     wrapped = as_argument(own)
-    assert (wrapped.width, hasattr(wrapped, "prefill"), as_argument(wrapped)) == (3, False, wrapped)
+    assert (wrapped.width, as_argument(wrapped)) == (3, wrapped)
     assert jax.tree.leaves(wrapped) == []
     assert as_argument(own) == wrapped

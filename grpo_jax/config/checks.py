@@ -51,19 +51,7 @@ def run_problems(
     context_length: int | None,
 ) -> list[str]:
     """The error lines of `check_run`, which documents the arguments."""
-    shards, group = config.data_shards(num_devices), config.num_generations
-    problems = list(_split_problems(config, shards))
-    if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
-        problems.append(
-            f"{_setting(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
-            f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
-        )
-    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
-        product = " × ".join(str(size) for size in config.mesh.values())
-        problems.append(
-            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
-            " that, or leave mesh at None for one device"
-        )
+    problems = list(_device_problems(config, num_devices))
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -74,31 +62,50 @@ def run_problems(
             f"{_setting(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
             " give one weight a function, or None for 1.0 each"
         )
-    if num_eval_rows is not None:
-        if num_eval_rows < 1:
-            problems.append("eval_dataset: there is no row to evaluate on; give rows, or leave the argument out")
-        batch, group = config.per_device_eval_batch_size, config.eval_generations
-        if batch % group:
-            problems.append(
-                f"{_setting(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
-                f" (num_generations_eval); {nearest(batch, lambda size: size % group == 0)}"
-            )
-    elif config.eval_steps is not None:
+    problems += _eval_problems(config, num_eval_rows)
+    prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
+    if context_length is not None and prompt + config.max_completion_length > context_length:
         problems.append(
-            f"{_setting(config, 'eval_steps')}: there is nothing to evaluate on; pass eval_dataset to train"
+            f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt} tokens this passes"
+            f" the {context_length} positions of the model; lower it, or max_prompt_length"
         )
-    elif (config.metric_for_best_model or "").startswith("eval/"):
-        problems.append(
-            f"{_setting(config, 'metric_for_best_model')}: there is nothing to evaluate on; pass eval_dataset to train"
-        )
-    if context_length is not None:
-        prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
-        if (prompt or 1) + config.max_completion_length > context_length:
-            problems.append(
-                f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt or 1} tokens this passes"
-                f" the {context_length} positions of the model; lower it, or max_prompt_length"
-            )
     return problems
+
+
+def _device_problems(config: Any, num_devices: int) -> Iterator[str]:
+    """Yield the error lines of batches and of a mesh that do not fit the devices."""
+    shards, group = config.data_shards(num_devices), config.num_generations
+    yield from split_problems(config, shards)
+    if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
+        yield (
+            f"{_setting(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
+            f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
+        )
+    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
+        product = " × ".join(str(size) for size in config.mesh.values())
+        yield (
+            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+            " that, or leave mesh at None for one device"
+        )
+
+
+def _eval_problems(config: Any, num_rows: int | None) -> Iterator[str]:
+    """Yield the error lines of an evaluation dataset that is empty, does not fit or is missing."""
+    if num_rows is None:
+        missing = "there is nothing to evaluate on; pass eval_dataset to train"
+        if config.eval_steps is not None:
+            yield f"{_setting(config, 'eval_steps')}: {missing}"
+        elif (config.metric_for_best_model or "").startswith("eval/"):
+            yield f"{_setting(config, 'metric_for_best_model')}: {missing}"
+        return
+    if num_rows < 1:
+        yield "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"
+    batch, group = config.per_device_eval_batch_size, config.eval_generations
+    if batch % group:
+        yield (
+            f"{_setting(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
+            f" (num_generations_eval); {nearest(batch, lambda size: size % group == 0)}"
+        )
 
 
 def _setting(config: Any, name: str) -> str:
@@ -106,7 +113,7 @@ def _setting(config: Any, name: str) -> str:
     return f"{name} = {show(getattr(config, name))}"
 
 
-def _batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
+def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
     """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
     names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
     if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size"]):
@@ -134,10 +141,10 @@ def _batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
             " set one of the two"
         )
     elif whole_groups(micro):
-        yield from _split_problems(config, shards=1)
+        yield from split_problems(config, shards=1)
 
 
-def _split_problems(config: Any, shards: int) -> Iterator[str]:
+def split_problems(config: Any, shards: int) -> Iterator[str]:
     """Yield the error line of a generation batch that does not split into the optimizer batches of so many shards."""
     micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
     update = micro * accumulated * shards
@@ -260,7 +267,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def _contradictions(config: Any, wrong: Container[str]) -> Iterator[str]:
+def contradictions(config: Any, wrong: Container[str]) -> Iterator[str]:
     """Yield an error line for each contradiction between fields that are right by themselves."""
     for names, holds, mend in _CONTRADICTIONS:
         fields = names.split()

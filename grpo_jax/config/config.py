@@ -7,20 +7,24 @@ of the library take plain keyword arguments, which the loop reads from a config 
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from grpo_jax.config.checks import _batch_problems, _contradictions, _setting, _split_problems
+from grpo_jax.config.checks import batch_problems, contradictions, split_problems
 from grpo_jax.config.fields import (
     Count,
     In,
     NotNegative,
     Positive,
+    Scale,
     raise_all,
     read,
     read_json,
     read_mesh,
+    read_scale,
     read_trackers,
     read_weights,
     show,
@@ -33,31 +37,36 @@ from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
 _MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
 
 
-_Class = TypeVar("_Class", bound=type)
+_Config = TypeVar("_Config")
 
 
-def _checked(cls: _Class) -> _Class:
-    """Give a dataclass an `__init__` that reports unknown fields and bad values together, in one `ValueError`."""
-    plain_init: Any = cls.__init__  # type: ignore[misc]
+class _ReadFirst(type):
+    """The type of a settings class whose values are read and checked before an object of it is made.
 
-    @functools.wraps(plain_init)
-    def init(self: Any, *args: Any, **values: Any) -> None:
+    The dataclass below it stays a plain one: its `__init__` gets values that are right, and sets each of them once.
+    """
+
+    def __call__(cls: type[_Config], *args: Any, **values: Any) -> _Config:
+        """Make an object of the class, or raise one `ValueError` with a line for each unknown field and bad value."""
         if args:
             raise ValueError(
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
             )
-        known = {f.name for f in dataclasses.fields(cls)}
-        problems = [unknown_field(name, known, _MENDS) for name in values if name not in known]
-        plain_init(self, **{name: value for name, value in values.items() if name in known})
-        raise_all(cls.__name__, problems + _normalize(self))
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        problems = [unknown_field(name, set(fields), _MENDS) for name in values if name not in fields]
+        defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
+        values, bad = _read_values(defaults | {name: value for name, value in values.items() if name in fields})
+        raise_all(cls.__name__, problems + bad)
+        return type.__call__(cls, **values)
 
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields, for `help` and editors: `inspect` would show the `**values` of `__call__`."""
+        return inspect.signature(functools.partial(cls.__init__, None))  # type: ignore[misc]
 
 
-@_checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(metaclass=_ReadFirst):
     """Settings of a GRPO run; one that exists is valid.
 
     All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
@@ -133,7 +142,7 @@ class GRPOConfig:
     """One weight a reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: Scale = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
@@ -300,7 +309,7 @@ class GRPOConfig:
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
-        raise_all(type(self).__name__, _normalize(self))
+        raise_all(type(self).__name__, _read_values(vars(self))[1])
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":
@@ -338,7 +347,7 @@ class GRPOConfig:
           (8, 64, 1, 3)
         """
         shards, group = self.data_shards(num_devices), self.num_generations
-        raise_all("GRPOConfig", list(_split_problems(self, shards)))
+        raise_all("GRPOConfig", list(split_problems(self, shards)))
         micro = self.per_device_train_batch_size * shards
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         if self.generation_batch_size is not None:
@@ -409,6 +418,9 @@ class GRPOConfig:
 
 
 _READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    field.name: functools.partial(read, field.type) for field in dataclasses.fields(GRPOConfig)
+} | {
+    "scale_rewards": read_scale,
     "reward_weights": read_weights,
     "chat_template_kwargs": read_json,
     "mesh": read_mesh,
@@ -416,19 +428,13 @@ _READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
 }
 
 
-def _normalize(config: GRPOConfig) -> list[str]:
-    """Bring the values of a config to their plain Python types, in place, and return the error lines."""
-    problems: list[str] = []
-    wrong: set[str] = set()
-    if isinstance(config.scale_rewards, bool):
-        object.__setattr__(config, "scale_rewards", "group" if config.scale_rewards else "none")
-    for field in dataclasses.fields(config):
-        reader = _READERS.get(field.name, functools.partial(read, field.type))
-        value, fault = reader(getattr(config, field.name))
+def _read_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of fields as their plain Python types, and the error lines; what a subclass adds is kept."""
+    plain, problems, wrong = dict(values), [], set()
+    for name, reader in _READERS.items():
+        plain[name], fault = reader(values[name])
         if fault:
-            wrong.add(field.name)
-            problems.append(f"{_setting(config, field.name)}: {fault}")
-        else:
-            object.__setattr__(config, field.name, value)
-    lines = [*_batch_problems(config, wrong), *_contradictions(config, wrong)]
-    return problems + lines
+            wrong.add(name)
+            problems.append(f"{name} = {show(values[name])}: {fault}")
+    settings = types.SimpleNamespace(**plain)
+    return plain, [*problems, *batch_problems(settings, wrong), *contradictions(settings, wrong)]

@@ -35,6 +35,7 @@ class In:
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
+Scale = Literal["group", "batch", "none"]
 
 
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
@@ -109,6 +110,11 @@ def _read_number(kind: type, value: Any) -> tuple[Any, str]:
     if kind is int and not isinstance(value, numbers.Integral):
         return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
     return kind(value), ""
+
+
+def read_scale(value: Any) -> tuple[Any, str]:
+    """Return the name of a scale of advantages; True and False stand for "group" and "none"."""
+    return read(Scale, value if not isinstance(value, bool) else "group" if value else "none")
 
 
 def read_weights(value: Any) -> tuple[Any, str]:

@@ -64,7 +64,7 @@ class LoraModel:
 
     @property
     def prefill(self) -> Any:
-        """The decoder's method, for those who ask whether there is one; call it by `apply(..., method="prefill")`."""
+        """The decoder's method, by which `types.is_cached` knows it; call it by `apply(..., method="prefill")`."""
         return self.model.prefill
 
     @property

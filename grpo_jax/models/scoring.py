@@ -21,7 +21,7 @@ from grpo_jax.maths.log_probs import _log_probs, _log_probs_and_entropy
 from grpo_jax.maths.sampling import process_logits
 from grpo_jax.models.attention import Prefix
 from grpo_jax.models.packing import Piece
-from grpo_jax.types import Completions, Model, Params, Prompts, join_rows
+from grpo_jax.types import Completions, Model, Params, Prompts, is_cached, join_rows
 
 __all__ = [
     "completion_log_probs",
@@ -104,7 +104,7 @@ def score_completions(
     """
     b, g, t = tokens.shape
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if hasattr(model, "prefill"):
+    if is_cached(model):
         keys = {} if rngs is None else {"rngs": rngs}
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
         hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
@@ -153,7 +153,7 @@ def score_piece(
     """`score_completions` for the rows of a `packing.Piece`.
 
     Args:
-      model: a model with `prefill`, `hidden` and `unembed`.
+      model: a `types.CachedModel`.
       params: its parameters.
       read: what `read_prompts` returned for all prompts of the batch.
       lengths: [B] of those prompts.

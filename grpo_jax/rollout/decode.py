@@ -14,7 +14,7 @@ from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, proces
 from grpo_jax.models.attention import Cache
 from grpo_jax.models.transformer import kernels_by_columns
 from grpo_jax.rollout.layout import Drawn, _Rows
-from grpo_jax.types import Model, Params, Prompts, as_argument
+from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
 
 __all__ = [
     "row_keys",
@@ -229,7 +229,7 @@ def lower_decode(
 
     Only shapes are looked at, but for the copy of the kernels on a CPU, which is made.
     """
-    if not hasattr(model, "prefill"):
+    if not is_cached(model):
         return None
     how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling(**sampling)}
     keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))

@@ -44,7 +44,7 @@ from grpo_jax.rollout.decode import (
     row_keys,
 )
 from grpo_jax.rollout.layout import Drawn, _decode_step, _narrower, _Rows, _streams, _survivors, _Table, places
-from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, join_rows
+from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
 
 __all__ = [
     "generate",
@@ -263,7 +263,7 @@ def generate(
         "pad_token_id": int(pad_token_id),
         "sampling": Sampling(float(temperature), int(top_k), float(top_p), None if min_p is None else float(min_p)),
     }
-    if not hasattr(model, "prefill"):
+    if not is_cached(model):
         return _generate_uncached(as_argument(model), params, prompts, keys, **settings)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)

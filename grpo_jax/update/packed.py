@@ -32,7 +32,7 @@ from grpo_jax.devices.streams import count_streams, devices_of, in_turn, run_in_
 from grpo_jax.maths.metrics import MetricSums
 from grpo_jax.models.packing import Piece, pack, padding_share, piece_size
 from grpo_jax.models.scoring import read_prompts, score_piece
-from grpo_jax.types import Batch, Model, Params, Prompts, as_argument
+from grpo_jax.types import Batch, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import gradients as gradients_of_batch
@@ -240,7 +240,7 @@ def lower_score(
 
 def _packs(model: Model, params: Params) -> bool:
     """Whether a batch is packed: for models of this package, on one device."""
-    return hasattr(model, "prefill") and len(devices_of(params)) < 2
+    return is_cached(model) and len(devices_of(params)) < 2
 
 
 def _pieces(

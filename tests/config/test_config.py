@@ -420,6 +420,24 @@ def test_fields_go_by_keyword():
         GRPOConfig.from_dict([1, 2])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wider(GRPOConfig):
+    beta: float = 0.5
+    note: str
+    names: list = dataclasses.field(default_factory=list, hash=False)
+
+
+def test_a_subclass_is_read_and_checked_too():
+    wider = Wider(note="mine", scale_rewards=True)
+    assert (wider.beta, wider.note, wider.names, wider.scale_rewards) == (0.5, "mine", [], "group")
+    assert pickle.loads(pickle.dumps(wider)) == wider == Wider.from_dict(wider.to_dict())
+    assert inspect.signature(Wider).parameters["note"].default is inspect.Parameter.empty
+    with pytest.raises(ValueError, match=r"Wider has 2 errors:\n  notes: .*did you mean note\?\n  beta = -1: "):
+        Wider(notes="mine", beta=-1)
+    with pytest.raises(TypeError, match="note"):
+        Wider()
+
+
 GOOD = [
     {},
     dict(loss_type="cispo", epsilon_high=5.0),
