@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import make_mesh, split_sharding, tree_sharding
@@ -29,6 +28,7 @@ from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.bounds import Work
+from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.types import Batch, Prompts
@@ -183,94 +183,174 @@ def _plan(
 
 def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str) -> Plan:
     """The plan at one batch size."""
-    mesh = make_mesh(config.mesh or {})
-    several = mesh if mesh.size > 1 else None
-    shape = read_config(raw, dtype=config.compute_dtype)
-    model = with_settings(Transformer(shape), config)
-    sizes, optimizer = config.sizes(), make_optimizer(config, 1000)
-    placed = lambda tree, shardings: jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings
-    )
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
-    make = functools.partial(
-        create_state,
-        optimizer=optimizer,
-        keep_old=sizes.updates > 1,
-        keep_reference=config.beta > 0,
-        keep_initial=config.sync_ref_model,
-        keep_masters=config.master_params,
-    )
-    state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
-    state = placed(state, tree_sharding(state, mesh))
-    on_device = lambda tree: sum(
+    run = _Run.of(raw, config, prompt_length, param_dtype)
+    held = run.held()
+    phases = {"rollout": run.rollout_parts(held["params"]), "update": run.update_parts()}
+    peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
+    parts = phases["rollout"] | phases["update"]
+    if config.beta > 0:
+        parts |= (scoring := run.reference_parts())
+        peaks["reference"] = sum(held.values()) + sum(scoring.values())
+    sizes = {"prompts": run.sizes.prompts, "group": run.group, "tokens": run.sizes.completions * run.length}
+    return Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run of abstract shapes, each with its place on the mesh.
+
+    Attributes:
+      config: the settings.
+      prompt_length: P, tokens that prompts are padded to.
+      shape: of the decoder.
+      mesh: of one device or several.
+      optimizer: of the config.
+      state: as training begins with it.
+    """
+
+    config: GRPOConfig
+    prompt_length: int
+    shape: TransformerConfig
+    mesh: Any
+    optimizer: Any
+    state: Any
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str) -> _Run:
+        """The run of a config.json and a config."""
+        mesh, optimizer = make_mesh(config.mesh or {}), make_optimizer(config, 1000)
+        shape = read_config(raw, dtype=config.compute_dtype)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
+        make = functools.partial(
+            create_state,
+            optimizer=optimizer,
+            keep_old=config.sizes().updates > 1,
+            keep_reference=config.beta > 0,
+            keep_initial=config.sync_ref_model,
+            keep_masters=config.master_params,
+        )
+        state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
+        return cls(config, prompt_length, shape, mesh, optimizer, _placed(state, tree_sharding(state, mesh)))
+
+    @property
+    def sizes(self) -> Any:
+        """Prompts and completions of an iteration and of its parts."""
+        return self.config.sizes()
+
+    @property
+    def group(self) -> int:
+        """G, completions per prompt."""
+        return self.config.num_generations
+
+    @property
+    def length(self) -> int:
+        """T, the most tokens of a completion."""
+        return self.config.max_completion_length
+
+    @property
+    def several(self) -> Any:
+        """The mesh, if it has several devices."""
+        return self.mesh if self.mesh.size > 1 else None
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """The decoder with the settings of the config."""
+        return with_settings(Transformer(self.shape), self.config)
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """What one update sees."""
+        b, g, t = self.sizes.prompts_per_update, self.group, self.length
+        log_probs = self._arrays(b, g, t, dtype=jnp.float32)
+        return Batch(
+            prompts=self._prompts(b),
+            tokens=self._arrays(b, g, t),
+            mask=self._arrays(b, g, t, dtype=jnp.bool_),
+            advantages=self._arrays(b, g, dtype=jnp.float32),
+            sampling_log_probs=log_probs,
+            ref_log_probs=log_probs if self.config.beta > 0 else None,
+            initial_log_probs=log_probs if self.config.sync_ref_model else None,
+        )
+
+    def held(self) -> dict[str, int]:
+        """Bytes that stay on each device, by part."""
+        state = self.state
+        held = {
+            "params": state.params,
+            "master params": state.master_params,
+            "optimizer": state.opt_state,
+            "reference": state.ref_params,
+            "old params": state.old_params,
+            "initial params": state.initial_params,
+            "policy": state.params,
+        }
+        return {name: size for name, tree in held.items() if (size := _on_device(tree))}
+
+    def rollout_parts(self, params: int) -> dict[str, int]:
+        """Bytes that the rollout adds on each device, whose params take `params` of its arguments."""
+        prompts, settings = self._prompts(self.sizes.prompts), sampling_settings(self.config)
+        lowered = lower_decode(
+            self.model, self.state.params, prompts, self.group, self.length, mesh=self.several, **settings
+        )
+        stats = lowered.compile().memory_analysis()
+        return {
+            "KV cache": stats.argument_size_in_bytes - params,
+            "decode temporaries": stats.temp_size_in_bytes,
+        }
+
+    def update_parts(self) -> dict[str, int]:
+        """Bytes that an update adds on each device."""
+        state, sizes = self.state, self.sizes
+        micro = (sizes.micro_prompts, sizes.micro_completions)
+        how: dict[str, Any] = {"model": self.model, "micro": micro}
+        how |= {"mesh": self.several, "tokens": micro[0] * micro[1] * self.length}
+        settings: dict[str, Any] = {"config": self.config, "on_policy": self.config.on_policy}
+        update = lower_update(state, self.batch, optimizer=self.optimizer, **settings, **how).compile()
+        stats = update.memory_analysis()
+        given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        # On one device it is the program of a packed sequence, which is given the params and the gradients so far.
+        taken = _on_device(state if self.several else state.params)
+        parts = {"gradients, activations and batch": max(0, given - taken) + stats.temp_size_in_bytes}
+        if kept := kept_bytes(state, self.batch, **how):
+            parts["activations of all prompts"] = kept
+        return parts
+
+    def reference_parts(self) -> dict[str, int]:
+        """Bytes that scoring under the reference adds on each device."""
+        batch, micro = self.batch, (self.sizes.micro_prompts, self.sizes.micro_completions)
+        given = (self.state.params, batch.prompts, batch.tokens, batch.mask)
+        scored = lower_score(*given, model=self.model, config=self.config, micro=micro)
+        return {"reference temporaries": scored.compile().memory_analysis().temp_size_in_bytes}
+
+    def operations(self) -> dict[str, float]:
+        """Operations of each phase of one iteration, over all devices."""
+        config = self.config
+        itemsize = 4 if config.compute_dtype == "float32" else 2
+        update = Work(
+            self.shape, self.sizes.prompts, self.group, self.prompt_length, self.length, itemsize
+        ).update_operations
+        reference = {"reference": update / 3} if config.beta > 0 else {}
+        return {"rollout": update / 3, **reference, "update": update * config.num_iterations}
+
+    def _arrays(self, b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
+        x = jax.ShapeDtypeStruct((b, *rest), dtype)
+        return _placed(x, split_sharding(x, self.mesh))
+
+    def _prompts(self, b: int) -> Prompts:
+        return Prompts(self._arrays(b, self.prompt_length), self._arrays(b))
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays with their shardings."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+
+
+def _on_device(tree: Any) -> int:
+    """Bytes of a tree on each device."""
+    return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * (8 if _is_key(x) else x.dtype.itemsize)
         for x in jax.tree.leaves(tree)
     )
-    held = {
-        "params": on_device(state.params),
-        "master params": on_device(state.master_params),
-        "optimizer": on_device(state.opt_state),
-        "reference": on_device(state.ref_params),
-        "old params": on_device(state.old_params),
-        "initial params": on_device(state.initial_params),
-        "policy": on_device(state.params),
-    }
-    held = {name: size for name, size in held.items() if size}
-    g, t = config.num_generations, config.max_completion_length
-
-    def arrays(b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
-        x = jax.ShapeDtypeStruct((b, *rest), dtype)
-        return placed(x, split_sharding(x, mesh))
-
-    def prompts(b: int) -> Prompts:
-        return Prompts(arrays(b, prompt_length), arrays(b))
-
-    rollout = lower_decode(
-        model, state.params, prompts(sizes.prompts), g, t, mesh=several, **sampling_settings(config)
-    ).compile()
-    stats = rollout.memory_analysis()
-    cache = stats.argument_size_in_bytes - held["params"]
-    parts = {"KV cache": cache, "decode temporaries": stats.temp_size_in_bytes}
-    total = sum(held.values())
-    peaks = {"rollout": total + cache + stats.temp_size_in_bytes}
-    b = sizes.prompts_per_update
-    batch = Batch(
-        prompts=prompts(b),
-        tokens=arrays(b, g, t),
-        mask=arrays(b, g, t, dtype=jnp.bool_),
-        advantages=arrays(b, g, dtype=jnp.float32),
-        sampling_log_probs=arrays(b, g, t, dtype=jnp.float32),
-        ref_log_probs=arrays(b, g, t, dtype=jnp.float32) if config.beta > 0 else None,
-        initial_log_probs=arrays(b, g, t, dtype=jnp.float32) if config.sync_ref_model else None,
-    )
-    micro = (sizes.micro_prompts, sizes.micro_completions)
-    how: dict[str, Any] = {"model": model, "config": config, "micro": micro}
-    at: dict[str, Any] = {"mesh": several, "tokens": micro[0] * micro[1] * t}
-    update = lower_update(state, batch, optimizer=optimizer, on_policy=config.on_policy, **at, **how).compile()
-    stats = update.memory_analysis()
-    given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # On one device it is the program of a piece, which is given the params and the gradients so far (`packed`).
-    taken = on_device(state if several else state.params)
-    beside = max(0, given - taken) + stats.temp_size_in_bytes
-    parts["gradients, activations and batch"] = beside
-    kept = kept_bytes(state, batch, model=model, micro=micro, **at)
-    if kept:
-        parts["activations of all prompts"] = kept
-    peaks["update"] = total + beside + kept
-    if config.beta > 0:
-        scored = lower_score(state.params, batch.prompts, batch.tokens, batch.mask, **how)
-        stats = scored.compile().memory_analysis()
-        parts["reference temporaries"] = stats.temp_size_in_bytes
-        peaks["reference"] = total + stats.temp_size_in_bytes
-    itemsize = np.dtype(config.compute_dtype).itemsize if config.compute_dtype == "float32" else 2
-    work = Work(shape, sizes.prompts, g, prompt_length, t, itemsize)
-    operations = {
-        "rollout": work.update_operations / 3,
-        "reference": work.update_operations / 3 if config.beta > 0 else 0.0,
-        "update": work.update_operations * config.num_iterations,
-    }
-    about = {"prompts": sizes.prompts, "group": g, "tokens": sizes.completions * t}
-    return Plan(mesh.size, held, peaks, parts, {name: x for name, x in operations.items() if x}, about)
 
 
 def _is_key(x: Any) -> bool:
