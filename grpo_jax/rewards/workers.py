@@ -44,7 +44,7 @@ from grpo_jax.rewards.contract import (
     split_inputs,
 )
 
-_SCRIPT = Path(__file__).with_name("reward_worker_main.py")
+_SCRIPT = Path(__file__).with_name("worker_main.py")
 _START_SECONDS = 60.0
 _IN_WORKER = "GRPO_JAX_REWARD_WORKER"
 _REPLY_BYTES_EACH = 16_384  # more than a worker's own bounds let a reply have for one completion
