@@ -131,18 +131,8 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
         moved.translated[name] = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
     elif name == "model_init_kwargs" and value:
         return _model_init_kwargs(moved, value)
-    elif name == "logging_strategy" and value == "no":
-        moved.missing[name] = "metrics are logged always; logging_steps says how often"
-    elif name in _STEPS and value == "no":
-        steps = _STEPS[name]
-        # TRL's default of eval_strategy: eval_steps count for nothing then. A run saves unless it is told not to.
-        if name == "save_strategy" or moved.values.get(steps) is not None:
-            moved.values[steps] = None
-            moved.translated[name] = f"{steps}=None" + ": one checkpoint, at the end" * (name == "save_strategy")
-            if steps in moved.same:
-                moved.same.remove(steps)
-    elif name in _STEPS and value not in ("steps", default):
-        moved.missing[name] = f"{value!r} counts otherwise than by steps: give {_STEPS[name]} a number of them"
+    elif name in _STEPS and (value == "no" or value not in ("steps", default)):
+        _translate_strategy(moved, name, value)
     elif name == "activation_checkpointing" and value is not None:
         moved.values["gradient_checkpointing"] = bool(value)
         moved.translated[name] = f"gradient_checkpointing={bool(value)}"
@@ -156,6 +146,21 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
         notes = moved.missing if kind == "other name" else moved.left_out
         notes[name] = advice.removeprefix("leave it out: ")
     return moved
+
+
+def _translate_strategy(moved: Migration, name: str, value: Any) -> None:
+    """Note when there is a line of metrics, an evaluation or a checkpoint, where it is not simply by steps."""
+    steps = _STEPS[name]
+    if value != "no":
+        moved.missing[name] = f"{value!r} counts otherwise than by steps: give {steps} a number of them"
+    elif name == "logging_strategy":
+        moved.missing[name] = "metrics are logged always; logging_steps says how often"
+    # TRL's default of eval_strategy: eval_steps count for nothing then. A run saves unless it is told not to.
+    elif name == "save_strategy" or moved.values.get(steps) is not None:
+        moved.values[steps] = None
+        moved.translated[name] = f"{steps}=None" + ": one checkpoint, at the end" * (name == "save_strategy")
+        if steps in moved.same:
+            moved.same.remove(steps)
 
 
 def _model_init_kwargs(moved: Migration, kwargs: Mapping[str, Any]) -> Migration:

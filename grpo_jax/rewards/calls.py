@@ -32,13 +32,13 @@ from grpo_jax.rewards.contract import (
     ON_ERROR,
     Faults,
     RewardError,
-    _as_list,
-    _short,
+    as_list,
     check_reward_fns,
     describe_fault,
     read_outcome,
     reward_names,
     select_inputs,
+    short,
 )
 
 
@@ -96,7 +96,7 @@ def compute_rewards(
       >>> rewards.shape, rewards.ravel().tolist(), stats["rewards/correct/mean"]
       ((1, 2, 1), [1.0, 0.0], 0.5)
     """
-    fns, columns, extras = _as_list(reward_fns), dict(columns or {}), dict(extras or {})
+    fns, columns, extras = as_list(reward_fns), dict(columns or {}), dict(extras or {})
     columns.pop("prompt", None)
     check_reward_fns(fns, columns, extras=extras)
     if on_error not in ON_ERROR:
@@ -213,5 +213,5 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Any], num_generatio
         return message
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
-    message += f" (prompt {_short(inputs['prompts'][index])}, completion {_short(inputs['completions'][index])})"
+    message += f" (prompt {short(inputs['prompts'][index])}, completion {short(inputs['completions'][index])})"
     return message + (f", and has faults in {len(faults) - 1} more" if len(faults) > 1 else "")

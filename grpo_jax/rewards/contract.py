@@ -123,7 +123,7 @@ def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) 
       ['len', 'lambda', 'lambda_2', 'len_2']
     """
     names: list[str] = []
-    for fn in _as_list(reward_fns):
+    for fn in as_list(reward_fns):
         name = function_name(fn)
         copies = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
         names.append(next(candidate for candidate in copies if candidate not in names))
@@ -154,7 +154,7 @@ def check_reward_fns(
       Traceback (most recent call last):
       ValueError: reward function 'lambda' needs the argument 'anwser', which is no column of the dataset ...
     """
-    fns = _as_list(reward_fns)
+    fns = as_list(reward_fns)
     if not fns:
         raise ValueError("reward_fns is empty: give at least one reward function")
     if columns is None:
@@ -192,7 +192,7 @@ def _signature_problems(
         )
 
 
-def _as_list(reward_fns: Any) -> list[Callable[..., Any]]:
+def as_list(reward_fns: Any) -> list[Callable[..., Any]]:
     """Return one or several reward functions as a list, all of them callable."""
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
     for fn in fns:
@@ -269,32 +269,13 @@ Faults = dict[int | None, BaseException | str]
 
 def read_outcome(outcome: Any, count: int) -> tuple[np.ndarray, Faults]:
     """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it."""
-    nothing = np.full(count, np.nan)
-    if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX, PyTorch: one transfer, not one for each element
-        try:
-            outcome = outcome.tolist()
-        except Exception as error:  # an array may be a promise, and its computation fail only now
-            outcome = error
     if isinstance(outcome, PartialRewards):
         values, faults = read_outcome(outcome.values, count)
         return values, faults | outcome.faults
-    if isinstance(outcome, BaseException):
-        return nothing, {None: outcome}
-    if outcome is None:
-        return nothing, {None: "returned None instead of a list (is its `return` missing?)"}
-    if isinstance(outcome, (str, bytes, Mapping, set, frozenset)) or not isinstance(outcome, Iterable):
-        wanted = f"a list with one float or None for each of the {count} completions is needed"
-        return nothing, {None: f"returned {_short(outcome)}, a {type(outcome).__name__}; {wanted}"}
-    try:
-        items = list(itertools.islice(outcome, count + 1))  # bounded: a generator may have no end
-    except Exception as error:
-        return nothing, {None: error}
-    if len(items) != count:
-        length: Any = (
-            len(outcome) if isinstance(outcome, Sized) else f"more than {count}" if items[count:] else len(items)
-        )
-        return nothing, {None: f"returned {length} values for {count} completions; exactly one for each is needed"}
-    values, faults = nothing, {}
+    values, faults = np.full(count, np.nan), {}
+    items = _items(outcome, count)
+    if not isinstance(items, list):
+        return values, {None: items}
     for index, item in enumerate(items):
         value = _number(item)
         if isinstance(value, str):
@@ -302,6 +283,29 @@ def read_outcome(outcome: Any, count: int) -> tuple[np.ndarray, Faults]:
         else:
             values[index] = value
     return values, faults
+
+
+def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
+    """Return the `count` values that a function returned, as a list; or why there are none."""
+    if isinstance(outcome, BaseException):
+        return outcome
+    try:
+        if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX, PyTorch: one transfer, not one for each element
+            outcome = outcome.tolist()  # an array may be a promise, and its computation fail only now
+        some = isinstance(outcome, Iterable) and not isinstance(outcome, (str, bytes, Mapping, set, frozenset))
+        items = list(itertools.islice(outcome, count + 1)) if some else None  # bounded: a generator may have no end
+    except Exception as error:
+        return error
+    if outcome is None:
+        return "returned None instead of a list (is its `return` missing?)"
+    if items is None:
+        wanted = f"a list with one float or None for each of the {count} completions is needed"
+        return f"returned {short(outcome)}, a {type(outcome).__name__}; {wanted}"
+    if len(items) != count:
+        many = f"more than {count}" if items[count:] else len(items)
+        length = len(outcome) if isinstance(outcome, Sized) else many
+        return f"returned {length} values for {count} completions; exactly one for each is needed"
+    return items
 
 
 def _number(item: Any) -> float | str:
@@ -315,7 +319,7 @@ def _number(item: Any) -> float | str:
     except (TypeError, ValueError):
         number = None
     if number is None:
-        return f"returned {_short(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
+        return f"returned {short(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
     if np.isnan(number):
         return "returned nan; None is how a function says 'not scored'"
     if abs(number) > _FLOAT32_MAX:
@@ -336,7 +340,7 @@ def describe_fault(fault: BaseException | str) -> str:
     return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
 
 
-def _short(value: Any, limit: int = 120) -> str:
+def short(value: Any, limit: int = 120) -> str:
     """Return the repr of a value, cut for a message."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"

@@ -295,37 +295,25 @@ class _Pool:
             pause = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
             arrived = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=pause)
             for worker in busy:
-                if worker.connection in arrived:
-                    reply = worker.receive(reply_bytes)
-                elif time.monotonic() >= worker.deadline:
-                    reply = {"late": True}
-                else:
+                reply = worker.answer(reply_bytes, arrived=worker.connection in arrived)
+                if reply is None:
                     continue
-                if "ready" in reply:
-                    worker.ready = True
-                    continue
-                if not worker.ready:
-                    raise RewardError(_start_trouble(reply))
-                if "begun" in reply:
-                    worker.begun = True
-                    continue
-                if worker.job is not None:
-                    if "ended" in reply and not worker.begun and worker.job not in sent_again:
-                        # It died while it was idle (the system was out of memory, say), which a look at the process
-                        # just before the request need not have shown: no fault of this call.
-                        waiting.append(worker.job)
-                        sent_again.add(worker.job)
-                    else:
-                        replies[worker.job] = reply
-                    worker.job = None
+                job, worker.job = worker.job, None
+                if job is not None and "ended" in reply and not worker.begun and job not in sent_again:
+                    # It died while it was idle (the system was out of memory, say), which a look at the process
+                    # just before the request need not have shown: no fault of this call.
+                    waiting.append(job)
+                    sent_again.add(job)
+                elif job is not None:
+                    replies[job] = reply
                 # After a limit too: its memory is in pieces, or its buffers hold what cannot be written.
-                if reply.keys() & {"late", "ended", "limit"}:
+                lost = bool(reply.keys() & {"late", "ended", "limit"})
+                if lost:
                     worker.kill()
-                    worker.pass_output_on()
+                worker.pass_output_on()
+                if lost:
                     worker.close()
                     self._workers.remove(worker)
-                else:
-                    worker.pass_output_on()
         self._fill()  # those that were lost start anew while the model trains
         return [reply for reply in replies if reply is not None]
 
@@ -347,7 +335,7 @@ class _Worker:
         self.output = tempfile.TemporaryFile() if own_output else None  # noqa: SIM115 — closed by close
         with there:
             self.process = subprocess.Popen(
-                # -P: the folder of the script is this package, whose types.py is not the one that Python looks for.
+                # -P: without the folder of the script on the path, whose modules are not those that a function imports.
                 [sys.executable, "-P", str(_SCRIPT), str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -369,6 +357,26 @@ class _Worker:
         self.deadline = time.monotonic() + timeout
         with contextlib.suppress(OSError):
             self.connection.send_bytes(requests[job])
+
+    def answer(self, reply_bytes: int, *, arrived: bool) -> dict[str, Any] | None:
+        """Return the reply to its request, which is `late` after the deadline; None while there is none.
+
+        Args:
+          reply_bytes: the most that a reply may have.
+          arrived: whether something can be read from the connection.
+        """
+        if not arrived and time.monotonic() < self.deadline:
+            return None
+        reply = self.receive(reply_bytes) if arrived else {"late": True}
+        if "ready" in reply:
+            self.ready = True
+            return None
+        if not self.ready:
+            raise RewardError(_start_trouble(reply))
+        if "begun" in reply:
+            self.begun = True
+            return None
+        return reply
 
     def receive(self, reply_bytes: int) -> dict[str, Any]:
         """Return the reply that has arrived, or how the process ended."""

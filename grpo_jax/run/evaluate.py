@@ -148,9 +148,17 @@ def evaluate(
     metrics = _means(names, scores, scored)
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
-    prompts = [row["prompt"] for row in data.rows for _ in range(num_generations)]
+    return metrics, _rows(data, names, scores, scored, all_ended)
+
+
+def _rows(
+    data: EncodedPrompts, names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores], ended: np.ndarray
+) -> list[dict[str, Any]]:
+    """One dict per completion, of scores [N, K] and ended [N]."""
+    group = len(ended) // len(data.rows)
+    prompts = [row["prompt"] for row in data.rows for _ in range(group)]
     texts = [(text, extra) for some in scored for text, extra in zip(some.texts, some.extras, strict=True)]
-    rows = [
+    return [
         {
             **extra,
             "prompt": prompt,
@@ -158,9 +166,8 @@ def evaluate(
             "rewards": dict(zip(names, rewards.tolist(), strict=True)),
             "ended": bool(end),
         }
-        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, all_ended, strict=True)
+        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, ended, strict=True)
     ]
-    return metrics, rows
 
 
 def _means(names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores]) -> dict[str, float]:

@@ -14,6 +14,7 @@ Messages = list[dict[str, Any]]
 
 
 _MOST_ROWS = 10**9
+_PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 
 
 def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
@@ -50,11 +51,23 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
 def _row_fault(row: Any, first: Any) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
-        return f"is {_short(row)}: each row is a dict with a 'prompt' and any other columns"
+        return f"is {short(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
     if fault := _prompt_fault(row["prompt"]):
         return fault
+    if fault := _columns_fault(row, first):
+        return fault
+    if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
+        return (
+            "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
+            "both; make them all the same"
+        )
+    return ""
+
+
+def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
+    """Return what is wrong with the columns of a row, "" if nothing is."""
     unnamed = [name for name in row if not isinstance(name, str)]
     if unnamed:
         return f"has a column {unnamed[0]!r}: names of columns are text, since reward functions get them as keywords"
@@ -63,11 +76,6 @@ def _row_fault(row: Any, first: Any) -> str:
         return (
             f"differs from row 0 in its columns (missing: {missing}, only here: {extra}): give every row the same "
             "columns, None where there is no value"
-        )
-    if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
-        return (
-            "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
-            "both; make them all the same"
         )
     return ""
 
@@ -102,7 +110,7 @@ def _read_rows(dataset: Any, argument: str) -> list[Any]:
     if isinstance(dataset, Iterable):
         return list(dataset)
     raise ValueError(
-        f"{argument} is {_short(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
+        f"{argument} is {short(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
         "of a JSONL file"
     )
 
@@ -132,7 +140,7 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
                         f"{where} holds a JSON list: write one object on each line, or give json.load of the file"
                     )
                 if not isinstance(row, dict):
-                    raise ValueError(f"{where} is {_short(row)}: a JSONL file has one object on each line")
+                    raise ValueError(f"{where} is {short(row)}: a JSONL file has one object on each line")
                 rows.append(row)
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -146,20 +154,25 @@ def _prompt_fault(prompt: Any) -> str:
     """Return what is wrong with a prompt, "" if it is text or a list of messages."""
     if isinstance(prompt, str):
         return ""
-    wanted = 'give text, or a list of messages [{"role": "user", "content": ...}]'
     if not isinstance(prompt, (list, tuple)):
-        return f"has the 'prompt' {_short(prompt)}, of type {type(prompt).__name__}: {wanted}"
+        return f"has the 'prompt' {short(prompt)}, of type {type(prompt).__name__}: {_PROMPT}"
     if not prompt:
         return "has an empty list as its 'prompt': give at least one message"
     for index, message in enumerate(prompt):
-        where = f"has {_short(message)} as message {index} of its 'prompt'"
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            return f"{where}: a message is a dict with 'role' and 'content'; {wanted}"
-        if not isinstance(message["role"], str):
-            return f"{where}: its 'role' is text, such as \"user\""
-        # A call of a tool has no content; anything else that is None would be the word None in the prompt.
-        if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
-            return f"{where}: its 'content' is text, or a list of parts"
+        if fault := _message_fault(message):
+            return f"has {short(message)} as message {index} of its 'prompt': {fault}"
+    return ""
+
+
+def _message_fault(message: Any) -> str:
+    """Return what is wrong with a message, "" if nothing is."""
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        return f"a message is a dict with 'role' and 'content'; {_PROMPT}"
+    if not isinstance(message["role"], str):
+        return "its 'role' is text, such as \"user\""
+    # A call of a tool has no content; anything else that is None would be the word None in the prompt.
+    if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
+        return "its 'content' is text, or a list of parts"
     return ""
 
 
@@ -173,7 +186,7 @@ def is_conversation(prompt: Any) -> bool:
     return not isinstance(prompt, str)
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def short(value: Any, limit: int = 80) -> str:
     """Return the repr of a value, cut for a message."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
