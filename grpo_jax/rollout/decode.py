@@ -5,33 +5,69 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.devices.sharding import constrain, for_lookup, split_sharding
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms
-from grpo_jax.models.attention import Cache
+from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.transformer import kernels_by_columns
-from grpo_jax.rollout.layout import Drawn, _Rows
 from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
 
 __all__ = [
+    "FEWEST_SLOTS",
+    "SEGMENT",
+    "Drawn",
+    "Rows",
+    "decode",
+    "decode_variables",
+    "draw",
+    "grow",
+    "is_eos",
+    "lower_decode",
+    "narrow",
+    "prefill",
+    "rearrange",
     "row_keys",
+    "step_uniforms",
 ]
-
 
 FEWEST_SLOTS = 64
 """Slots of a cache at least."""
-
 
 SEGMENT = 16
 """Decode steps between two looks at which rows have ended."""
 
 
+class Rows(flax.struct.PyTreeNode):
+    """Rows that are decoded together, as they stand on the device.
+
+    Attributes:
+      prefix: of the prompts, B of them.
+      cache: own keys and values, `_without_ones`.
+      token: [B, G] the last token of each row.
+      ended: [B, G] whether that was its last.
+      keys: [B, G] typed keys.
+      start: [B] int32, slot of the cache in which the rows of each prompt begin.
+    """
+
+    prefix: Prefix
+    cache: Cache
+    token: jax.Array
+    ended: jax.Array
+    keys: jax.Array
+    start: jax.Array
+
+
+Drawn = tuple[jax.Array, jax.Array, jax.Array]
+"""Tokens, log-probs and mask, each [B, G, steps]."""
+
+
 @functools.partial(jax.jit, static_argnames=("num_generations",))
 def row_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: int) -> jax.Array:
-    """One typed key a row, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
+    """One typed key per row, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     fold = jax.random.fold_in
@@ -39,7 +75,8 @@ def row_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: int) ->
     return jax.vmap(lambda b: jax.vmap(lambda g: fold(fold(key, b), g))(rows))(prompt_indices)
 
 
-def _draw(u: jax.Array, logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def draw(u: jax.Array, logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Tokens and log-probs [B, G] drawn from logits [B, G, V], with uniforms [B, G, 2]."""
     logits = process_logits(logits, **sampling._asdict())
     return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits)
 
@@ -50,7 +87,7 @@ def _draw_next(
     """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
 
     def by_rows(u, hidden):
-        return _draw(u, model.apply(variables, hidden, method="unembed"), sampling)
+        return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
 
     def by_columns(u, hidden):
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -65,14 +102,15 @@ def _draw_next(
     return by_rows(u, hidden)
 
 
-def _is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
+def is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
+    """Whether each token is one of the ids that end a row."""
     ended = jnp.zeros(tokens.shape, bool)
     for eos in eos_token_ids:
         ended |= tokens == eos
     return ended
 
 
-def _step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
+def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
     """[steps, B, G, 2] for the tokens first, first + 1, … of each group, `first` being [B] or one number.
 
     Made for a whole segment at once, because one wide draw is cheaper than many narrow ones.
@@ -90,17 +128,17 @@ def _without_ones(cache: Cache) -> Cache:
     return jax.tree.map(lambda x: x.reshape(*(n for n in x.shape[:-2] if n > 1), *x.shape[-2:]), cache)
 
 
-def _with_ones(rows: _Rows) -> Cache:
+def _with_ones(rows: Rows) -> Cache:
     """The cache of some rows with all its axes."""
     (b, g), heads = rows.token.shape, rows.prefix.layers[0][1].shape[1]
     return jax.tree.map(lambda x: x.reshape(b, heads, g, *x.shape[-2:]), rows.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling", "mesh"))
-def _prefill(
+def prefill(
     model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling, mesh=None
-) -> tuple[_Rows, Drawn]:
-    """Read the prompts and draw the first token of every row, from logits computed once a prompt.
+) -> tuple[Rows, Drawn]:
+    """Read the prompts and draw the first token of every row, from logits computed once per prompt.
 
     The next slot is `slot`: there these rows begin. On a mesh each device holds the keys of its own prompts and heads.
     """
@@ -109,7 +147,7 @@ def _prefill(
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
-    tokens, log_probs = _draw(_step_uniforms(keys, 0, 1)[0], logits, sampling)
+    tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, sampling)
     heads, d = prefix.layers[0][1].shape[1::2]
     dtype = prefix.layers[0][0].dtype
     keys_of, values_of = (
@@ -117,7 +155,7 @@ def _prefill(
     )
     cache = _without_ones(tuple((keys_of, values_of) for _ in prefix.layers))
     start = constrain(jnp.full(b, slot, jnp.int32), mesh)
-    rows = _Rows(prefix, cache, tokens, _is_eos(tokens, eos_token_ids), keys, start)
+    rows = Rows(prefix, cache, tokens, is_eos(tokens, eos_token_ids), keys, start)
     return rows, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
@@ -126,15 +164,15 @@ def _prefill(
     static_argnames=("steps", "eos_token_ids", "pad_token_id", "sampling"),
     donate_argnames=("cache",),
 )
-def _decode(
+def decode(
     model, variables, cache, rows, slot, count, *, steps, eos_token_ids, pad_token_id, sampling
-) -> tuple[_Rows, Drawn]:
+) -> tuple[Rows, Drawn]:
     """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all rows have ended.
 
     The cache comes beside the rows, because it alone is donated: its memory is that of the new one.
     """
     b, g = rows.token.shape
-    u = _step_uniforms(rows.keys, slot - rows.start + 1, steps)
+    u = step_uniforms(rows.keys, slot - rows.start + 1, steps)
     tokens = jnp.full((steps, b, g), pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
@@ -153,7 +191,7 @@ def _decode(
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
         mask = mask.at[i].set(~ended)
-        return i + 1, cache, drawn, ended | _is_eos(drawn, eos_token_ids), tokens, log_probs, mask
+        return i + 1, cache, drawn, ended | is_eos(drawn, eos_token_ids), tokens, log_probs, mask
 
     carry = (jnp.int32(0), cache, rows.token, rows.ended, tokens, log_probs, mask)
     _, cache, token, ended, *drawn = jax.lax.while_loop(unfinished, step, carry)
@@ -164,8 +202,8 @@ def _decode(
 _jit_kernels_by_columns = jax.jit(kernels_by_columns)
 
 
-def _variables(model: Any, params: Params) -> dict[str, Any]:
-    """What `_decode` applies the model to: the params, and on a CPU the kernels once more, by columns.
+def decode_variables(model: Any, params: Params) -> dict[str, Any]:
+    """What `decode` applies the model to: the params, and on a CPU the kernels once more, by columns.
 
     A CPU multiplies 8 to 32 rows by those in three to four fifths of the time.
     """
@@ -176,12 +214,12 @@ def _variables(model: Any, params: Params) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts"))
-def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, parts: int) -> tuple[_Rows, ...]:
-    """Rows order [B', G'] of groups [B'] of all lanes together, with room for `slots` tokens, in so many lanes.
+def rearrange(streams: tuple[Rows, ...], groups, order, shift, *, slots: int, parts: int) -> tuple[Rows, ...]:
+    """Rows order [B', G'] of groups [B'] of all streams, with room for `slots` tokens, in `parts` streams.
 
     The first `shift` slots, in which no living row has anything, are given up.
     """
-    all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *(lane.replace(cache=_with_ones(lane)) for lane in lanes))
+    all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.replace(cache=_with_ones(x)) for x in streams))
     pick = lambda x: x[groups[:, None], order]
     own = lambda x, axis: jnp.roll(pick(x.swapaxes(1, 2)).swapaxes(1, 2), -shift, axis)
     more, rest = (0, slots - all_rows.cache[0][1].shape[3]), ((0, 0),) * 3
@@ -191,14 +229,14 @@ def _rearrange(lanes: tuple[_Rows, ...], groups, order, shift, *, slots: int, pa
     )
     prefix = jax.tree.map(lambda x: x[groups], all_rows.prefix)
     tokens, ended, keys = (pick(x) for x in (all_rows.token, all_rows.ended, all_rows.keys))
-    chosen = _Rows(prefix, cache, tokens, ended, keys, all_rows.start[groups] - shift)
+    chosen = Rows(prefix, cache, tokens, ended, keys, all_rows.start[groups] - shift)
     size = len(groups) // parts
     parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
     return tuple(part.replace(cache=_without_ones(part.cache)) for part in parts_of)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def _narrow(rows: _Rows, order, *, mesh) -> _Rows:
+def narrow(rows: Rows, order, *, mesh) -> Rows:
     """The rows order [B, G'] of each group; nothing leaves its device."""
     pick = lambda x, *axes: constrain(jax.vmap(lambda own, at: own[at])(x, order), mesh, *axes)
     of_heads = lambda x: pick(x.swapaxes(1, 2), None, "tensor").swapaxes(1, 2)
@@ -208,7 +246,7 @@ def _narrow(rows: _Rows, order, *, mesh) -> _Rows:
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
-def _grow(rows: _Rows, *, slots: int) -> _Rows:
+def grow(rows: Rows, *, slots: int) -> Rows:
     """The same rows with room for `slots` tokens; nothing leaves its device."""
     more = slots - rows.cache[0][1].shape[-2]
     pad = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
@@ -235,13 +273,13 @@ def lower_decode(
     keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
     how_many: dict[str, Any] = {"slots": max(1, max_completion_length - 1), "mesh": mesh}
     rows, _ = jax.eval_shape(
-        functools.partial(_prefill, **how_many, **how), as_argument(model), params, prompts, keys, 0
+        functools.partial(prefill, **how_many, **how), as_argument(model), params, prompts, keys, 0
     )
-    if mesh is not None:  # what `_prefill` returns stands where it says, and the decode takes it from there
+    if mesh is not None:  # what `prefill` returns stands where it says, and the decode takes it from there
         at = split_sharding(keys, mesh)
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=at)
-        compiled = _prefill.lower(as_argument(model), params, prompts, keys, 0, **how_many, **how).compile()
+        compiled = prefill.lower(as_argument(model), params, prompts, keys, 0, **how_many, **how).compile()
         place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         rows = jax.tree.map(place, rows, compiled.output_shardings[0])
     part = (rows.cache, rows.replace(cache=None), 0, SEGMENT)
-    return _decode.lower(as_argument(model), _variables(model, params), *part, steps=SEGMENT, **how)
+    return decode.lower(as_argument(model), decode_variables(model, params), *part, steps=SEGMENT, **how)

@@ -26,24 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
-from grpo_jax.devices.streams import run_in_streams
+from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.rollout.decode import (
-    FEWEST_SLOTS,
-    SEGMENT,
-    _decode,
-    _draw,
-    _grow,
-    _is_eos,
-    _narrow,
-    _prefill,
-    _rearrange,
-    _step_uniforms,
-    _variables,
-    row_keys,
-)
-from grpo_jax.rollout.layout import Drawn, _decode_step, _narrower, _Rows, _streams, _survivors, _Table, places
+from grpo_jax.rollout.decode import decode, draw, is_eos, prefill, row_keys, step_uniforms
+from grpo_jax.rollout.layout import Call, Layout, Table, places
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
 
 __all__ = [
@@ -58,99 +44,31 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, inte
     device has its own groups, rows are moved together inside them, and those that wait enter when all have ended.
     """
     b, g = keys.shape
-    mesh = mesh_of(params)
-    if mesh is not None and at_once < b:
+    if mesh_of(params) is not None and at_once < b:
         how = {"length": length, "at_once": at_once, "interrupt": interrupt, **settings}
         waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
         done = [_generate_by_segments(model, params, *wave, **how) for wave in waves]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
-    table = _Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
-    variables = _variables(model, params)
-    # Attention looks at all slots, so they grow with the rows, by few sizes.
-    slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
-    shape = (prompts.tokens.shape[1], jax.tree.structure(model))
-
-    def enter(first: int, count: int, slot: int) -> tuple[list[_Rows], np.ndarray, np.ndarray]:
-        """Lanes of the next `count` prompts, with one token of each row; their rows, −1 where there are none."""
-        interrupt()
-        numbers = np.arange(first, first + count)
-        parts = _streams(params, count, g)
-        some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
-
-        def prefill(at: np.ndarray) -> tuple[_Rows, Drawn]:
-            own = split(jax.tree.map(lambda x: x[at], (prompts, keys)), mesh)
-            return jax.block_until_ready(_prefill(model, params, *own, slot, slots=slots, mesh=mesh, **settings))
-
-        results = run_in_streams(prefill, some, program=("prefill", count, parts, g, slots, *shape))
-        rows = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
-        alive = table.note(np.maximum(rows, -1), np.zeros(count, int), _on_host(results), 1)
-        return [lane for lane, _ in results], np.where(alive, rows, -1), np.ones(count, int)
-
-    lanes, rows, drawn = enter(0, at_once, 0)
-    slot, entered, some = 0, at_once, max(1, at_once // 4)
+    table = Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
+    layout = Layout.of(Call(model, params, prompts, keys, settings, table, interrupt), at_once)
+    some = max(1, at_once // 4)
     while True:
         interrupt()
-        empty = ~(rows >= 0).any(axis=1)
-        order, survivors = None, None
-        if entered >= b and not empty.all():
-            step = _decode_step(model, params, lanes[0])
-            if mesh is None:
-                survivors = _survivors(rows >= 0, step)
-            elif (kept := _narrower(rows >= 0, step, shard_count(mesh))) is not None:
-                lanes = [_narrow(lane, kept, mesh=mesh) for lane in lanes]
-                rows = np.take_along_axis(rows, kept, axis=1)
-        if entered < b and empty.sum() >= some:
-            new, new_rows, new_drawn = enter(entered, some, slot)
-            lanes, entered = [*lanes, *new], entered + some
-            rows, drawn = np.concatenate([rows, new_rows]), np.concatenate([drawn, new_drawn])
-            groups = np.argsort(np.append(empty, np.zeros(some, bool)), kind="stable")[:at_once]
-            order = np.broadcast_to(np.arange(g), (at_once, g))
-        elif empty.all():
-            break
-        elif survivors is not None:
-            groups, order = survivors
-        elif slot >= slots and mesh is not None:
-            slots = min(2 * slots, length - 1)
-            lanes = [_grow(lane, slots=slots) for lane in lanes]
-        elif slot >= slots:
-            groups, order = np.arange(len(rows)), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-        if order is not None:
-            rows, drawn = rows[groups[:, None], order], drawn[groups]
-            alive = (rows >= 0).any(axis=1)
-            shift = slot + 1 - int(drawn[alive].max(initial=1))
-            slot -= shift
-            if slot >= slots:
-                slots = min(2 * slots, length - 1)
-            parts = _streams(params, *rows.shape)
-            lanes = list(_rearrange(tuple(lanes), groups, order, shift, slots=slots, parts=parts))
-            if not alive.any():
-                continue
-        count = min(SEGMENT, slots - slot, length - int(drawn[(rows >= 0).any(axis=1)].min()))
-
-        def decode(lane: _Rows, slot: int = slot, count: int = count) -> tuple[_Rows, Drawn]:
-            part = (lane.cache, lane.replace(cache=None), slot, count)
-            return jax.block_until_ready(_decode(model, variables, *part, steps=SEGMENT, **settings))
-
-        results = run_in_streams(decode, lanes, program=("decode", *rows.shape, len(lanes), slots, *shape))
-        lanes = [lane for lane, _ in results]
-        rows = np.where(table.note(rows, drawn, _on_host(results), count), rows, -1)
-        drawn, slot = drawn + count, slot + count
-    arrays = (table.tokens, table.mask, table.log_probs)
-    tokens, mask, log_probs = (jnp.asarray(x.reshape(b, g, length)) for x in arrays)
-    return Completions(tokens, mask, log_probs, jnp.asarray(table.finished.reshape(b, g)))
-
-
-def _on_host(results: Sequence[tuple[_Rows, Drawn]]) -> Any:
-    """What the lanes drew, [B', G', steps]."""
-    drawn = zip(*(fetch(x) for _, x in results), strict=True)
-    return tuple(np.concatenate(parts) for parts in drawn)
+        if layout.prompts_wait and layout.empty.sum() >= some:
+            layout = layout.refill(some)
+        elif layout.empty.all():
+            return table.completions(b)
+        elif not layout.prompts_wait:
+            layout = layout.compact()
+        if not layout.empty.all():  # else all that have just entered ended with their first token
+            layout = layout.make_room().decode()
 
 
 def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
-    rows, first = _prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
+    rows, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
     if length > 1:
-        rows, rest = _decode(
+        rows, rest = decode(
             model, {"params": params}, rows.cache, rows.replace(cache=None), 0, length - 1, steps=length - 1, **settings
         )
         first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
@@ -169,11 +87,11 @@ def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, p
         logits = model.apply({"params": params}, rows)
         at = (start - 1 + t)[:, None, None]
         logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
-        drawn, log_prob = _draw(_step_uniforms(keys, t, 1)[0], logits, sampling)
+        drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, sampling)
         drawn = jnp.where(ended, pad_token_id, drawn)
         tokens = tokens.at[:, :, t].set(drawn)
         log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | _is_eos(drawn, eos_token_ids)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | is_eos(drawn, eos_token_ids)
 
     start = (
         jnp.full((b, g, length), pad_token_id, jnp.int32),

@@ -32,11 +32,11 @@ def test_large_parameters_are_read_by_one_stream(monkeypatch):
     assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(7)}, 9) == 1
 
 
-def test_lanes_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
+def test_streams_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
     shapes = [(8, 8), (6, 10), (7, 100), (8, 4), (9, 3), (1, 1000)]
-    assert [layout_module._streams(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
+    assert [layout_module.stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
 
 
 def test_params_on_several_devices_are_left_to_the_compiler():
@@ -72,7 +72,7 @@ def test_samples_are_those_of_one_stream(monkeypatch, into):
     model, params = tiny_model()
     results = []
     for n in (1, into):
-        monkeypatch.setattr(rollout, "_streams", lambda params, groups, width, n=n: min(n, groups))
+        monkeypatch.setattr(layout_module, "stream_count", lambda params, groups, width, n=n: min(n, groups))
         settings = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (5, 7)}
         results.append(generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings))
     one, many = results
@@ -97,9 +97,9 @@ def test_a_new_program_is_met_by_one_thread_first():
 
 
 def test_streams_compile_a_program_once(monkeypatch):
-    """Fresh shapes, two lanes: as many programs as one lane of the same shape needs."""
+    """Fresh shapes, two streams: as many programs as one stream of the same shape needs."""
     model, params = tiny_model(vocab=29)
-    monkeypatch.setattr(rollout, "count_streams", lambda *_: 2)
+    monkeypatch.setattr(layout_module, "count_streams", lambda *_: 2)
     compiled, named = [], []
 
     def listen(event, *_, fun_name="", **__):
@@ -109,7 +109,7 @@ def test_streams_compile_a_program_once(monkeypatch):
     jax.monitoring.register_event_duration_secs_listener(listen)
     settings = {"num_generations": 4, "max_completion_length": 9}
     generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings)
-    assert [sum(name in of for of in named) for name in ("_prefill", "_decode")] == [1, 1], named
+    assert [sum(name in of for of in named) for name in ("prefill", "decode")] == [1, 1], named
     programs = compiled.count("/jax/core/compile/backend_compile_duration")
     generate(model, params, make_prompts(LISTS), jax.random.key(1), **settings)
     assert compiled.count("/jax/core/compile/backend_compile_duration") == programs

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, Work
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
@@ -129,11 +130,11 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         adapters = init_adapters(jax.random.key(1), params, rank=rank)
         adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
         model, params = LoraModel(params, model), adapters
-    variables = decode_module._variables(model, params)
+    variables = decode_module.decode_variables(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
-        monkeypatch.setattr(rollout, "_variables", lambda *_: variables)
+        monkeypatch.setattr(layout_module, "decode_variables", lambda *_: variables)
         return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
 
     by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
@@ -155,7 +156,7 @@ def test_kernels_stand_as_they_are_on_several_devices():
     _, params = model_and_params()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert decode_module._variables(None, spread).keys() == {"params"}
+    assert decode_module.decode_variables(None, spread).keys() == {"params"}
 
 
 def test_one_long_decode_inside_jit_gives_the_same_completions():
@@ -175,7 +176,7 @@ def test_a_model_without_a_cache_gives_the_same_completions():
 
 @pytest.mark.parametrize("segment", [3, 64])
 def test_the_length_of_a_segment_changes_nothing(segment, monkeypatch):
-    monkeypatch.setattr(rollout, "SEGMENT", segment)
+    monkeypatch.setattr(layout_module, "SEGMENT", segment)
     assert_same(sample(), sampled())
 
 
@@ -190,14 +191,14 @@ def sampled_at_once() -> Completions:
 @pytest.mark.parametrize("places", [1, 4])
 def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, monkeypatch):
     """Twelve prompts through 1 or 4 places: groups of different ages side by side, and slots given up as they end."""
-    expected, steps, plain = sampled_at_once(), [], decode_module._decode
+    expected, steps, plain = sampled_at_once(), [], decode_module.decode
 
     def decode(*arguments, **settings):
         rows, drawn = plain(*arguments, **settings)
         steps.append(rows)
         return rows, drawn
 
-    monkeypatch.setattr(rollout, "_decode", decode)
+    monkeypatch.setattr(layout_module, "decode", decode)
     completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
     assert_same(completions, expected)
     assert len(steps) > 2 * 90 // decode_module.SEGMENT
@@ -209,7 +210,7 @@ def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
     class Enough(Exception):
         pass
 
-    decoded, asked, plain = [], [], decode_module._decode
+    decoded, asked, plain = [], [], decode_module.decode
 
     def decode(*arguments, **settings):
         decoded.append(len(asked))
@@ -220,7 +221,7 @@ def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
         if len(asked) == 3:
             raise Enough
 
-    monkeypatch.setattr(rollout, "_decode", decode)
+    monkeypatch.setattr(layout_module, "decode", decode)
     with pytest.raises(Enough):
         sample(interrupt=third_time)
     assert asked[:2] == [0, 0], "before the prompts are read, and before the first segment"
@@ -293,7 +294,7 @@ def test_after_warm_up_nothing_is_compiled():
     """A second rollout with other prompts and another key runs the programs of the first."""
     prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
     sample(eos_token_ids=())
-    compiled = {f: f._cache_size() for f in (decode_module._prefill, decode_module._decode, decode_module._rearrange)}
+    compiled = {f: f._cache_size() for f in (decode_module.prefill, decode_module.decode, decode_module.rearrange)}
     sample(prompts, key=99, eos_token_ids=())
     assert {f: f._cache_size() for f in compiled} == compiled
 
@@ -309,7 +310,7 @@ def layouts_met(costs, seeds=300):
             alive &= rng.random(alive.shape) < rng.uniform(0.3, 0.95)
             if not alive.any():
                 break
-            kept = layout_module._survivors(alive, costs)
+            kept = layout_module.survivors(alive, costs)
             if kept is not None:
                 moves += 1
                 assert moves <= 3, "each move costs a program"
@@ -343,7 +344,7 @@ def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(
     alive, layouts = np.ones((8, 8), bool), [(8, 8)]
     for _ in range(63):
         alive[np.unravel_index(np.flatnonzero(alive)[0], alive.shape)] = False
-        kept = layout_module._survivors(alive, step)
+        kept = layout_module.survivors(alive, step)
         if kept is not None:
             alive = alive[kept[0][:, None], kept[1]]
             layouts.append(alive.shape)
@@ -355,8 +356,8 @@ def test_a_mesh_counts_the_rows_of_one_device():
     alive = np.zeros((8, 8), bool)
     alive[:, :4] = True
     step = DecodeStep(weights=30.0, prompt=0.0, row=1.0)
-    assert layout_module._narrower(alive, step, 1).shape == (8, 4)
-    assert layout_module._narrower(alive, step, 4) is None
+    assert layout_module.narrower(alive, step, 1).shape == (8, 4)
+    assert layout_module.narrower(alive, step, 4) is None
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():
@@ -364,9 +365,9 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = decode_module.row_keys(jax.random.key(0), jnp.arange(2), 4)
-    settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": rollout.Sampling()}
-    rows, _ = decode_module._prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
-    step = layout_module._decode_step(as_argument(model), params, rows)
+    settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling()}
+    rows, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
+    step = layout_module.decode_step(as_argument(model), params, rows)
     norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
     weights = sum(x.size for x in jax.tree.leaves(params)) - norms
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))

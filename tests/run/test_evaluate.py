@@ -10,11 +10,11 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import layout as layout_module
 from grpo_jax.run.evaluate import pass_at_k
 
 # The rooms have functions under these names.
 module = importlib.import_module("grpo_jax.run.evaluate")
-rollout = importlib.import_module("grpo_jax.rollout.generate")
 
 ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
 
@@ -67,11 +67,11 @@ def on_mesh(**axes):
 def test_each_device_of_a_mesh_has_its_own_batch(axes, batch_size, rows, rollouts, groups, monkeypatch):
     """The groups of all rollouts, filler among them, and the same numbers as on one device."""
     dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(rows)]
-    sizes, prefill = [], decode_module._prefill
+    sizes, prefill = [], decode_module.prefill
     spy = lambda *args, **how: sizes.append(args[3].shape[0]) or prefill(*args, **how)
     settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
     alone = evaluate(tiny_policy(), dataset, length, **settings)
-    monkeypatch.setattr(rollout, "_prefill", spy)
+    monkeypatch.setattr(layout_module, "prefill", spy)
     policy = tiny_policy() if axes is None else on_mesh(**axes)
     found = evaluate(policy, dataset, length, batch_size=batch_size, **settings)
     assert (len(sizes), sum(sizes)) == (rollouts, groups)

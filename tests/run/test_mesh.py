@@ -1,7 +1,6 @@
 """Training on a mesh of eight devices is training on one: the same completions, losses and params."""
 
 import functools
-import importlib
 from contextlib import nullcontext
 
 import chex
@@ -14,10 +13,9 @@ from tiny import tiny_model, tiny_policy
 from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import layout as layout_module
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
-
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
@@ -129,8 +127,8 @@ def test_a_device_holds_an_eighth_of_params_and_optimizer():
 
 def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
     """And so are groups whose rows end early: the others move together, each group on its device."""
-    widths, plain = [], decode_module._narrow
-    monkeypatch.setattr(rollout, "_narrow", lambda *x, **y: widths.append(x[1].shape) or plain(*x, **y))
+    widths, plain = [], decode_module.narrow
+    monkeypatch.setattr(layout_module, "narrow", lambda *x, **y: widths.append(x[1].shape) or plain(*x, **y))
     model, params = tiny_model()
     prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
     settings = {"num_generations": 8, "max_completion_length": 40, "eos_token_ids": (5, 7, 9)}
@@ -157,13 +155,15 @@ def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
 )
 def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, monkeypatch):
     """The groups of every program that reads prompts or decodes; the samples are those of one device, all at once."""
-    read, decoded, prefill, decode = [], set(), decode_module._prefill, decode_module._decode
+    read, decoded, prefill, decode = [], set(), decode_module.prefill, decode_module.decode
     model, params = tiny_model()
     prompts = make_prompts([[3 + (i * 5 + j) % 20 for j in range(1 + i % 3)] for i in range(18)])
     settings = {"num_generations": 3, "max_completion_length": 20, "eos_token_ids": (5, 7, 9)}
     one = generate(model, params, prompts, jax.random.key(0), **settings)
-    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
-    monkeypatch.setattr(rollout, "_decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how))
+    monkeypatch.setattr(layout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    monkeypatch.setattr(
+        layout_module, "decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how)
+    )
     placed = place(params, make_mesh(axes))
     other = generate(model, placed, prompts, jax.random.key(0), batch_size=batch_size, **settings)
     assert read == [(n, 3) for n in groups]
@@ -175,8 +175,8 @@ def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, mon
 
 def test_a_run_decodes_so_many_at_a_time_and_learns_the_same(monkeypatch):
     """Sixteen prompts × 2 completions, half of them at a time."""
-    read, prefill = [], decode_module._prefill
-    monkeypatch.setattr(rollout, "_prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    read, prefill = [], decode_module.prefill
+    monkeypatch.setattr(layout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
     settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": 2}
     whole = run(tiny_policy(), {"data": 8}, **settings)
     assert read == [(16, 2)] * 2

@@ -83,9 +83,9 @@ def test_after_warm_up_an_iteration_compiles_nothing():
         packed._add_prompts,
         packed._jit_apply,
         packed._score_piece,
-        decode_module._prefill,
-        decode_module._decode,
-        decode_module._rearrange,
+        decode_module.prefill,
+        decode_module.decode,
+        decode_module.rearrange,
     )
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
