@@ -148,9 +148,21 @@ def evaluate(
     metrics = _means(names, scores, scored)
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
+    return metrics, _rows(data, scored, num_generations, names, scores, all_ended)
+
+
+def _rows(
+    data: EncodedPrompts,
+    scored: Sequence[Scores],
+    num_generations: int,
+    names: Sequence[str],
+    scores: np.ndarray,
+    all_ended: np.ndarray,
+) -> list[dict[str, Any]]:
+    """One dict per completion, in the order of the dataset."""
     prompts = [row["prompt"] for row in data.rows for _ in range(num_generations)]
     texts = [(text, extra) for some in scored for text, extra in zip(some.texts, some.extras, strict=True)]
-    rows = [
+    return [
         {
             **extra,
             "prompt": prompt,
@@ -160,7 +172,6 @@ def evaluate(
         }
         for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, all_ended, strict=True)
     ]
-    return metrics, rows
 
 
 def _means(names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores]) -> dict[str, float]:
