@@ -190,6 +190,8 @@ TESTED_ELSEWHERE = {
     "run.prepare": "run/test_bad_inputs.py",
     "text.completions": "text/test_prompts.py",
     "text.rows": "text/test_prompts.py",
+    "watch.lines": "watch/test_writer.py",
     "watch.names": "watch/test_writer.py",
     "watch.phases": "watch/test_writer.py",
+    "watch.pictures": "watch/test_writer.py",
 }

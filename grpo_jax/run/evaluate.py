@@ -148,15 +148,19 @@ def evaluate(
     metrics = _means(names, scores, scored)
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - all_ended.mean())
-    return metrics, _rows(data, names, scores, scored, all_ended)
+    return metrics, _rows(data, scored, num_generations, names, scores, all_ended)
 
 
 def _rows(
-    data: EncodedPrompts, names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores], ended: np.ndarray
+    data: EncodedPrompts,
+    scored: Sequence[Scores],
+    num_generations: int,
+    names: Sequence[str],
+    scores: np.ndarray,
+    all_ended: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """One dict per completion, of scores [N, K] and ended [N]."""
-    group = len(ended) // len(data.rows)
-    prompts = [row["prompt"] for row in data.rows for _ in range(group)]
+    """One dict per completion, in the order of the dataset."""
+    prompts = [row["prompt"] for row in data.rows for _ in range(num_generations)]
     texts = [(text, extra) for some in scored for text, extra in zip(some.texts, some.extras, strict=True)]
     return [
         {
@@ -166,7 +170,7 @@ def _rows(
             "rewards": dict(zip(names, rewards.tolist(), strict=True)),
             "ended": bool(end),
         }
-        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, ended, strict=True)
+        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, all_ended, strict=True)
     ]
 
 

@@ -23,8 +23,8 @@ from grpo_jax.run.prepare import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
 from grpo_jax.update.state import TrainState
+from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import plain
-from grpo_jax.watch.writer import read_lines
 
 __all__ = ["BadBatches", "NotFiniteError", "replay"]
 

@@ -15,10 +15,12 @@ from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.display import Display
 from grpo_jax.watch.hints import Hints
+from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.phases import Phases, describe_run
+from grpo_jax.watch.pictures import write_pictures
 from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Tracker, open_trackers
-from grpo_jax.watch.writer import Callback, RunWriter, check_callbacks, notify, read_lines
+from grpo_jax.watch.writer import Callback, RunWriter, check_callbacks, notify
 
 __all__ = ["Monitor"]
 
@@ -58,7 +60,7 @@ class Monitor:
     def __exit__(self, *error: Any) -> None:
         self._display.__exit__(*error)
         try:
-            self._writer.report(picture=not self._hurry)
+            write_pictures(self._writer, page_only=self._hurry)
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # all are closed, whatever one of them raises

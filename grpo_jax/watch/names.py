@@ -8,6 +8,7 @@ from typing import Any
 
 __all__ = [
     "held_out",
+    "many",
     "plain",
     "short",
 ]
@@ -59,7 +60,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _many(count: int, noun: str, plural: str = "s") -> str:
+def many(count: int, noun: str, plural: str = "s") -> str:
     """Return a count with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {noun}{plural if count != 1 else ''}"
 

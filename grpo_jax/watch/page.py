@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import held_out
-from grpo_jax.watch.plots import find_panels, smooth, usual_times
-from grpo_jax.watch.writer import read_lines
+from grpo_jax.watch.plots import find_panels, smooth, thin, usual_times
 
 __all__ = ["html_report"]
 
@@ -80,17 +81,9 @@ def _embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _number(value: float) -> float | None:
+def _rounded(value: float) -> float | None:
     """Return a value with the five digits that a curve shows; None for NaN."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
-
-
-def _thin(values: np.ndarray) -> np.ndarray:
-    """Return at most `POINTS` values: the means of neighbours, without those that are NaN."""
-    size = -(-len(values) // POINTS)
-    values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
-    there = np.isfinite(values)
-    return np.where(there.any(1), np.where(there, values, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
 
 
 def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -105,13 +98,14 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             there = np.isfinite(values).any(axis=0)
             steps, values = every[there], values[:, there]
         drawn = []
-        for label, y in zip(curves, map(_thin, values), strict=True):
-            curve: dict[str, Any] = {"label": label, "y": [_number(value) for value in y]}
+        for label, raw in zip(curves, values, strict=True):
+            y = thin(raw, POINTS)
+            curve: dict[str, Any] = {"label": label, "y": [_rounded(value) for value in y]}
             if np.isfinite(y).sum() >= 20:
-                curve["smooth"] = [_number(value) for value in smooth(y, width=len(y) / 40)]
+                curve["smooth"] = [_rounded(value) for value in smooth(y, width=len(y) / 40)]
             drawn.append(curve)
         about = {"title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "low": panel.low}
-        panels.append({**about, "x": [round(step) for step in _thin(steps).tolist()], "curves": drawn})
+        panels.append({**about, "x": [round(step) for step in thin(steps, POINTS).tolist()], "curves": drawn})
     return panels
 
 
@@ -144,8 +138,6 @@ def _settings(about: Mapping[str, Any]) -> list[tuple[str, Any, list[str]]]:
     """The lists of settings: a title, names with values, and the names that are shown in bold."""
     if not about:
         return []
-    from grpo_jax.config.config import GRPOConfig
-
     usual = json.loads(json.dumps(GRPOConfig().to_dict()))
     config = about.get("config", {})
     changed = [name for name, value in config.items() if name not in usual or usual[name] != value]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.names import _many, short
+from grpo_jax.watch.names import many, short
 
 __all__ = [
     "Phases",
@@ -95,15 +95,15 @@ def describe_run(
     sizes, steps = config.sizes(num_devices), config.total_steps(num_rows, num_devices)
     devices = num_devices or math.prod((config.mesh or {}).values())
     iterations = math.ceil(steps / sizes.updates)
-    micro = f" in {_many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
+    micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
     return (
         f"{short(num_parameters)} parameters · {short(state_bytes, 'B')} of training state ·"
-        f" {_many(devices, 'device')}{f' ({device})' if device else ''}\n"
-        f"each iteration: {_many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
+        f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
+        f"each iteration: {many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
         f" of up to {config.max_completion_length} tokens ·"
-        f" {_many(config.num_iterations, 'pass', 'es')} × {_many(sizes.slices, 'slice')} ="
-        f" {_many(sizes.updates, 'update')} of {_many(sizes.prompts_per_update, 'prompt')}{micro}\n"
-        f"{_many(steps, 'optimizer step')} · {_many(iterations, 'iteration')} ·"
-        f" {_many(num_rows, 'prompt')}, gone through {epochs:g} time{'s' * (epochs != 1)}"
+        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.slices, 'slice')} ="
+        f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}{micro}\n"
+        f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')} ·"
+        f" {many(num_rows, 'prompt')}, gone through {epochs:g} time{'s' * (epochs != 1)}"
     )

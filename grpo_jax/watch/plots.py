@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "draw_report", "find_panels", "save_figure", "smooth", "usual_times"]
+__all__ = ["Panel", "draw_report", "find_panels", "save_figure", "smooth", "thin", "usual_times"]
 
 _INK, _GREY, _GRID = "#1f2933", "#697586", "#e4e7eb"
 # Okabe and Ito's colours, which colour-blind readers tell apart, the darker ones first.
@@ -178,13 +178,26 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
     return np.where(there, total / np.maximum(weight, 1e-300), np.nan)
 
 
+def thin(values: np.ndarray, most: int) -> np.ndarray:
+    """Return at most `most` values: the means of neighbours, without those that are NaN.
+
+    Example:
+      >>> thin(np.array([1.0, 3.0, np.nan, 5.0, 7.0]), 3)
+      array([2., 5., 7.])
+    """
+    size = -(-len(values) // most)
+    values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
+    there = np.isfinite(values)
+    return np.where(there.any(1), np.where(there, values, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
+
+
 def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Return label → values [n] of a panel's metrics, those of which any value is finite."""
     curves: dict[str, np.ndarray] = {}
     for pattern, label in panel.curves:
         for name in names:
             if match := re.fullmatch(pattern, name):
-                values = np.array([_number(line.get(name)) for line in lines])
+                values = np.array([_as_float(line.get(name)) for line in lines])
                 # Without a reference the logged KL is 0 throughout: nothing to show.
                 if np.isfinite(values).any() and not (name == "kl" and np.nanmax(np.abs(values)) == 0):
                     curves[label or match[1]] = values
@@ -196,7 +209,7 @@ def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any
     return curves
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     """Return a logged value as a float, NaN for what is none."""
     return float(value) if isinstance(value, int | float) else np.nan
 
@@ -224,7 +237,7 @@ def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> N
             continue
         stride = -(-len(y) // _MOST)
         axes.plot(x[::stride], y[::stride], color=colour, linewidth=0.8, alpha=0.25)
-        x, y = _thin(x), _thin(y)
+        x, y = thin(x, _MOST), thin(y, _MOST)
         curve = smooth(y, width=len(y) / 40)
         axes.plot(x, curve, color=colour, linewidth=1.8, label=_label(label, curve[-1]))
 
@@ -232,20 +245,11 @@ def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> N
 def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> None:
     """Draw times on top of each other, so that the upper edge is their sum, without the steps that compiled."""
     steps, times = usual_times(steps, curves)
-    x = _thin(steps)
-    areas = [smooth(y, width=len(y) / 40) for y in map(_thin, times)]
+    x = thin(steps, _MOST)
+    areas = [smooth(y, width=len(y) / 40) for y in (thin(seconds, _MOST) for seconds in times)]
     labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(areas))]
     axes.stackplot(x, areas, labels=labels, colors=colours, alpha=0.75, linewidth=0)
-
-
-def _thin(values: np.ndarray) -> np.ndarray:
-    """Return at most `_MOST` values: the means of neighbours, so that a long run is drawn as fast as a short one."""
-    size = -(-len(values) // _MOST)
-    whole = len(values) // size * size
-    return np.append(
-        values[:whole].reshape(-1, size).mean(axis=1), values[whole:].mean() if whole < len(values) else []
-    )
 
 
 def _label(name: str, last: float) -> str:

@@ -6,8 +6,7 @@
 | `metrics.jsonl` | one JSON object a logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object a completion: step, prompt, completion, rewards, advantage, ended |
 | `warnings.jsonl` | one JSON object a warning: step, category, message |
-| `report.png` | the picture of the run, see `plots` |
-| `report.html` | the same as a page, with completions, settings and warnings, see `html_report` |
+| `report.png`, `report.html` | the picture of the run and its page, drawn by `pictures.write_pictures` |
 
 Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
 `completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.
@@ -24,11 +23,11 @@ import os
 import pathlib
 import platform
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.lines import read_lines, whole_lines
 from grpo_jax.watch.names import plain
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "check_callbacks",
     "notify",
     "package_versions",
-    "read_lines",
 ]
 
 
@@ -60,13 +58,6 @@ _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 
 
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, up to a line that a kill tore, and nothing if there is no file."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for _, line in _whole_lines(file):
-            yield line
 
 
 class RunWriter:
@@ -124,7 +115,7 @@ class RunWriter:
         }
         if self.run_dir is not None:
             text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
-            self._replace("config.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+            self.replace("config.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a line to `metrics.jsonl`."""
@@ -150,7 +141,7 @@ class RunWriter:
                 continue
             with open(self.path(name), "r+b") as file:
                 end = 0
-                for start_of_next, line in _whole_lines(file):
+                for start_of_next, line in whole_lines(file):
                     undone = not evaluated and any(key.startswith("eval/") for key in line)
                     if line["step"] > step or (line["step"] == step and undone):
                         break
@@ -172,32 +163,6 @@ class RunWriter:
                 os.replace(self.path(name), self.path(name + ending))
         return max(steps), ending
 
-    def report(self, *, picture: bool = True) -> None:
-        """Draw `report.png` and `report.html` from the other files; what fails is a warning and ends nothing.
-
-        Args:
-          picture: False writes the page alone, which takes a small part of the time of both.
-        """
-        if self.run_dir is None:
-            return
-        for name, write in (("report.png", self._draw), ("report.html", self._page))[not picture :]:
-            try:
-                self._replace(name, write)
-            except Exception as error:
-                message = f"{name} was not drawn: {type(error).__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _draw(self, file: IO[bytes]) -> None:
-        from grpo_jax.watch.plots import draw_report, save_figure
-
-        lines = list(read_lines(self.path("metrics.jsonl")))
-        save_figure(draw_report(lines, title=self.path(".").resolve().name), file)
-
-    def _page(self, file: IO[bytes]) -> None:
-        from grpo_jax.watch.page import html_report
-
-        file.write(html_report(self.path(".")).encode("utf-8", "backslashreplace"))
-
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add lines in one write."""
         if self.run_dir is not None:
@@ -208,8 +173,8 @@ class RunWriter:
             except OSError as error:  # a write that fails does not say where
                 raise OSError(error.errno, error.strerror, str(self.path(name))) from error
 
-    def _replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
-        """Write a file whole or not at all."""
+    def replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
+        """Write a file of the run directory whole or not at all."""
         temporary = self.path(f".{name}.partial")
         with open(temporary, "wb") as file:
             write(file)
@@ -238,20 +203,6 @@ def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, Any])
         except Exception as error:
             error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
             raise
-
-
-def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of the next line, object) of each line, up to one that is torn."""
-    end = 0
-    for text in file:
-        end += len(text)
-        try:
-            line = json.loads(text) if text.endswith(b"\n") else None
-        except ValueError:
-            line = None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            return
-        yield end, line
 
 
 def package_versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.state import create_state
-from grpo_jax.watch.writer import read_lines
+from grpo_jax.watch.lines import read_lines
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 # μ = 3 over 2 slices of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third shuffled epoch.
@@ -65,7 +65,7 @@ def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
 def _no_pictures():
     """They are looked at elsewhere, and each takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: None)
+        patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
         yield
 
 
@@ -168,7 +168,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
     assert not any("eval/vowels" in line for line in read_lines(tmp_path / "metrics.jsonl") if line["step"] == 15)
     assert "stopped after step 6 of 18 and saved" in capfd.readouterr().err
     with monkeypatch.context() as patch:  # while the pictures are drawn, all being saved
-        patch.setattr("grpo_jax.watch.writer.RunWriter.report", lambda self, **_: signal.raise_signal(signal.SIGTERM))
+        patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:
             run(tmp_path)
     assert (left.value.code, newest()) == (0, SETTINGS["max_steps"])

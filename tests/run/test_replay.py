@@ -13,7 +13,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, replay, train
 from grpo_jax.run import collect
 from grpo_jax.run.replay import BadBatches, NotFiniteError
-from grpo_jax.watch.writer import read_lines
+from grpo_jax.watch.lines import read_lines
 
 loop = importlib.import_module("grpo_jax.run.train")  # the attribute of that name is the function
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]

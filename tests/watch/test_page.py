@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig
+from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report
-from grpo_jax.watch.writer import RunWriter, read_lines
+from grpo_jax.watch.writer import RunWriter
 
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 %TITLE% %DATA% 数字"
 HEALTHY = Path(__file__).with_name("healthy_runs.jsonl")

@@ -12,9 +12,11 @@ import pytest
 
 import grpo_jax
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import held_out, plain
 from grpo_jax.watch.phases import Phases, describe_run
-from grpo_jax.watch.writer import RunWriter, check_callbacks, notify, read_lines
+from grpo_jax.watch.pictures import write_pictures
+from grpo_jax.watch.writer import RunWriter, check_callbacks, notify
 
 ROOT = pathlib.Path(grpo_jax.__file__).parent.parent
 
@@ -180,7 +182,7 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     writer.metrics(1, {"reward": 1.0})
     writer.completions(1, [{}])
     writer.truncate(0)
-    writer.report()
+    write_pictures(writer)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="run_dir is None: there are no files"):
         writer.path("metrics.jsonl")
@@ -197,7 +199,7 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path):
 def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"reward": 1.0})
-    writer.report()
+    write_pictures(writer)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "report.png").read_bytes()
 
@@ -205,9 +207,9 @@ def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, mon
         file.write(b"half")
         raise RuntimeError("no font")
 
-    monkeypatch.setattr("grpo_jax.watch.plots.save_figure", fail)
+    monkeypatch.setattr("grpo_jax.watch.pictures.save_figure", fail)
     with pytest.warns(RuntimeWarning, match=r"report.png was not drawn: RuntimeError: no font"):
-        writer.report()
+        write_pictures(writer)
     assert (tmp_path / "report.png").read_bytes() == before
 
 
