@@ -188,12 +188,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
         raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before loading others.")
-    for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
-        if config.get(key) not in (None, value):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
-    for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
-        if config.get(key):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: None.")
+    _check_supported(config)
     power = 0.5 if config.get("use_rslora") else 1.0
     scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
@@ -225,6 +220,16 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
         )
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=nest(adapters))
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a PEFT config that asks for more than plain low-rank adapters."""
+    for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
+    for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
+        if config.get(key):
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: None.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:
