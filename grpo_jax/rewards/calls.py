@@ -136,7 +136,7 @@ def compute_rewards(
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
     """Return what `compute_rewards` says of rewards [B·G, K], but for faults and seconds."""
     stats: dict[str, float] = {}
-    for name, scores in zip(names, rewards.T, strict=True):
+    for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
         scored = scores[~np.isnan(scores)]
         stats |= {f"rewards/{name}/mean": float(scored.mean())} if scored.size > 0 else {}
         stats |= {f"rewards/{name}/std": float(scored.std(ddof=1))} if scored.size > 1 else {}
