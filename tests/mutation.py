@@ -1,6 +1,6 @@
-"""Mutation testing of advantages, kl, losses and reference: does a test fail for every small change of the code?
+"""Mutation testing of the room `maths`: does a test fail for every small change of the code?
 
-    python tests/mutation.py                      # all four modules: 635 mutants, 2 to 8 seconds each
+    python tests/mutation.py                      # all of its modules, 2 to 8 seconds a mutant
     python tests/mutation.py losses --list        # what would be tried
     python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
 
@@ -33,22 +33,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SIGNATURES = "tests/test_signatures.py"
+SIGNATURES = "tests/maths/test_signatures.py"
 # After the quick check: the cheap tests that kill most, then the rest.
 CHEAP = (
     "bad_arguments or edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
     " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient"
     " or dtype_of or hole or excluded"
 )
+LOSSES = "tests/maths/test_losses.py"
+OF_THE_LOSS = [[SIGNATURES], [LOSSES, "-k", CHEAP], [LOSSES, "-k", f"not ({CHEAP} or numpy or variants)"]]
 TESTS = {
-    "advantages": [["tests/test_advantages.py"], [SIGNATURES]],
-    "kl": [[SIGNATURES], ["tests/test_kl.py"], ["tests/test_losses.py", "-k", CHEAP]],
-    "reference": [["tests/test_reference.py"], [SIGNATURES]],
-    "losses": [
-        [SIGNATURES],
-        ["tests/test_losses.py", "-k", CHEAP],
-        ["tests/test_losses.py", "-k", f"not ({CHEAP} or numpy or variants)"],
-    ],
+    "advantages": [["tests/maths/test_advantages.py"], [SIGNATURES]],
+    "checks": [[SIGNATURES], ["tests/maths/test_kl.py"], [LOSSES, "-k", CHEAP]],
+    "kl": [[SIGNATURES], ["tests/maths/test_kl.py"], [LOSSES, "-k", CHEAP]],
+    "reference": [["tests/maths/test_reference.py"], [SIGNATURES]],
+    "surrogates": OF_THE_LOSS,
+    "metrics": OF_THE_LOSS,
+    "losses": OF_THE_LOSS,
 }
 WORKER_LIFE = 60
 
@@ -89,18 +90,24 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1 → -1",
     ): SAME_AXIS,
     ("advantages", "return std[:, 0] == 0", "0 → 1"): CLAMPED,
-    ("losses", "return jnp.broadcast_to(_exp(_row_mean(log_ratio, mask)), log_ratio.shape)", "broadcast_to(x) → x"): (
-        "[..., 1] broadcasts by itself; the line makes the shape that the table promises"
-    ),
     (
-        "losses",
+        "surrogates",
+        "return jnp.broadcast_to(_exp(row_mean(log_ratio, mask)), log_ratio.shape)",
+        "broadcast_to(x) → x",
+    ): ("[..., 1] broadcasts by itself; the line makes the shape that the table promises"),
+    (
+        "surrogates",
         "tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)",
         "Gt → GtE",
     ): ZERO,
-    ("losses", "k = jnp.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)", "GtE → Gt"): ZERO,
-    ("losses", "lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)", "GtE → Gt"): ZERO,
-    ("losses", "last = jnp.maximum(jnp.sum(mask), 1) - 1", "1 → -1"): EMPTY,
-    ("losses", "return bounded(jnp.where(mask, values, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
+    ("surrogates", "k = jnp.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)", "GtE → Gt"): ZERO,
+    (
+        "surrogates",
+        "lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)",
+        "GtE → Gt",
+    ): ZERO,
+    ("metrics", "last = jnp.maximum(jnp.sum(mask), 1) - 1", "1 → -1"): EMPTY,
+    ("losses", "return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
     ("losses", 'A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → 2"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → -1"): UNDER,
@@ -117,7 +124,7 @@ ARITHMETIC = {
 SWAPS = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "floor": "ceil", "any": "all",
          "all": "any", "expm1": "exp", "add": "subtract", "k3": "k2"}  # fmt: skip
 # f(x, ...) → x
-TRANSPARENT = {"sg", "stop_gradient", "bounded", "clip", "clean", "astype", "asarray", "broadcast_to", "sqrt", "flip"}
+TRANSPARENT = {"sg", "stop_gradient", "bounded", "clip", "_clean", "astype", "asarray", "broadcast_to", "sqrt", "flip"}
 
 
 def name_of(node: ast.expr) -> str:
@@ -208,7 +215,7 @@ class Change(ast.NodeTransformer):
 
 
 def module_path(module: str) -> Path:
-    return ROOT / "grpo_jax" / f"{module}.py"
+    return ROOT / "grpo_jax" / "maths" / f"{module}.py"
 
 
 def mutants(module: str) -> list[tuple[int, str]]:
@@ -222,7 +229,7 @@ class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, module: str, target: int):
         tree = Change(target).visit(ast.parse(module_path(module).read_text()))
-        self.name, self.path = f"grpo_jax.{module}", str(module_path(module))
+        self.name, self.path = f"grpo_jax.maths.{module}", str(module_path(module))
         self.code = compile(ast.fix_missing_locations(tree), self.path, "exec")
 
     def find_spec(self, name, path=None, target=None):
@@ -238,7 +245,7 @@ class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def import_mutant(module: str, target: int) -> None:
     """From now on imports see this mutant (-1: the unchanged code)."""
     for name in list(sys.modules):
-        if name in {f"grpo_jax.{module}" for module in TESTS} or name.startswith("test_") or name == "conftest":
+        if name in {f"grpo_jax.maths.{module}" for module in TESTS} or name.startswith("test_") or name == "conftest":
             del sys.modules[name]
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Hook)]
     if target >= 0:
@@ -258,7 +265,7 @@ def cases_of_the_loss() -> list:
 
 def quick_check(module: str) -> bool:
     """A first sieve without pytest, for the loss: float32 against NumPy."""
-    if module != "losses":
+    if TESTS[module] is not OF_THE_LOSS:
         return True
     import numpy as np
 
@@ -281,7 +288,7 @@ def run_tests(module: str, target: int) -> bool:
     """Runs the tests of one mutant (-1: of the unchanged code) in this process; True if all pass."""
     import pytest
 
-    if module == "losses":
+    if TESTS[module] is OF_THE_LOSS:
         cases_of_the_loss()
     import_mutant(module, target)
     if not quick_check(module):
