@@ -198,7 +198,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0,
-        "with beta = 0 there is no reference to pull along; set beta above 0, or sync_ref_model=False",
+        "with beta = 0 there is no reference to sync; set beta above 0, or sync_ref_model=False",
     ),
     (
         "entropy_coef_min entropy_coef_max",

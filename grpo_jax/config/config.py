@@ -213,11 +213,11 @@ class GRPOConfig(metaclass=_ReadFirst):
     """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row; there, and with
     `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""
     sync_ref_model: bool = False
-    """Pull the reference towards the policy (TR-DPO, arXiv 2404.09656)."""
+    """Sync the reference: move it towards the policy now and then (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
-    """Optimizer steps between two pulls."""
+    """Optimizer steps between two syncs."""
     ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
-    """α of a pull: ref ← α·policy + (1 − α)·ref."""
+    """α of a sync: ref ← α·policy + (1 − α)·ref."""
 
     # Optimizer.
     learning_rate: NotNegative = 1e-6

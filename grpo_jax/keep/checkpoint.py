@@ -3,7 +3,7 @@
 ```
 checkpoints/40/   params   what is exported
                   rest     old policy, reference, optimizer, key, counters on the device
-                  batch    the batch in hand, if the run was between two updates of one rollout
+                  batch    the batch, if some of its updates are still to be made
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
@@ -43,7 +43,7 @@ __all__ = ["RESUME", "Checkpoints"]
 RESUME = ("auto", "must", "never")
 
 Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
-"""What a run goes on with: state, progress, the batch in hand, completions sampled ahead."""
+"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead."""
 
 
 class Checkpoints:
@@ -185,8 +185,8 @@ class Checkpoints:
           resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
 
         Returns:
-          State, progress, the batch in hand and completions sampled ahead; `state` itself and None at the start of a
-          new run.
+          State, progress, a batch whose updates are not all made, and completions sampled ahead; `state` itself and
+          None at the start of a new run.
 
         Raises:
           ValueError: the run in the directory was begun with other settings, data or models (all differences are

@@ -12,12 +12,12 @@ __all__ = ["Progress"]
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run, all JSON: with `TrainState` and the batch in hand they decide everything that follows.
+    """The counters of a run, all JSON: with `TrainState` and the present batch they decide all that follows.
 
     Attributes:
       step: optimizer steps done, as in `TrainState.step`.
       cursor: prompts sampled since the start of the run.
-      updates_done: updates made on the batch in hand; 0 between iterations.
+      updates_done: updates made on the present batch; 0 between iterations.
       evaluated: step of the last evaluation, −1 before the first.
       tokens: completion tokens sampled since the start.
       skipped: updates in a row, up to now, that were skipped because loss or gradient was not finite.

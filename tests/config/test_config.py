@@ -290,8 +290,7 @@ BAD = [
     ),
     (
         dict(sync_ref_model=True),
-        "sync_ref_model = True: with beta = 0 there is no reference to pull along;"
-        " set beta above 0, or sync_ref_model=False",
+        "sync_ref_model = True: with beta = 0 there is no reference to sync; set beta above 0, or sync_ref_model=False",
     ),
     (
         dict(entropy_coef_min=0.5, entropy_coef_max=0.1),

@@ -209,7 +209,7 @@ BAD = [
     (dict(per_device_train_batch_size=3), "which cannot be cut into whole groups of num_generations = 2; the nearest"),
     (dict(loss_type="GRPO"), "loss_type = 'GRPO': did you mean \"grpo\"? must be"),
     (dict(loss_type="cispo"), "epsilon_high = None: in cispo it is the cap of the ratio itself, not 1 + ε_high; unset"),
-    (dict(sync_ref_model=True), "sync_ref_model = True: with beta = 0 there is no reference to pull along; set beta"),
+    (dict(sync_ref_model=True), "sync_ref_model = True: with beta = 0 there is no reference to sync; set beta"),
     (dict(temperature=0), "temperature = 0: must be above 0; sampling needs more than 0 (greedy is for evaluation)"),
     (
         dict(generation_batch_size=3),
