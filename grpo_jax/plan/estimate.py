@@ -253,7 +253,7 @@ class _Run:
         return self.mesh if self.mesh.size > 1 else None
 
     @functools.cached_property
-    def model(self) -> Transformer:
+    def model(self) -> Any:
         """The decoder with the settings of the config."""
         return with_settings(Transformer(self.shape), self.config)
 

@@ -241,7 +241,7 @@ class Layout:
     @property
     def empty(self) -> np.ndarray:
         """[B'] groups all of whose rows have ended."""
-        return ~self.alive.any(axis=1)
+        return np.logical_not(self.alive.any(axis=1))
 
     @property
     def prompts_wait(self) -> bool:
