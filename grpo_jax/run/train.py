@@ -80,8 +80,8 @@ def train(
       RuntimeError: another process is using `run_dir`.
       NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
-      SystemExit: with the status 0, on SIGTERM or SIGINT, after a checkpoint: an update that has begun is finished first, and
-        completions that nothing has been learned from yet are left, for the run that goes on to make again. A
+      SystemExit: with the status 0, on SIGTERM or SIGINT, after a checkpoint: an update that has begun is finished,
+        completions that nothing has been learned from yet are dropped, and the resumed run samples them again. A
         KeyboardInterrupt on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
 
     Example:
