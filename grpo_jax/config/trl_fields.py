@@ -1,6 +1,6 @@
 """Every field of TRL 1.16's `GRPOConfig`, and what became of those that are not fields here: data, and nothing else.
 
-One table serves the error messages of `config`, `migrate.from_trl` and the page `docs/coming_from_trl.md`.
+One table serves the error messages of `config`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations

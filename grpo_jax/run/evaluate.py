@@ -62,7 +62,7 @@ def evaluate(
       pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
         evaluations share their compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
-      max_prompt_length: see `prompts.encode_prompts`.
+      max_prompt_length: see `text.encode_prompts`.
       on_long_prompt: likewise.
       chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
@@ -75,7 +75,7 @@ def evaluate(
       rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
-      ValueError: as `prompts.load_rows`, `prompts.encode_prompts` and `rewards.compute_rewards`.
+      ValueError: as `text.load_rows`, `text.encode_prompts` and `rewards.compute_rewards`.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:

@@ -66,7 +66,7 @@ def train(
         belongs to one process at a time.
       resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
         "must" is an error if there is none, "never" if there is one.
-      callbacks: functions called as `callback(step, metrics)` after every logged step, see `report.Callback`.
+      callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 

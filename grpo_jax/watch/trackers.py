@@ -1,6 +1,6 @@
 """Trackers: callbacks that send a run's numbers to TensorBoard, Weights & Biases, trackio or a notebook's cell.
 
-A tracker is a `report.Callback` that is closed at the end, and any other is written in the same three lines:
+A tracker is a `watch.Callback` that is closed at the end, and any other is written in the same three lines:
 `Tracker(log, close)`, where `log(step, metrics)` gets the finite numbers of `metrics.jsonl`. The packages are extras of
 this one and imported by the function that opens a tracker.
 
