@@ -32,6 +32,7 @@ def check_run(
       ValueError: with one line an error, each with the field, the value that came and what to do.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> check_run(GRPOConfig(reward_weights=[1.0, 0.5]), num_devices=1, num_rows=100, num_reward_fns=1)
       Traceback (most recent call last):
       ValueError: this run has 1 error:

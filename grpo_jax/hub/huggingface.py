@@ -85,6 +85,7 @@ def from_pretrained(
 
     Example:
       >>> import tempfile
+      >>> from grpo_jax import init_policy
       >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
       ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
       ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
@@ -141,6 +142,7 @@ def save_pretrained(
 
     Example:
       >>> import tempfile
+      >>> from grpo_jax import init_policy
       >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
       ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
       ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))

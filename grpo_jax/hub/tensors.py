@@ -92,6 +92,7 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
       One `Tensor` for each name in the checkpoint; together they cover every parameter once.
 
     Example:
+      >>> from grpo_jax.hub.families import read_config
       >>> raw = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
       ...        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
       >>> plan = {tensor.name: tensor for tensor in tensor_plan(raw, read_config(raw))}

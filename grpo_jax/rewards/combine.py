@@ -101,6 +101,7 @@ def weighted(fn: RewardFunction, weight: float) -> RewardFunction:
       weight: any finite number, negative for a penalty.
 
     Example:
+      >>> from grpo_jax.rewards import format_reward
       >>> weighted(format_reward(r"<a>.*</a>"), -0.5)(completions=["<a>1</a>", "1"])
       [-0.5, 0.0]
     """
@@ -148,6 +149,7 @@ def gated(
     Example:
       >>> def length(completions):
       ...     return [len(text) for text in completions]
+      >>> from grpo_jax.rewards import format_reward
       >>> gated(format_reward("a+"), length)(completions=["aaa", "b", "a"])
       [3.0, 0.0, 1.0]
     """

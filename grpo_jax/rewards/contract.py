@@ -67,6 +67,7 @@ class Extras:
     """What reward functions are given besides lists, and what they leave there; one for each batch.
 
     Example:
+      >>> from grpo_jax.rewards.calls import means_of
       >>> extras = Extras(TrainerState(global_step=3))
       >>> extras.log_metric("length", 2.0)
       >>> extras.log_metric("length", 4.0)

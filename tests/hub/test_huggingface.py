@@ -445,7 +445,7 @@ def test_a_failed_rename_puts_the_old_checkpoint_back(policy, checkpoint, tmp_pa
 
 KILLED = """
 import os, signal, sys, jax
-from grpo_jax.models import huggingface
+from grpo_jax.hub import huggingface
 policy = huggingface.from_pretrained(sys.argv[1])
 huggingface.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # after the weights, before config.json
 huggingface.save_pretrained(sys.argv[2], policy)

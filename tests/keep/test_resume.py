@@ -148,7 +148,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
         "update": (module, "update", 1),
         "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),
         "rollout": (grpo_jax.run.collect, "generate", 6),
-        "rewards": (grpo_jax.run.collect, "compute_rewards", 12),
+        "rewards": (grpo_jax.run.scores, "compute_rewards", 12),
         "save": (grpo_jax.keep.checkpoint.Checkpoints, "save", 14),
         "evaluation": (module, "evaluate", 15),
     }

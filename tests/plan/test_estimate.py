@@ -102,7 +102,8 @@ def test_a_model_that_is_not_known_is_refused_before_a_process_starts(monkeypatc
 MEASURED = """
 import ctypes, gc, json, sys
 import jax, jax.numpy as jnp
-from grpo_jax import Batch, GRPOConfig, Prompts, packed
+from grpo_jax import Batch, GRPOConfig, Prompts
+from grpo_jax.update import packed
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.optimizer import make_optimizer

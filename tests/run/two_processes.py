@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import sys
+from pathlib import Path
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
@@ -26,6 +28,8 @@ def main():
     # Not at the import: pytest imports this file too, for its examples, and has settings of its own.
     import jax
     import numpy as np
+
+    sys.path.append(str(Path(__file__).parents[1]))
     from tiny import tiny_policy
 
     from grpo_jax import GRPOConfig, train
