@@ -347,12 +347,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.workload:
         workload = json.loads(Path(arguments.workload).read_text())
     result = benchmark(
-        workload,
-        arguments.preset,
-        arguments.variant,
-        root=arguments.root,
-        steps=arguments.steps,
-        drop=arguments.drop,
+        workload, arguments.preset, arguments.variant, root=arguments.root, steps=arguments.steps, drop=arguments.drop
     )
     print("RESULT " + json.dumps(result), flush=True)
     return result

@@ -78,7 +78,7 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
       (4, True)
       >>> on_mesh(config, "data=3")
       Traceback (most recent call last):
-      SystemExit: --mesh data=3: 16 prompts a step do not divide by 3 devices; along data and fsdp 1, 2, 4 do
+      SystemExit: --mesh data=3: 16 prompts per step do not divide by 3 devices; along data and fsdp 1, 2, 4 do
     """
     axes = parse_mesh(mesh)
     spread = dataclasses.replace(config, mesh=axes)
@@ -90,8 +90,8 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
         return dataclasses.replace(spread, per_device_train_batch_size=size // shards)
     fitting = [n for n in range(1, 2 * shards) if steps % n == 0 or size % (n * group) == 0]
     raise SystemExit(
-        f"--mesh {mesh}: {size * steps // group} prompts a step do not divide by {shards} devices; along data and fsdp"
-        f" {', '.join(map(str, fitting))} do"
+        f"--mesh {mesh}: {size * steps // group} prompts per step do not divide by {shards} devices; along data and"
+        f" fsdp {', '.join(map(str, fitting))} do"
     )
 
 
@@ -229,7 +229,7 @@ def supervise(
 
     carry = policy.params, optimizer.init(policy.params)
     (params, _), losses = jax.jit(lambda carry, lessons: jax.lax.scan(step, carry, lessons))(carry, lessons)
-    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats a token")
+    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats per token")
     return policy.replace(params=params)
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.kill_and_resume [--kills N] [--terms N] [--seed N] [--run-dir DIR]
 
-A small run (three passes over two slices, a synced reference, a shuffled dataset gone through more than twice, a
+A small run (three passes over two minibatches, a synced reference, a shuffled dataset gone through more than twice, a
 checkpoint every second step) is left alone twice: once with programs that are compiled anew, once with programs from
 the compile cache. Then it is killed by SIGKILL and begun again in the same directory until it is through: at moments
 drawn from the whole wall time of a run, and, every second time, while a checkpoint is half written. `--terms` adds

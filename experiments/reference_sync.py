@@ -8,7 +8,7 @@ pulled towards the policy every 16 steps, ref ← 0.6·policy + 0.4·ref. All ar
 (`kl`) and against the policy that the run began with (`kl_initial`; where the reference stays they are the same).
 
 Time: 48 CPU seconds, 12 a run.
-Expect, in the last quarter of the run: at β = 0.02 the KL to the frozen reference is 1.2 nats a token and rises ever
+Expect, in the last quarter of the run: at β = 0.02 the KL to the frozen reference is 1.2 nats per token and rises ever
 more slowly; to the synced one it has never passed 0.1. The KL to the initial policy is 1.2 in both: sync bounds only
 the first, and the rewards are alike. At β = 0.5 the KL to the frozen reference is flat at 0.08, where the penalty
 balances the reward, and the reward with it, at 0.34; with the synced one it is 0.87 and rises on, 0.94 nats from the
@@ -159,8 +159,8 @@ def draw(runs: Runs, out: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = {
-        "kl": ("KL to the reference", "nats a token"),
-        "kl_initial": ("KL to the initial policy", "nats a token"),
+        "kl": ("KL to the reference", "nats per token"),
+        "kl_initial": ("KL to the initial policy", "nats per token"),
         "reward": ("reward", "share of vowels"),
     }
     colours = {"frozen": "#d55e00", "synced": "#0072b2"}

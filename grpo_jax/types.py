@@ -67,7 +67,7 @@ class Completions(flax.struct.PyTreeNode):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """One optimizer batch: all that a gradient depends on beside the params.
+    """One minibatch: all that a gradient depends on beside the params.
 
     Attributes:
       prompts: `Prompts`, tokens [B, P].

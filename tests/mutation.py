@@ -1,6 +1,6 @@
 """Mutation testing of the room `maths`: does a test fail for every small change of the code?
 
-    python tests/mutation.py                      # all of its modules, 2 to 8 seconds a mutant
+    python tests/mutation.py                      # all of its modules, 2 to 8 seconds per mutant
     python tests/mutation.py losses --list        # what would be tried
     python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
 
@@ -74,16 +74,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): SAME_AXIS,
     ("advantages", "centred, std = _centre(r, scored, axis=1)", "1 → -1"): SAME_AXIS,
     ("advantages", "_, std = _centre(r, scored, axis=(0, 1))", "1 → -1"): SAME_AXIS,
-    (
-        "advantages",
-        "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)",
-        "0 → 1",
-    ): CLAMPED,
-    (
-        "advantages",
-        "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)",
-        "1 → -1",
-    ): SAME_AXIS,
+    ("advantages", "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)", "0 → 1"): CLAMPED,
+    ("advantages", "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)", "1 → -1"): SAME_AXIS,
     (
         "advantages",
         "_, std = _centre(_weighted_sum(rewards, weights, scored_by), jnp.any(scored_by, axis=2), axis=1)",
@@ -346,7 +338,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", type=int)
     parser.add_argument("--sample", type=int, help="only so many of each module, drawn with a fixed seed")
     parser.add_argument("--trust", action="store_true", help="don't first run the tests on the unchanged code")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a mutant; a timeout counts as killed")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per mutant; a timeout counts as killed")
     arguments = parser.parse_args()
 
     os.chdir(ROOT)

@@ -3,8 +3,4 @@
 from grpo_jax.compat.migrate import from_trl
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
 
-__all__ = [
-    "GRPOConfig",
-    "GRPOTrainer",
-    "from_trl",
-]
+__all__ = ["GRPOConfig", "GRPOTrainer", "from_trl"]

@@ -11,8 +11,6 @@ from typing import Any
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
 
-__all__ = ["Migration", "field_table", "from_trl"]
-
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 # Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
 _PYTORCH_KWARGS = {
@@ -74,11 +72,7 @@ class Migration:
 
     def __str__(self) -> str:
         lines = [f"taken as they are: {', '.join(self.same)}"] if self.same else []
-        for title, notes in (
-            ("translated", self.translated),
-            ("left out", self.left_out),
-            ("NOT HERE", self.missing),
-        ):
+        for title, notes in (("translated", self.translated), ("left out", self.left_out), ("NOT HERE", self.missing)):
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
         return "\n".join(lines) or "nothing to carry over: every value is TRL's default"
 

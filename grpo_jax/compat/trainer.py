@@ -27,8 +27,6 @@ from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.train import train
 from grpo_jax.update.state import TrainState
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
-
 _PEFT_ELSEWHERE = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
 
 _PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}

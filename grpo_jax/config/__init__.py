@@ -4,9 +4,4 @@ from grpo_jax.config.checks import check_run, run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sizes import Sizes
 
-__all__ = [
-    "GRPOConfig",
-    "Sizes",
-    "check_run",
-    "run_problems",
-]
+__all__ = ["GRPOConfig", "Sizes", "check_run", "run_problems"]

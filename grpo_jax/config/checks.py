@@ -29,14 +29,14 @@ def check_run(
       context_length: positions that the model has; None: not known.
 
     Raises:
-      ValueError: with one line an error, each with the field, the value that came and what to do.
+      ValueError: with one line per error, each with the field, the value that came and what to do.
 
     Example:
       >>> from grpo_jax import GRPOConfig
       >>> check_run(GRPOConfig(reward_weights=[1.0, 0.5]), num_devices=1, num_rows=100, num_reward_fns=1)
       Traceback (most recent call last):
       ValueError: this run has 1 error:
-        reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight a function, or None for 1.0 each
+        reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight per function, or None for 1.0 each
     """
     raise_all("this run", run_problems(**locals()))
 
@@ -61,7 +61,7 @@ def run_problems(
         functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
         problems.append(
             f"{_setting(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
-            " give one weight a function, or None for 1.0 each"
+            " give one weight per function, or None for 1.0 each"
         )
     problems += _eval_problems(config, num_eval_rows)
     prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
@@ -127,7 +127,7 @@ def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
     if not whole_groups(micro):
         yield (
             f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
-            f" it makes {micro * accumulated} completions a device and update, which cannot be cut into whole"
+            f" it makes {micro * accumulated} completions per device and update, which cannot be cut into whole"
             f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
         )
     steps = config.steps_per_generation
@@ -146,14 +146,14 @@ def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
 
 
 def split_problems(config: Any, shards: int) -> Iterator[str]:
-    """Yield the error line of a generation batch that does not split into the optimizer batches of so many shards."""
+    """Yield the error line of a generation batch that does not split into the minibatches of so many shards."""
     micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
     update = micro * accumulated * shards
     if config.generation_batch_size is not None and config.generation_batch_size % update:
         devices = f" × {shards} devices" if shards > 1 else ""
         product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
         yield (
-            f"{_setting(config, 'generation_batch_size')}: does not split into optimizer batches of {update}"
+            f"{_setting(config, 'generation_batch_size')}: does not split into minibatches of {update}"
             f" completions ({product}); {nearest(config.generation_batch_size, lambda size: size % update == 0)}"
         )
 

@@ -73,7 +73,7 @@ class GRPOConfig(metaclass=_ReadFirst):
     that contradict each other. What depends on the data or the devices is looked at by `check_run`.
 
     Raises:
-      ValueError: with one line an error, each with the field, the value that came and what to do.
+      ValueError: with one line per error, each with the field, the value that came and what to do.
 
     Example:
       >>> config = GRPOConfig(num_generations=4, per_device_train_batch_size=16)
@@ -139,7 +139,7 @@ class GRPOConfig(metaclass=_ReadFirst):
 
     # Rewards and advantages.
     reward_weights: Sequence[float] | None = None
-    """One weight a reward function; None: 1.0 each."""
+    """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
     scale_rewards: Scale = "group"
@@ -179,9 +179,9 @@ class GRPOConfig(metaclass=_ReadFirst):
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Nats a token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
+    """Nats per token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
     max_kl_old: Positive | None = None
-    """Nats a token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
+    """Nats per token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
     `moved_too_far` is 1 there; None: never. Ours."""
 
     # Entropy bonus.
@@ -196,7 +196,7 @@ class GRPOConfig(metaclass=_ReadFirst):
     entropy_coef_delta: Positive = 0.005
     """Step of the adaptive coefficient."""
     entropy_target: NotNegative = 0.2
-    """Nats a token; the bonus acts at and below it. Set it near the entropy of the first steps."""
+    """Nats per token; the bonus acts at and below it. Set it near the entropy of the first steps."""
 
     # KL and the reference.
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
@@ -352,13 +352,13 @@ class GRPOConfig(metaclass=_ReadFirst):
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         if self.generation_batch_size is not None:
             steps = self.generation_batch_size // micro
-        slices = steps // self.gradient_accumulation_steps
+        minibatches = steps // self.gradient_accumulation_steps
         micro_completions = min(group, self.per_device_train_batch_size)
         return Sizes(
             prompts=micro * steps // group,
             completions=micro * steps,
-            slices=slices,
-            updates=self.num_iterations * slices,
+            minibatches=minibatches,
+            updates=self.num_iterations * minibatches,
             prompts_per_update=micro * self.gradient_accumulation_steps // group,
             micro_batches=self.gradient_accumulation_steps,
             micro_prompts=micro // micro_completions,

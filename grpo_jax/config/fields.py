@@ -122,7 +122,7 @@ def read_weights(value: Any) -> tuple[Any, str]:
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
-        return value, "must be a list with one number a reward function; or None for 1.0 each"
+        return value, "must be a list with one number per reward function; or None for 1.0 each"
     results = [_read_number(float, weight) for weight in value]
     faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
     return tuple(weight for weight, _ in results), "; ".join(faults)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["ELSEWHERE", "OTHER_NAMES", "SAME", "TRL_VERSION", "Elsewhere"]
-
 TRL_VERSION = "1.16"
 
 Kind = Literal["other name", "set outside", "not needed", "not here"]
@@ -48,7 +46,7 @@ def _absent(default: Any, advice: str) -> Elsewhere:
 _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
 _VLLM = "the sampler is built in, and there is no vLLM"
-_MESH = "use mesh: there is one process a host, and XLA talks between the devices"
+_MESH = "use mesh: there is one process per host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
 _HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes a directory"
 _TRACKIO = "open it by trackers.trackio(space_id=...) and pass the tracker to train, in callbacks"
@@ -194,8 +192,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "torch_compile": _needless(False, "everything is compiled"),
     "torch_compile_backend": _needless(None, "everything is compiled"),
     "torch_compile_mode": _needless(None, "everything is compiled"),
-    "use_liger_kernel": _needless(False, "logits exist for a piece of a batch at a time"),
-    "liger_kernel_config": _needless(None, "logits exist for a piece of a batch at a time"),
+    "use_liger_kernel": _needless(False, "logits exist for 1,024 tokens at a time"),
+    "liger_kernel_config": _needless(None, "logits exist for 1,024 tokens at a time"),
     "use_cache": _needless(False, "the sampler keeps its own cache, training none"),
     "torch_empty_cache_steps": _needless(None, _PYTORCH),
     # Logging.

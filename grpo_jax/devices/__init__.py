@@ -3,9 +3,4 @@
 from grpo_jax.devices.distributed import add_flags, initialize, start
 from grpo_jax.devices.sharding import make_mesh
 
-__all__ = [
-    "add_flags",
-    "initialize",
-    "make_mesh",
-    "start",
-]
+__all__ = ["add_flags", "initialize", "make_mesh", "start"]

@@ -14,8 +14,6 @@ from types import TracebackType
 
 import jax
 
-__all__ = ["add_flags", "initialize", "start"]
-
 SILENCE = 30
 """Seconds without a sign of life after which a process counts as dead (JAX's default is 100)."""
 

@@ -19,26 +19,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = [
-    "AXES",
-    "TABLE",
-    "check_fits",
-    "constrain",
-    "fetch",
-    "for_lookup",
-    "gather_objects",
-    "keep_placed",
-    "make_mesh",
-    "mesh_of",
-    "parameter_sharding",
-    "parse_mesh",
-    "place",
-    "shard_count",
-    "split",
-    "split_sharding",
-    "tree_sharding",
-]
-
 AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh, in this order; prompts are cut along the first two."""
 

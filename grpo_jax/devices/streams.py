@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
 
 from grpo_jax.types import Params
-
-__all__ = ["beside", "count_streams", "devices_of", "in_turn", "run_in_streams"]
 
 CACHED = 64 * 2**20
 """Bytes of parameters that a CPU's cache may hold: larger ones come from memory, once for each stream."""
@@ -39,7 +38,7 @@ def devices_of(params: Params) -> set[Any]:
 
 
 def count_streams(params: Params, parts: int) -> int:
-    """How many streams serve a batch that is cut into `parts` parts: the number of cores, at most one a part.
+    """How many streams serve a batch that is cut into `parts` parts: the number of cores, at most one per part.
 
     1 unless the parameters are on one CPU device, and small: the products of a large model keep all cores busy, and a
     second stream would only read its weights once more.
@@ -53,29 +52,36 @@ def count_streams(params: Params, parts: int) -> int:
     return max(1, min(parts, cores))
 
 
-def run_in_streams(
-    function: Callable[[Part], Result], parts: Sequence[Part], *, program: Hashable | None = None
-) -> list[Result]:
-    """`[function(part) for part in parts]`, one thread a part; a failure is raised when all have ended.
+def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """`[function(part) for part in parts]`, one thread per part; a failure is raised when all have ended.
 
-    Several parts are waited for. A single one is not: its arrays may still be on their way.
-
-    Args:
-      function: what is done with a part.
-      parts: for the threads.
-      program: what the function compiles, if all parts need the same: the first part of a new one goes alone, because
-        two threads that meet a program which neither of them finds would both compile it.
+    Several parts are waited for. A single one is not: its arrays may still be on their way. What the function compiles
+    is to be `shared`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
-    if program is not None and program not in _COMPILED:
-        first = function(parts[0])
-        _COMPILED.add(program)
-        return [first, *run_in_streams(function, parts[1:])]
     whole = lambda part: jax.block_until_ready(function(part))
     futures = [_pool(len(parts)).submit(whole, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
+
+
+class shared:
+    """A jitted function that the threads of a batch call: the first one compiles it, and the others wait for that.
+
+    Two threads that meet a program which neither of them finds would both compile it. So they are let in one after
+    another, as far as the dispatch; what has been dispatched runs beside the rest.
+    """
+
+    def __init__(self, jitted: Any):
+        self._jitted, self._lock = jitted, threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._jitted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)  # `lower`, for one
 
 
 def in_turn(tree: Result) -> Result:
@@ -123,6 +129,3 @@ def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 def _pool(size: int) -> ThreadPoolExecutor:
     """Threads that stay: a decode has a segment every few milliseconds."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")
-
-
-_COMPILED: set[Hashable] = set()

@@ -14,14 +14,6 @@ from typing import Any
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import Rope
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "family_of",
-    "read_config",
-]
-
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -238,9 +230,7 @@ _GEMMA_DEFAULTS = {
 
 FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
-        "qwen2",
-        lambda keys: {"qkv_bias": True, "windows": _late_windows(keys)},
-        defaults={"sliding_window": 4096},
+        "qwen2", lambda keys: {"qkv_bias": True, "windows": _late_windows(keys)}, defaults={"sliding_window": 4096}
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
@@ -297,9 +287,7 @@ FAMILIES: dict[str, Family] = {
         fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
     ),
     "Olmo2ForCausalLM": Family(
-        "olmo2",
-        lambda keys: {**_biases(keys), "qk_norm": "flat", "norms": "post"},
-        defaults={"rms_norm_eps": 1e-5},
+        "olmo2", lambda keys: {**_biases(keys), "qk_norm": "flat", "norms": "post"}, defaults={"rms_norm_eps": 1e-5}
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -363,10 +351,7 @@ def _rope(keys: Keys, given: Mapping[str, Any]) -> Rope:
         # transformers would ignore it in the other families.
         raise keys.refuse("partial_rotary_factor", fraction, "1.0, and others in a Phi3ForCausalLM")
     return Rope(
-        theta=float(given["rope_theta"]),
-        kind=kind,
-        scaling=tuple(sorted(numbers.items())),
-        fraction=float(fraction),
+        theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
     )
 
 

@@ -142,16 +142,3 @@ def appearing(target: Path) -> Iterator[Path]:
 def some(items: list[str], most: int = 5) -> str:
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-__all__ = [
-    "STORED",
-    "TOKENIZER_FILES",
-    "StoredTensor",
-    "appearing",
-    "check_replaceable",
-    "read_json",
-    "some",
-    "stored_tensors",
-    "write_json",
-]

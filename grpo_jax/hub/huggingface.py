@@ -38,14 +38,6 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
-__all__ = [
-    "from_pretrained",
-    "load_tokenizer",
-    "save_pretrained",
-    "stored_array",
-]
-
-
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
 
@@ -118,11 +110,7 @@ def from_pretrained(
 
 
 def save_pretrained(
-    directory: str | os.PathLike[str],
-    policy: Policy,
-    *,
-    dtype: str | None = None,
-    max_shard_size: int | str = "5GB",
+    directory: str | os.PathLike[str], policy: Policy, *, dtype: str | None = None, max_shard_size: int | str = "5GB"
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 

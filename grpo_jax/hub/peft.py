@@ -252,6 +252,3 @@ def _pattern(pattern: Mapping[str, float] | None, module: str, default: float) -
         if re.search(rf"(^|\.)({key})$", module):
             return value
     return default
-
-
-__all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]

@@ -19,12 +19,6 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
-__all__ = [
-    "Policy",
-    "init_policy",
-    "with_settings",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -73,10 +67,7 @@ class Policy:
     def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
         """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
         frozen = not jax.tree_util.all_leaves([self.model])
-        return self.replace(
-            model=place(self.model, mesh) if frozen else self.model,
-            params=place(self.params, mesh),
-        )
+        return self.replace(model=place(self.model, mesh) if frozen else self.model, params=place(self.params, mesh))
 
     def replace(self, **changes: Any) -> Policy:
         """This policy with other fields, as `policy.replace(params=state.params)`."""

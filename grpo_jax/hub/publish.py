@@ -19,8 +19,6 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
-__all__ = ["Publisher", "write_policy"]
-
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy) -> None:
     """Write a policy in Hugging Face's layout, one with adapters in PEFT's; all processes of a run call it together."""

@@ -15,19 +15,10 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
-__all__ = [
-    "Part",
-    "Tensor",
-    "abstract_params",
-    "nest",
-    "parameter_paths",
-    "tensor_plan",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One parameter, or one expert's slice of it, as rows of a stored tensor.
+    """One parameter, or one expert's part of it, as rows of a stored tensor.
 
     Attributes:
       path: keys of the parameter in the tree.

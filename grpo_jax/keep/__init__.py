@@ -2,6 +2,4 @@
 
 from grpo_jax.keep.checkpoint import Checkpoints
 
-__all__ = [
-    "Checkpoints",
-]
+__all__ = ["Checkpoints"]

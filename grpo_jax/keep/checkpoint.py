@@ -9,7 +9,7 @@ checkpoints/40/   params   what is exported
 ```
 
 Orbax writes each checkpoint in the background, under a temporary name, and renames it when it is whole; what a kill
-leaves behind is ignored. The arrays are taken when `save` is called: the next update may consume them at once.
+leaves behind is ignored. The arrays are copied when `save` is called: the next update may consume them at once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from grpo_jax.types import Batch, Completions, Prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
-__all__ = ["RESUME", "Checkpoints"]
-
 RESUME = ("auto", "must", "never")
 
 Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
@@ -49,12 +47,8 @@ Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
 class Checkpoints:
     """The checkpoints of a run directory; without a directory, nothing is written and nothing found.
 
-    A context manager: leaving it waits for a save that is still being written.
-
-    Args:
-      run_dir: the directory of the run, or None.
-      config: says when to save and what to keep.
-      about: what the run is begun with, from `resume.describe`; goes into each checkpoint.
+    A context manager: leaving it waits for a save that is still being written. `about` is what the run is begun with,
+    from `resume.describe`.
 
     Raises:
       OSError: from `save`, `wait` and at the end: a checkpoint could not be written (a full disk), and what to do.
@@ -113,9 +107,9 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        in_hand = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
-        arrays |= {name: split(some, mesh_of(state.params)) for name, some in in_hand.items() if some is not None}
-        shapes = {name: _shapes(some) for name, some in in_hand.items()}
+        pending = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
+        arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
+        shapes = {name: _shapes(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": progress.to_json(), **shapes}
         with self._explained(progress.step):
             response = self._checkpointer.save_checkpointables_async(
@@ -157,8 +151,8 @@ class Checkpoints:
     def restore_best(self, state: TrainState) -> TrainState:
         """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
 
-        The arrays of `state` are given up before others are read: there is room for one. Where no checkpoint has the
-        metric, `state` stays, and that is a warning.
+        The arrays of `state` are deleted before others are read: there is room for one. Where no checkpoint has the
+        metric, `state` stays, with a warning.
         """
         if not self._config.load_best_model_at_end:
             return state
@@ -185,8 +179,7 @@ class Checkpoints:
           resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
 
         Returns:
-          State, progress, a batch whose updates are not all made, and completions sampled ahead; `state` itself and
-          None at the start of a new run.
+          `Restored`; `state` itself and None at the start of a new run.
 
         Raises:
           ValueError: the run in the directory was begun with other settings, data or models (all differences are
@@ -239,10 +232,9 @@ class Checkpoints:
         assert self._checkpointer is not None
         like = jax.tree.map(_abstract, state)
         wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
-        if about["batch"] is not None:
-            wanted["batch"] = _abstract_batch(about["batch"], state.step.sharding)
-        if about.get("ahead") is not None:
-            wanted["ahead"] = Completions(**_abstract_fields(about["ahead"], state.step.sharding))
+        for name, kind in {"batch": Batch, "ahead": Completions}.items():
+            if about.get(name) is not None:
+                wanted[name] = _of_shapes(kind, about[name], state.step.sharding)
         loaded = self._checkpointer.load_checkpointables(step, wanted)
         return (
             loaded["rest"].replace(params=loaded["params"]),
@@ -270,16 +262,17 @@ class Checkpoints:
     def _metric(self, progress: Progress) -> dict[str, float] | None:
         """The metric that the best checkpoint is found by, if it was measured for this one."""
         name = self._config.metric_for_best_model
-        stale = name is not None and name.startswith("eval/") and progress.evaluated != progress.step
-        if name is not None and progress.metric is None:
+        if name is None:
+            return None
+        if progress.metric is None:
             warnings.warn(
                 f"metric_for_best_model = {name!r} has not been measured up to step {progress.step}, so its checkpoint"
                 " cannot become the best: look for the right name in metrics.jsonl",
                 stacklevel=3,
             )
-        if name is None or progress.metric is None or stale:
             return None
-        return {name: progress.metric}
+        stale = name.startswith("eval/") and progress.evaluated != progress.step
+        return None if stale else {name: progress.metric}
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
@@ -354,7 +347,7 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _shapes(tree: Any) -> Any:
-    """Shapes and dtypes of a `Batch` as JSON, None where it has None."""
+    """Shapes and dtypes of a `Batch` or `Completions` as JSON, None where it has None."""
     if tree is None:
         return None
     if dataclasses.is_dataclass(tree):
@@ -362,17 +355,10 @@ def _shapes(tree: Any) -> Any:
     return [list(tree.shape), tree.dtype.name]
 
 
-def _abstract_batch(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> Batch:
-    """The `Batch` that `_shapes` described, of abstract arrays."""
-    shapes = dict(shapes)
-    prompts = Prompts(**_abstract_fields(shapes.pop("prompts"), sharding))
-    return Batch(prompts=prompts, **_abstract_fields(shapes, sharding))
-
-
-def _abstract_fields(shapes: dict[str, Any], sharding: jax.sharding.Sharding) -> dict[str, Any]:
-    """The arrays that `_shapes` described, abstract, by the names of their fields."""
-
-    def leaf(at: Any) -> Any:
-        return None if at is None else jax.ShapeDtypeStruct(tuple(at[0]), jnp.dtype(at[1]), sharding=sharding)
-
-    return {name: leaf(at) for name, at in shapes.items()}
+def _of_shapes(kind: type, shapes: Any, sharding: jax.sharding.Sharding) -> Any:
+    """What `_shapes` described, of abstract arrays; a `kind` inside another one is the prompts of a `Batch`."""
+    if shapes is None:
+        return None
+    if isinstance(shapes, dict):
+        return kind(**{name: _of_shapes(Prompts, field, sharding) for name, field in shapes.items()})
+    return jax.ShapeDtypeStruct(tuple(shapes[0]), jnp.dtype(shapes[1]), sharding=sharding)

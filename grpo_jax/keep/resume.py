@@ -23,8 +23,6 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Model, as_argument
 from grpo_jax.watch.writer import package_versions
 
-__all__ = ["describe", "differences", "warn_of_changes", "warn_of_no_rollout"]
-
 # Fields that the params never depend on: they say what is shown, measured on the side, or kept.
 _ASIDE = {
     "eval_steps",
@@ -53,7 +51,7 @@ _ASIDE = {
 }
 # Fields that may change in one direction: (old, new) → whether the steps so far would have been the same.
 _ONE_WAY: dict[str, Callable[[Any, Any], bool]] = {
-    "on_reward_error": lambda old, new: new == "none",  # under "raise" there was no error, or the run would have ended
+    "on_reward_error": lambda old, new: new == "none"  # under "raise" there was no error, or the run would have ended
 }
 # Fields that cut the same batches otherwise, over devices and micro-batches: the numbers are the same up to rounding.
 _CUTS = (
@@ -79,17 +77,10 @@ def describe(
     eos_token_ids: Sequence[int] = (),
     own_optimizer: bool = False,
 ) -> dict[str, Any]:
-    """Return what decides a run, as a JSON object that every checkpoint carries and `differences` compares.
+    """What decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
-    Args:
-      config: the settings.
-      data: the encoded dataset; the number of rows, a hash of the token ids and one of each other column are kept.
-      reward_fns: their names are kept: what they compute is not seen.
-      model: the settings of this library's models are kept, and the first numbers of frozen arrays (LoRA's base).
-      state: the `TrainState` at step 0; shapes and dtypes are kept.
-      total_steps: optimizer steps of the run.
-      eos_token_ids: what ends a completion.
-      own_optimizer: whether the optimizer is the caller's, whose schedule is not known here.
+    Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of a model of
+    this library, its settings and the first numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes.
     """
     tokens = hashlib.sha256()
     for ids in data.token_ids:
@@ -116,13 +107,7 @@ def describe(
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> list[str]:
-    """Return a line for each reason why the present run cannot go on from a checkpoint; none if it can.
-
-    Args:
-      saved: what `describe` said when the checkpoint was written.
-      present: what it says now.
-      step: of the checkpoint.
-    """
+    """A line for each reason why a run cannot go on from a checkpoint of `step`, by what `describe` said and says."""
     lines = [*_of_config(saved, present, step)]
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
@@ -143,11 +128,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
 
 
 def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Warn of what may change the numbers from here on.
-
-    Other versions of the packages and batches cut otherwise change the last bits. Columns of the dataset besides the
-    prompt change what reward functions are given; these may be mended in the middle of a run as the functions may.
-    """
+    """Warn of what may change the numbers from here on: columns that rewards read, package versions, other batches."""
     columns, here = saved.get("columns", present["columns"]), present["columns"]
     names = sorted(name for name in {*columns, *here} if columns.get(name) != here.get(name))
     if names:
@@ -180,7 +161,7 @@ def warn_of_no_rollout(saved: Mapping[str, Any], present: Mapping[str, Any]) -> 
 
 
 def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> Iterator[str]:
-    """Yield a line for each setting that differs and matters."""
+    """A line for each setting that differs and matters."""
     defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     for name in sorted({*old, *new} - _ASIDE):
@@ -233,7 +214,7 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 
 def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for the first part of the state whose arrays differ, with some of them."""
+    """A line for the first part of the state whose arrays differ, with some of them."""
     parts = {
         ".params": "policy: its params are not those",
         ".opt_state": "optimizer: its state is not that",

@@ -7,9 +7,8 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
-__all__ = ["locked"]
+from grpo_jax.watch.writer import refused_if_unusable
 
 try:
     import fcntl
@@ -41,15 +40,9 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     if run_dir is None:
         yield
         return
-    path = Path(run_dir) / ".lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
-    except OSError as error:
-        raise ValueError(
-            f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
-            " give a directory of your own, or None to keep nothing"
-        ) from error
+    with refused_if_unusable(run_dir):
+        os.makedirs(run_dir, exist_ok=True)
+        file = open(os.path.join(run_dir, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115 (open while the lock is held)
     with file:
         if fcntl is not None:
             try:

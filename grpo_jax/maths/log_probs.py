@@ -5,11 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.sampling import process_logits
-
-__all__ = [
-    "token_log_probs",
-]
+from grpo_jax.maths.sampling import Sampling, process_logits
 
 
 def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float = 1.0) -> jax.Array:
@@ -37,7 +33,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
         raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding has no log-probs).")
-    return _log_probs(process_logits(logits, temperature=temperature), tokens)
+    return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
 @jax.custom_jvp
@@ -54,11 +50,13 @@ def _logit_of_jvp(primals, tangents):
     return _logit_of(logits, tokens), jnp.where(here, tangents[0], 0).sum(axis=-1)
 
 
-def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-probs [...] of tokens [...] under softmax(logits [..., V])."""
     return _logit_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`log_probs_of`, and the entropies [...] of the distributions, in nats."""
     log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_p = logits - log_z
     # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -156,7 +157,7 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     entropy_threshold: Scalar | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """`grpo_loss` for a part of an optimizer batch, with metrics in a form that merges exactly.
+    """`grpo_loss` for a part of a minibatch, with metrics in a form that merges exactly.
 
     With the counts of the whole batch (`batch_totals`) the losses of the parts add up to the loss of the whole, and so
     do their gradients, however the batch was cut along the leading axes:
@@ -190,6 +191,8 @@ def grpo_loss_terms(
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
     weights, log_weights = _sampler_weights(importance_weights, l, mask)
+    chex.assert_equal_shape([l, log_ratio, w, mask])
+    chex.assert_shape(log_weights, mask.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
     p = surrogate(tokens, settings)
     token_sums: dict[str, jax.Array] = {}
@@ -332,7 +335,7 @@ def grpo_loss(
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which is the same as subtracting
         beta·Σ_{s≥t} d_s from the normalised advantages at the current params, without clipping.
       max_completion_length: tokens, constant of dr_grpo; None means T.
-      normalizer: tokens, denominator of dapo, cispo and vespo: the masked-in tokens of the whole optimizer batch. None
+      normalizer: tokens, denominator of dapo, cispo and vespo: the masked-in tokens of the whole minibatch. None
         means num_tokens.
       sapo_temperature_neg: τ > 0 where A ≤ 0.
       sapo_temperature_pos: τ > 0 where A > 0.
@@ -348,10 +351,10 @@ def grpo_loss(
       off_policy_mask_threshold: nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None keeps all.
       importance_weights: [...] or [..., T] float ≥ 0, weights for sampler against trainer; multiply p (in vespo they
         enter s). None means 1.
-      num_rows: rows of the whole optimizer batch, if this call sees a part of it; None means those of this call.
-      num_tokens: masked-in tokens of the whole optimizer batch, likewise. Denominator of bnpo and of the bonus.
-      num_selected_tokens: Σ m' of the whole optimizer batch, likewise.
-      entropy_threshold: nats; the quantile over the whole optimizer batch, likewise. `batch_totals` computes all four.
+      num_rows: rows of the whole minibatch, if this call sees a part of it; None means those of this call.
+      num_tokens: masked-in tokens of the whole minibatch, likewise. Denominator of bnpo and of the bonus.
+      num_selected_tokens: Σ m' of the whole minibatch, likewise.
+      entropy_threshold: nats; the quantile over the whole minibatch, likewise. `batch_totals` computes all four.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimised.

@@ -56,7 +56,7 @@ def update_entropy_coef(
 
     Args:
       coef: [] float, the coefficient so far (`entropy_coef` of the config at the start).
-      entropy: [] float, nats; the metric `selected_entropy` of the optimizer batch just done.
+      entropy: [] float, nats; the metric `selected_entropy` of the minibatch just done.
       target: nats; at or below it the bonus is on.
       delta: > 0, size of a step of the coefficient.
       minimum: lower bound of the coefficient.
@@ -88,7 +88,7 @@ def update_entropy_coef(
 def batch_totals(
     mask: jax.Array, entropies: jax.Array | None = None, top_entropy_quantile: Scalar = 1.0
 ) -> dict[str, jax.Array]:
-    """Counts a whole optimizer batch, for calls of `grpo_loss` that see a part of it: `grpo_loss(..., **totals)`.
+    """Counts a whole minibatch, for calls of `grpo_loss` that see a part of it: `grpo_loss(..., **totals)`.
 
     Args:
       mask: [..., T], of the whole batch.
@@ -111,8 +111,7 @@ def batch_totals(
 def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
     """The metrics of two parts of a batch as those of both together: sums add, maxes take the larger."""
     return MetricSums(
-        sums=jax.tree.map(jnp.add, first.sums, second.sums),
-        maxes=jax.tree.map(jnp.maximum, first.maxes, second.maxes),
+        sums=jax.tree.map(jnp.add, first.sums, second.sums), maxes=jax.tree.map(jnp.maximum, first.maxes, second.maxes)
     )
 
 

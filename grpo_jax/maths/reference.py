@@ -118,7 +118,5 @@ def sync_reference(
     _check_trees(ref_params, params)
     # A branch and not a select: on the other steps the params are not read at all.
     return jax.lax.cond(
-        step % every == 0,
-        lambda: mixup(ref_params, params, alpha),
-        lambda: jax.tree.map(jnp.asarray, ref_params),
+        step % every == 0, lambda: mixup(ref_params, params, alpha), lambda: jax.tree.map(jnp.asarray, ref_params)
     )

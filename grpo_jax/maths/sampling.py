@@ -1,7 +1,7 @@
 """Logits to tokens: the processed distribution, and an exact draw from it by the inverse of its cumulative sum.
 
 A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a
-CPU. The inverse CDF needs two for each row: one picks a block of the vocabulary by the blocks' masses, the other picks
+CPU. The inverse CDF needs two for each draw: one picks a block of the vocabulary by the blocks' masses, the other picks
 a token inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
 """
 
@@ -10,14 +10,20 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Sampling", "check_sampling", "draw_tokens", "process_logits", "sample_tokens", "uniforms"]
-
 
 class Sampling(NamedTuple):
-    """The settings of `process_logits`, hashable: a static argument of what is compiled."""
+    """What decides the distribution that tokens are drawn from; hashable, so a static argument of compiled functions.
+
+    Attributes:
+      temperature: > 0, unitless. 0 stands for greedy decoding, whose log-probs are those at temperature 1.
+      top_k: tokens to keep, 0 for all.
+      top_p: mass to keep, in (0, 1].
+      min_p: in [0, 1], or None.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -25,8 +31,9 @@ class Sampling(NamedTuple):
     min_p: float | None = None
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float | None) -> None:
+def check_sampling(sampling: Sampling) -> None:
     """Raise ValueError for a setting that names no distribution; the settings are Python numbers."""
+    temperature, top_k, top_p, min_p = sampling
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(f"temperature must be a finite number ≥ 0 (0 is greedy); got {temperature!r}.")
     if top_k < 0 or int(top_k) != top_k:
@@ -37,15 +44,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float | 
         raise ValueError(f"min_p must be None or in [0, 1]; got {min_p!r}.")
 
 
-def process_logits(
-    logits: jax.Array,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float | None = None,
-    keep: jax.Array | None = None,
-) -> jax.Array:
+def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | None = None) -> jax.Array:
     """Logits of the distribution that tokens are drawn from: tempered, then cut to its head.
 
     In this order, each on what the one before left (as transformers does): logits / temperature; the `top_k` largest;
@@ -54,10 +53,7 @@ def process_logits(
 
     Args:
       logits: [..., V], any float dtype.
-      temperature: > 0, unitless. 0 stands for greedy decoding, whose log-probs are those at temperature 1.
-      top_k: tokens to keep, 0 for all.
-      top_p: mass to keep, in (0, 1].
-      min_p: in [0, 1], or None.
+      sampling: the four settings.
       keep: [...] int token ids that are never cut: the trainer scores a token that was drawn, and it must not vanish
         when the params have moved a little since.
 
@@ -69,10 +65,11 @@ def process_logits(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> process_logits(jnp.array([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
+      >>> process_logits(jnp.array([2.0, 1.0, 0.0]), Sampling(temperature=0.5, top_k=2)).tolist()
       [4.0, 2.0, -inf]
     """
-    check_sampling(temperature, top_k, top_p, min_p)
+    check_sampling(sampling)
+    temperature, top_k, top_p, min_p = sampling
     logits = logits.astype(jnp.float32)
     if temperature not in (0, 1):
         logits = logits / temperature
@@ -127,6 +124,7 @@ def draw_tokens(u: jax.Array, logits: jax.Array, *, axis: int = -1) -> tuple[jax
     """
     axis %= logits.ndim
     before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
+    chex.assert_shape(u, (*before, *after, 2))
     width = 1 << max(0, math.ceil(math.log2(max(vocab, 1)) / 2))  # about √V: both levels then cost the same
     top = logits.max(axis=axis, keepdims=True)
     padding = [(0, -vocab % width if i == axis else 0) for i in range(logits.ndim)]
@@ -159,10 +157,10 @@ def sample_tokens(
     token ~ softmax(process_logits(logits)), log-prob = log softmax(process_logits(logits))[token].
 
     Args:
-      key: one typed PRNG key, consumed; or [...] keys, one a row.
+      key: one typed PRNG key, consumed; or [...] keys, one per draw.
       logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
       temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
-      top_k: see `process_logits`.
+      top_k: as in `Sampling`.
       top_p: likewise.
       min_p: likewise.
 
@@ -180,7 +178,7 @@ def sample_tokens(
     """
     if logits.ndim < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [..., V] with V ≥ 1; got shape {logits.shape}.")
-    processed = process_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    processed = process_logits(logits, Sampling(temperature, top_k, top_p, min_p))
     if temperature == 0:
         return greedy_tokens(processed)
     rows = logits.shape[:-1]
@@ -189,5 +187,5 @@ def sample_tokens(
     if key.shape == ():
         return draw_tokens(jax.random.uniform(key, (*rows, 2)), processed)
     if key.shape != rows:
-        raise ValueError(f"key must be one key or one a row {rows}; got shape {key.shape}.")
+        raise ValueError(f"key must be one key, or one per draw {rows}; got shape {key.shape}.")
     return draw_tokens(uniforms(key), processed)

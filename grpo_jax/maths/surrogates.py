@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The denominators: of the whole optimizer batch, of which a call may see only a part."""
+    """The denominators: of the whole minibatch, of which a call may see only a part."""
 
     rows: Scalar
     tokens: Scalar

@@ -10,10 +10,4 @@ from grpo_jax.models.rope import Rope
 from grpo_jax.models.scoring import completion_log_probs
 from grpo_jax.models.transformer import Transformer
 
-__all__ = [
-    "LoraModel",
-    "Rope",
-    "Transformer",
-    "TransformerConfig",
-    "completion_log_probs",
-]
+__all__ = ["LoraModel", "Rope", "Transformer", "TransformerConfig", "completion_log_probs"]

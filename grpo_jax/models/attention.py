@@ -1,29 +1,28 @@
-"""Attention of rows over their own keys and over a prompt that they share.
+"""Attention of completions over their own keys and over a prompt that they share.
 
-`own` keys belong to the row itself and are causal. `prefix` keys belong to the prompt and are shared by its G
+`own` keys belong to the completion itself and are causal. `prefix` keys belong to the prompt and are shared by its G
 completions, so the prompt is computed and held once:
 
 ```
-                    prefix (one a prompt)         own (one a row)
-    row (b, 0)   │ p0 p1 p2 p3 ·  ·  │          c0 c1 c2
-    row (b, 1)   │   the same keys   │          c0 c1
-    slots        │ 0 … lengths[b]-1  │          0 … t      (position = lengths[b] + slot)
+                         prefix (per prompt)        own (per completion)
+    completion (b, 0)   │ p0 p1 p2 p3 ·  ·  │       c0 c1 c2
+    completion (b, 1)   │   the same keys   │       c0 c1
+    slots               │ 0 … lengths[b]-1  │       0 … t      (position = lengths[b] + slot)
 ```
 
-Rows stand side by side, [B, G, T], or end to end in a `Lane`. Without a prefix the same code is the ordinary causal
-attention. Softmax is float32 whatever the compute dtype.
+Completions stand side by side, [B, G, T], or end to end as the `Segments` of a packed sequence. Without a prefix the
+same code is the ordinary causal attention. Softmax is float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Cache", "Lane", "Prefix", "group_attention", "lane_attention"]
-
 MASKED = -1e30
-"""A score no softmax can see, finite so that a fully masked row stays finite."""
+"""A score no softmax can see, finite so that a query that sees nothing stays finite."""
 
 
 @flax.struct.dataclass
@@ -31,7 +30,7 @@ class Prefix:
     """Keys and values of a batch of prompts, shared by all completions of a prompt.
 
     Attributes:
-      layers: one (keys [B, H_kv, d, P], values [B, H_kv, P, d]) pair a layer.
+      layers: one (keys [B, H_kv, d, P], values [B, H_kv, P, d]) pair per layer.
       lengths: [B] int32; slots at and after it are never looked at.
     """
 
@@ -40,25 +39,27 @@ class Prefix:
 
 
 @flax.struct.dataclass
-class Lane:
-    """Where the tokens of a lane belong: rows of different lengths laid end to end, N tokens in blocks of N / M.
+class Segments:
+    """Which segment each token of a packed sequence belongs to: N tokens in blocks of N / M.
+
+    A segment is one completion. A block holds segments of one prompt only, so that it looks at one prefix.
 
     ```
     block     │     0     │     1     │     2     │
     prompt    │     5     │     5     │     7     │     one prompt a block
-    row       │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) where no row stands
+    number    │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) where there is none
     position  │ 0 1 2 0 1 │ 2 3 0 1 0 │ 0 1 2 3 0 │
     ```
 
     Attributes:
-      row: [N] int32.
-      position: [N] int32, counted from the row's first token.
+      number: [N] int32.
+      position: [N] int32, counted from the segment's first token.
       prompt: [M] int32, index into a `Prefix`.
-      longest: tokens of the longest row that may stand here.
-      reach: blocks before its own that a row may begin in.
+      longest: tokens of the longest segment that may stand here.
+      reach: how many blocks before that of a token its segment may begin.
     """
 
-    row: jax.Array
+    number: jax.Array
     position: jax.Array
     prompt: jax.Array
     longest: int = flax.struct.field(pytree_node=False)
@@ -66,9 +67,10 @@ class Lane:
 
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair a layer; B, H_kv, G may be merged.
+"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair per layer; B, H_kv, G may be
+merged.
 
-Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time at one query a row.
+Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time in a decode step.
 """
 
 
@@ -84,7 +86,7 @@ def group_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Attention of G rows over their own keys and over one prefix that they share.
+    """Attention of G completions over their own keys and over one prefix that they share.
 
     One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o), e = exp(score − max).
 
@@ -94,7 +96,7 @@ def group_attention(
       v: [B, H_kv, G, S, d], likewise.
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
       index: slot of the first query; one, or [B] of them.
-      start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
+      start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
       soft_cap: c in c·tanh(score/c).
@@ -102,6 +104,7 @@ def group_attention(
     Returns:
       [B, H_kv, G, T, R, d].
     """
+    chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
     position = slot = jnp.reshape(index, (-1, 1)) + jnp.arange(t)[None]
     distance = slot[:, :, None] - jnp.arange(s)[None, None]
@@ -114,59 +117,61 @@ def group_attention(
     return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
 
 
-def lane_attention(
+def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     prefix: tuple[jax.Array, jax.Array, jax.Array],
-    lane: Lane,
+    segments: Segments,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Attention of the rows of a lane, each over itself and its prompt.
+    """Attention of the segments of a packed sequence, each over itself and its prompt.
 
-    The queries of a block look at the keys of that block and of as many before it as the longest row may need,
-    whatever rows they belong to; a mask leaves those of the own row.
+    The queries of a block look at the keys of that block and of as many before it as the longest segment may need,
+    whichever segments they belong to; a mask leaves those of the query's own.
 
     Args:
       q: [1, H_kv, 1, N, R, d]; R query heads share a key head.
       k, v: [1, H_kv, 1, N, d].
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts.
-      lane: what stands where.
+      segments: of the N tokens.
       scale, window, soft_cap: as in `group_attention`.
 
     Returns:
       [1, H_kv, 1, N, R, d].
     """
     _, h, _, n, r, d = q.shape
-    m = lane.prompt.shape[0]
+    chex.assert_shape([k, v], (1, h, 1, n, d))
+    chex.assert_shape([segments.number, segments.position], (n,))
+    m = segments.prompt.shape[0]
     size = n // m
 
     def blocks(x, axis, nothing=0):
         """[M, ...]: what stands in each block and in the `reach` blocks before it."""
         before = [(0, 0)] * x.ndim
-        before[axis] = (lane.reach * size, 0)
+        before[axis] = (segments.reach * size, 0)
         x = jnp.moveaxis(jnp.pad(x, before, constant_values=nothing), axis, 0)
-        x = x.reshape(m + lane.reach, size, *x.shape[1:])
-        return jnp.concatenate([x[i : i + m] for i in range(lane.reach + 1)], axis=1)
+        x = x.reshape(m + segments.reach, size, *x.shape[1:])
+        return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
 
     keys, values = (jnp.moveaxis(blocks(x[0, :, 0], 1), 2, 1)[:, :, None] for x in (k, v))
-    row, position = lane.row.reshape(m, size), lane.position.reshape(m, size)
-    distance = position[:, :, None] - blocks(lane.position, 0)[:, None]
-    visible = (row[:, :, None] == blocks(lane.row, 0, -2)[:, None]) & (distance >= 0)
+    number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
+    distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
+    visible = (number[:, :, None] == blocks(segments.number, 0, -2)[:, None]) & (distance >= 0)
     if window is not None:
         visible &= distance < window
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-    pk, pv, lengths = (jnp.take(x, lane.prompt, axis=0) for x in prefix)
+    pk, pv, lengths = (jnp.take(x, segments.prompt, axis=0) for x in prefix)
     keys = keys.swapaxes(-1, -2)
     out = _attend(q, keys, values, (pk, pv, lengths), visible, position, scale=scale, window=window, soft_cap=soft_cap)
     return out[:, :, 0].swapaxes(0, 1).reshape(1, h, 1, n, r, d)
 
 
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
-    """`group_attention`, with masks visible [B or 1, T, S] and positions of the queries in their rows [B or 1, T]."""
+    """`group_attention`, given which keys each query sees [B or 1, T, S] and the queries' positions [B or 1, T]."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
@@ -186,6 +191,7 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
 
     pk, pv, lengths = prefix
     p = pv.shape[2]
+    chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
     shared = cap(jnp.einsum("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
     at = jnp.arange(p).reshape(1, 1, p)
     seen = at < lengths.reshape(b, 1, 1)

@@ -1,8 +1,8 @@
 """What a device cannot go below: bytes of a decode, operations of an update, and the peaks that they are shares of.
 
-Decoding reads all weights and every row's keys once a token, whatever the batch: its bound is the memory's bandwidth.
-An update multiplies: its bound is the peak of the matrix units. Both counts are those of the shared prompt. By the same
-account of a decode step (`DecodeStep`) `rollout` chooses how rows are laid out.
+Decoding reads all weights and every completion's keys once per token, whatever the batch: its bound is the memory's
+bandwidth. An update multiplies: its bound is the peak of the matrix units. Both counts are those of the shared prompt.
+By the same account of a decode step (`DecodeStep`) `rollout` chooses how completions are laid out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 
 from grpo_jax.models.layers import TransformerConfig
-
-__all__ = ["PEAKS", "DecodeStep", "Work", "count_weights", "peaks_of"]
 
 PEAKS = {
     "T4": (65e12, 0.32e12),
@@ -24,11 +22,11 @@ PEAKS = {
     "H200": (989e12, 4.8e12),
     "B200": (2250e12, 8.0e12),
 }
-"""Dense 16-bit operations a second and bytes a second, from the vendors' data sheets."""
+"""Dense 16-bit operations per second and bytes per second, from the vendors' data sheets."""
 
 
 def peaks_of(device_kind: str) -> tuple[float, float] | None:
-    """Operations and bytes a second of a kind of device; None for one that is not in the table.
+    """Operations and bytes per second of a kind of device; None for one that is not in the table.
 
     Example:
       >>> peaks_of("NVIDIA H100 80GB HBM3")
@@ -63,28 +61,28 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """What a decode step of a layout [groups, width] of rows costs, in bytes that could be read meanwhile.
+    """What a decode step of a layout [groups, width] of completions costs, in bytes that could be read meanwhile.
 
-    cost = weights + groups · (prompt + width · (row + products))
+    cost = weights + groups · (prompt + width · (own + products))
 
-    Weights are read once, whatever the rows; the prompt's keys and values once a group, a row's own once a row. So few
-    rows cost nearly as much as twice as many.
+    Weights are read once, whatever the completions; the prompt's keys and values once per group, a completion's own
+    once per completion. So few completions cost nearly as much as twice as many.
 
     Attributes:
       weights: bytes of the weights.
       prompt: bytes of one prompt's keys and values.
-      row: bytes of one row's own.
-      products: bytes that could be read while one row is multiplied by the weights; 0 counts what is read alone.
+      own: bytes of one completion's own keys and values.
+      products: bytes that could be read while one completion is multiplied by the weights; 0 counts what is read alone.
 
     Example:
-      >>> step = DecodeStep(weights=800.0, prompt=10.0, row=1.0, products=100.0)
+      >>> step = DecodeStep(weights=800.0, prompt=10.0, own=1.0, products=100.0)
       >>> step.cost(1, 4), step.cost(1, 8), step.cost(2, 4)
       (1214.0, 1618.0, 1628.0)
     """
 
     weights: float
     prompt: float
-    row: float
+    own: float
     products: float = 0.0
 
     @classmethod
@@ -93,23 +91,23 @@ class DecodeStep:
         shape: TransformerConfig,
         *,
         prompt_length: float,
-        row_length: float,
+        completion_length: float,
         itemsize: float,
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
-        """The step of a decoder at so many slots of a prompt and of a row; weights' itemsize where it is another."""
+        """The step of a decoder with so many tokens of prompt and completion; the weights' itemsize if it differs."""
         token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
             prompt=prompt_length * token,
-            row=row_length * token,
+            own=completion_length * token,
             products=2 * count_weights(shape) * bytes_per_operation,
         )
 
     def cost(self, groups: int, width: int) -> float:
         """Of a layout [groups, width]."""
-        return self.weights + groups * (self.prompt + width * (self.row + self.products))
+        return self.weights + groups * (self.prompt + width * (self.own + self.products))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Work:
     Example:
       >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
       >>> work = Work(shape, prompts=1, group=2, prompt_length=4, completion_length=3, itemsize=2)
-      >>> work.decode_bytes  # 3 steps of 2816 weights, 4 tokens of the prompt and 2 of each row, of 2 · 8 numbers each
+      >>> work.decode_bytes  # 3 steps of 2816 weights, 4 prompt tokens and 2 of each completion, of 2 · 8 numbers each
       17664.0
     """
 
@@ -132,10 +130,10 @@ class Work:
 
     @property
     def decode_bytes(self) -> float:
-        """Bytes that decoding reads: the weights once a step, and every prompt's and row's keys and values."""
+        """Bytes that decoding reads: the weights once per step, and every prompt's and completion's keys and values."""
         steps, p = self.completion_length, self.prompt_length
-        # A row has t slots at its step t: on average (T + 1) / 2.
-        mean = DecodeStep.of(self.shape, prompt_length=p, row_length=(steps + 1) / 2, itemsize=self.itemsize)
+        # A completion has t slots at its step t: on average (T + 1) / 2.
+        mean = DecodeStep.of(self.shape, prompt_length=p, completion_length=(steps + 1) / 2, itemsize=self.itemsize)
         return steps * mean.cost(self.prompts, self.group)
 
     @property

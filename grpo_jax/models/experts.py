@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
-
-__all__ = [
-    "router_loss",
-]
 
 
 class Experts(nn.Module):
@@ -29,6 +26,7 @@ class Experts(nn.Module):
         """x [N, D], weights and chosen [N, k] to [N, D]."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
+        chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
         def kernel(name, fan_in, fan_out):
             init = nn.initializers.normal(c.initializer_range)

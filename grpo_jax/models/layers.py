@@ -13,9 +13,20 @@ import jax.numpy as jnp
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
 from grpo_jax.models.rope import Rope
 
-__all__ = [
-    "TransformerConfig",
-]
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """In what the layers of a decoder differ; layers of one kind share what is traced of them.
+
+    Attributes:
+      window: the sliding window in tokens; None for full attention.
+      rotary: whether queries and keys are rotated.
+      sparse: a mixture of experts in place of the MLP.
+    """
+
+    window: int | None = None
+    rotary: bool = True
+    sparse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +46,8 @@ class TransformerConfig:
       max_position_embeddings: context length the checkpoint was made for.
       rope: rotary embedding of full-attention layers.
       local_rope: that of sliding-window layers, where it differs.
-      rotary_layers: one bool a layer, False for a layer without rotary embedding; None means all.
-      windows: one entry a layer, the sliding window in tokens or None; None means full attention everywhere.
+      rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
+      windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
       norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
@@ -49,7 +60,7 @@ class TransformerConfig:
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
-      expert_layers: one bool a layer, True for a mixture of experts in place of the MLP.
+      expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
       normalize_expert_weights: the weights of a token's experts sum to one.
       router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
       initializer_range: standard deviation of freshly made weights.
@@ -93,6 +104,13 @@ class TransformerConfig:
     dtype: str = "float32"
     remat: bool = False
     remat_policy: str = "nothing_saveable"
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from the first on."""
+        n = self.num_layers
+        windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
+        return tuple(map(LayerKind, windows, rotary, self.expert_layers or (False,) * n))
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

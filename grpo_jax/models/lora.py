@@ -139,6 +139,3 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
         else:
             merged[name] = merge_adapters(node, extra, scale)
     return merged
-
-
-__all__ = ["TARGETS", "LoraModel", "init_adapters", "merge_adapters"]

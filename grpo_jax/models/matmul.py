@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-__all__ = ["matmul", "matmul_by_columns", "matmul_transposed", "scale_columns"]
-
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def matmul(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:

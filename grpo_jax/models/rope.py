@@ -11,12 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "ROPE_KINDS",
-    "Rope",
-    "rope_frequencies",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Rope:

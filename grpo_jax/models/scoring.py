@@ -14,20 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.log_probs import _log_probs, _log_probs_and_entropy
-from grpo_jax.maths.sampling import process_logits
+from grpo_jax.maths.log_probs import log_probs_and_entropy, log_probs_of
+from grpo_jax.maths.sampling import Sampling, process_logits
 from grpo_jax.models.attention import Prefix
-from grpo_jax.models.packing import Piece
+from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import Completions, Model, Params, Prompts, is_cached, join_rows
-
-__all__ = [
-    "completion_log_probs",
-    "score_completions",
-]
-
 
 CHUNK = 1024
 """Tokens whose logits are held at a time: enough to fill a matrix product, little beside the activations."""
@@ -38,32 +33,33 @@ def chunked(
     params: Params,
     hidden: jax.Array,
     tokens: jax.Array,
+    sampling: Sampling,
     *,
     with_entropy: bool,
     chunk: int = CHUNK,
-    **sampling: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N], given hidden states [B, N, D], chunk by chunk.
 
     A chunk has some of the N tokens of every prompt: where prompts are cut over devices, each computes its own.
     """
+    chex.assert_equal_shape_prefix((hidden, tokens), 2)
 
     def one(params, hidden, tokens):
-        logits = process_logits(unembed(params, hidden), keep=tokens, **sampling)
+        logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
         if with_entropy:
-            return _log_probs_and_entropy(logits, tokens)
-        log_probs = _log_probs(logits, tokens)
+            return log_probs_and_entropy(logits, tokens)
+        log_probs = log_probs_of(logits, tokens)
         return log_probs, jnp.zeros_like(log_probs)
 
     b, n = tokens.shape
     if b * n <= chunk:
         # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
         return one(params, hidden, tokens)
-    pieces = -(-n // max(1, chunk // b))
-    size = -(-n // pieces)  # equal pieces: the last one is not mostly padding
-    pad = pieces * size - n
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, pieces, size, -1).swapaxes(0, 1)
-    tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, pieces, size).swapaxes(0, 1)
+    chunks = -(-n // max(1, chunk // b))
+    size = -(-n // chunks)  # equal chunks: the last one is not mostly padding
+    pad = chunks * size - n
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, chunks, size, -1).swapaxes(0, 1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, chunks, size).swapaxes(0, 1)
     results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
     log_probs, entropy = (x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
     return log_probs, entropy
@@ -75,11 +71,8 @@ def score_completions(
     prompts: Prompts,
     tokens: jax.Array,
     mask: jax.Array,
+    sampling: Sampling,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -94,16 +87,14 @@ def score_completions(
       prompts: tokens [B, P].
       tokens: [B, G, T] int32.
       mask: [B, G, T] bool.
-      temperature, top_k, top_p, min_p: as the sampler had them.
+      sampling: as the sampler had it.
       with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
       rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
 
     Returns:
-      log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats, without gradient's cost
-      where they are not used.
+      log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats.
     """
     b, g, t = tokens.shape
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if is_cached(model):
         keys = {} if rngs is None else {"rngs": rngs}
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
@@ -112,82 +103,70 @@ def score_completions(
             # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
             rest, _ = model.apply({"params": params}, tokens, prefix, method="hidden", **keys)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
-        unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
-        log_probs, entropy = chunked(
-            unembed, params, hidden.reshape(b, g * t, -1), tokens.reshape(b, -1), with_entropy=with_entropy, **sampling
-        )
+        flat = (hidden.reshape(b, g * t, -1), tokens.reshape(b, -1))
+        log_probs, entropy = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
         log_probs, entropy = log_probs.reshape(b, g, t), entropy.reshape(b, g, t)
     else:
-        rows, start = join_rows(prompts, tokens)
-        logits = model.apply({"params": params}, rows)
+        whole, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, whole)
         at = start[:, None] - 1 + jnp.arange(t)[None]
         logits = jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1)
-        logits = process_logits(logits, keep=tokens, **sampling)
-        log_probs, entropy = _log_probs_and_entropy(logits, tokens)
+        log_probs, entropy = log_probs_and_entropy(process_logits(logits, sampling, keep=tokens), tokens)
     return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def _unembed(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+    return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
 def read_prompts(
     model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """What `score_piece` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
+    """What `score_packed` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
     keys = {} if rngs is None else {"rngs": rngs}
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
     return last, prefix.layers
 
 
-def score_piece(
+def score_packed(
     model: Model,
     params: Params,
     read: tuple[jax.Array, tuple[Any, ...]],
     lengths: jax.Array,
-    piece: Piece,
+    sequence: PackedSequence,
+    sampling: Sampling,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`score_completions` for the rows of a `packing.Piece`.
+    """`score_completions` for the segments of a `packing.PackedSequence`.
 
     Args:
       model: a `types.CachedModel`.
       params: its parameters.
       read: what `read_prompts` returned for all prompts of the batch.
       lengths: [B] of those prompts.
-      piece: some rows of the batch.
-      temperature, top_k, top_p, min_p, with_entropy, rngs: as in `score_completions`.
+      sequence: some completions of the batch.
+      sampling, with_entropy, rngs: as in `score_completions`.
 
     Returns:
-      log_probs and entropies [R, T] float32 of the piece's rows, 0 beyond their ends.
+      log_probs and entropies [S, T] float32 of the segments, 0 beyond their ends.
     """
     last, layers = read
+    chex.assert_equal_shape_prefix((last, lengths), 1)
     keys = {} if rngs is None else {"rngs": rngs}
-    tokens = piece.tokens[None, None]
-    hidden, _ = model.apply(
-        {"params": params}, tokens, Prefix(layers, lengths), lane=piece.lane, method="hidden", **keys
-    )
+    tokens, segments = sequence.tokens[None, None], sequence.segments
+    given = ({"params": params}, tokens, Prefix(layers, lengths))
+    hidden, _ = model.apply(*given, segments=segments, method="hidden", **keys)
     hidden = hidden[0, 0]
-    # What predicts a token is the state before it: the prompt's last one for the first of a row.
+    # What predicts a token is the state before it: for the first of a completion that of the prompt's last token.
     before = jnp.concatenate([hidden[:1], hidden[:-1]])
-    prompt = jnp.repeat(piece.lane.prompt, hidden.shape[0] // piece.lane.prompt.shape[0])
-    before = jnp.where((piece.lane.position == 0)[:, None], last[prompt], before)
-    unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
-    log_probs, entropies = chunked(
-        unembed,
-        params,
-        before[None],
-        piece.tokens[None],
-        with_entropy=with_entropy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-    )
-    mask = piece.mask
-    return jnp.where(mask, piece.spread(log_probs[0]), 0.0), jnp.where(mask, piece.spread(entropies[0]), 0.0)
+    prompt = jnp.repeat(segments.prompt, hidden.shape[0] // segments.prompt.shape[0])
+    before = jnp.where((segments.position == 0)[:, None], last[prompt], before)
+    flat = (before[None], sequence.tokens[None])
+    log_probs, entropies = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
+    mask = sequence.mask
+    return jnp.where(mask, sequence.spread(log_probs[0]), 0.0), jnp.where(mask, sequence.spread(entropies[0]), 0.0)
 
 
 def completion_log_probs(
@@ -212,7 +191,7 @@ def completion_log_probs(
       prompts: tokens [B, P] int32.
       completions: tokens and mask [B, G, T].
       temperature: > 0, unitless.
-      top_k: see `sampling.process_logits`.
+      top_k: as in `sampling.Sampling`.
       top_p: likewise.
       min_p: likewise.
 
@@ -237,26 +216,11 @@ def completion_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0; got {temperature!r} (score greedy completions at temperature 1).")
-    check_rows(prompts, completions.tokens, completions.mask)
-    log_probs, _ = score_completions(
-        model,
-        params,
-        prompts,
-        completions.tokens,
-        completions.mask,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        with_entropy=False,
-    )
-    return log_probs
-
-
-def check_rows(prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> None:
-    """Raise ValueError unless tokens and mask are [B, G, T] for these prompts."""
+    tokens, mask = completions.tokens, completions.mask
     if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
         raise ValueError(
             "completions must have tokens and mask [B, G, T] for prompts [B, P]; got "
             f"tokens {tokens.shape}, mask {mask.shape}, prompts {prompts.tokens.shape}."
         )
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    return score_completions(model, params, prompts, tokens, mask, sampling, with_entropy=False)[0]

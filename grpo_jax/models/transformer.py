@@ -1,6 +1,6 @@
 """One Flax decoder, by configuration.
 
-Rows stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are
+Sequences stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are
 separate subtrees and unrolled: their names map one to one to Hugging Face's, and no step has to slice weights out of a
 stack. Softmax, norms and logits are float32 whatever the compute dtype.
 """
@@ -12,39 +12,60 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import chex
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from grpo_jax.models.attention import Cache, Lane, Prefix, group_attention, lane_attention
+from grpo_jax.models.attention import Cache, Prefix, Segments, group_attention, packed_attention
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import ACTIVATIONS, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
 
-__all__ = [
-    "Transformer",
-    "count_parameters",
-    "empty_cache",
-    "kernels_by_columns",
-    "projections",
-]
+
+class Context(flax.struct.PyTreeNode):
+    """What a layer's tokens stand in: where they are, and what they see beside themselves. Fields as in `hidden`.
+
+    Attributes:
+      tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
+      prefix: keys, values and lengths of the prompts in this layer, or None.
+      cache: own keys and values of this layer, or None.
+      index: slot of the first token.
+      start: [B] slot in which the completions of each prompt begin, or None.
+      segments: of a packed sequence, or None.
+      last: [B] the only token whose state is wanted, or None.
+    """
+
+    tables: tuple[tuple[jax.Array, jax.Array], ...]
+    prefix: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    cache: tuple[jax.Array, jax.Array] | None = None
+    index: jax.Array | int = 0
+    start: jax.Array | None = None
+    segments: Segments | None = None
+    last: jax.Array | None = None
+
+    def pick(self, x: jax.Array) -> jax.Array:
+        """Token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; all tokens where it is None."""
+        if self.last is None:
+            return x
+        return jnp.take_along_axis(x, self.last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
 
 
 class Attention(nn.Module):
-    """Projections, rotary embedding and `group_attention` of one layer."""
+    """Projections, rotary embedding and attention of one layer."""
 
     config: TransformerConfig
-    layer: int
+    kind: LayerKind
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, start, lane, last):
-        c = self.config
+    def __call__(self, x, context):
+        c, window, last = self.config, self.kind.window, context.last
         b, g, t, _ = x.shape
         n = t if last is None else 1
         h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
-        window = c.windows[self.layer] if c.windows else None
 
         def linear(name, features, bias):
             return Linear(features, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
@@ -52,7 +73,7 @@ class Attention(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        q = linear("q_proj", h * r * d, c.qkv_bias)(_pick(x, last))
+        q = linear("q_proj", h * r * d, c.qkv_bias)(context.pick(x))
         k = linear("k_proj", h * d, c.qkv_bias)(x)
         v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
         if c.qk_norm == "flat":
@@ -60,25 +81,27 @@ class Attention(nn.Module):
         q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
-        if c.rotary_layers is None or c.rotary_layers[self.layer]:
-            table = tables[1] if window is not None and c.local_rope is not None else tables[0]
-            q, k = rotate(q, (_pick(table[0], last), _pick(table[1], last))), rotate(k, table)
+        if self.kind.rotary:
+            table = context.tables[1] if window is not None and c.local_rope is not None else context.tables[0]
+            q, k = rotate(q, (context.pick(table[0]), context.pick(table[1]))), rotate(k, table)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
         keys = k.swapaxes(-1, -2)
-        if cache is not None:
-            like = cache[0].shape[:-2]
-            keys = keys.reshape(*like, d, t).astype(cache[0].dtype)
-            k = keys = jax.lax.dynamic_update_slice_in_dim(cache[0], keys, index, axis=-1)
-            v = v.reshape(*like, t, d).astype(cache[1].dtype)
-            v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, index, axis=-2)
+        if context.cache is not None:
+            own_keys, own_values = context.cache
+            like = own_keys.shape[:-2]
+            keys = keys.reshape(*like, d, t).astype(own_keys.dtype)
+            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, context.index, axis=-1)
+            v = v.reshape(*like, t, d).astype(own_values.dtype)
+            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, context.index, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
-        if lane is None:
-            y = group_attention(q, keys, v, prefix, index=index if last is None else index + last, start=start, **how)
+        if context.segments is None:
+            index = context.index if last is None else context.index + last
+            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
         else:
-            y = lane_attention(q, k, v, prefix, lane, **how)
+            y = packed_attention(q, k, v, context.prefix, context.segments, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
 
@@ -104,46 +127,38 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names.
 
-    With `last` [B], only the state of that token of each row is made, beside the keys and values of all.
+    With `context.last` [B], only the state of that token is computed, beside the keys and values of all.
     """
 
     config: TransformerConfig
-    layer: int
+    kind: LayerKind
 
     @nn.compact
-    def __call__(self, x, tables, prefix, cache, index, start, lane, last):
+    def __call__(self, x, context):
         c = self.config
 
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        attention = Attention(c, self.layer, name="self_attn")
-        sparse = bool(c.expert_layers) and c.expert_layers[self.layer]
-        mlp = MixtureOfExperts(c, name="mlp") if sparse else MLP(c, name="mlp")
+        attention = Attention(c, self.kind, name="self_attn")
+        mlp = MixtureOfExperts(c, name="mlp") if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane, last)
-            x = _pick(x, last) + y
+            y, kv = attention(norm("input_layernorm")(x), context)
+            x = context.pick(x) + y
             return x + mlp(norm("post_attention_layernorm")(x)), kv
         if c.norms == "sandwich":
-            y, kv = attention(norm("input_layernorm")(x), tables, prefix, cache, index, start, lane, last)
-            x = _pick(x, last) + norm("post_attention_layernorm")(y)
+            y, kv = attention(norm("input_layernorm")(x), context)
+            x = context.pick(x) + norm("post_attention_layernorm")(y)
             y = mlp(norm("pre_feedforward_layernorm")(x))
             return x + norm("post_feedforward_layernorm")(y), kv
-        y, kv = attention(x, tables, prefix, cache, index, start, lane, last)
-        x = _pick(x, last) + norm("post_attention_layernorm")(y)
+        y, kv = attention(x, context)
+        x = context.pick(x) + norm("post_attention_layernorm")(y)
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
 
 
-def _pick(x: jax.Array, last: jax.Array | None) -> jax.Array:
-    """Token last [B] of x [B, G, T, ...], as [B, G, 1, ...]; None: all tokens."""
-    if last is None:
-        return x
-    return jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _apply_layer(layer, variables, *args):
-    return layer.apply(variables, *args)
+def _apply_layer(layer, variables, x, context):
+    return layer.apply(variables, x, context)
 
 
 class Embedding(nn.Module):
@@ -190,7 +205,7 @@ class Transformer(nn.Module):
         c = self.config
         layer = nn.remat(Layer, policy=getattr(jax.checkpoint_policies, c.remat_policy)) if c.remat else Layer
         self.embed_tokens = Embedding(c)
-        self.layers = [layer(c, i) for i in range(c.num_layers)]
+        self.layers = [layer(c, kind) for kind in c.layer_kinds]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range, jnp.float32)
@@ -209,19 +224,19 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         index: jax.Array | int = 0,
         start: jax.Array | None = None,
-        lane: Lane | None = None,
+        segments: Segments | None = None,
         last: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Last hidden states of G rows a prompt.
+        """Last hidden states of G completions per prompt.
 
         Args:
           tokens: [B, G, T] int32.
-          prefix: the prompts' keys and values; None where the rows stand for themselves.
+          prefix: the prompts' keys and values; None where the tokens stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
           index: slot of the first token.
-          start: [B] int32, the slot in which the rows of each prompt begin; None: the first.
-          lane: with tokens [1, 1, N], rows of any of the prefix's prompts laid end to end; None: rows side by side.
-          last: [B] int32, the one token of each row whose hidden state is wanted, without a lane; None: all.
+          start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
+          segments: those of tokens [1, 1, N], a packed sequence; None: completions side by side.
+          last: [B] int32, the only token whose hidden state is wanted, not in a packed sequence; None: all.
 
         Returns:
           Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and the own keys and values: the cache with
@@ -229,49 +244,51 @@ class Transformer(nn.Module):
         """
         c = self.config
         b, _, t = tokens.shape
+        chex.assert_shape([x for x in (start, last) if x is not None], (b,))
         positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
-        if lane is not None and prefix is not None:
-            lengths = jnp.repeat(prefix.lengths[lane.prompt], t // lane.prompt.shape[0])
-            positions = (lengths + lane.position)[None]
+        if segments is not None and prefix is not None:
+            lengths = jnp.repeat(prefix.lengths[segments.prompt], t // segments.prompt.shape[0])
+            positions = (lengths + segments.position)[None]
         elif prefix is not None:
             positions = positions + prefix.lengths[:, None]
         if start is not None:
             positions = positions - start[:, None]
-        longest = cache[0][1].shape[-2] if cache is not None else t if lane is None else lane.longest
+        longest = cache[0][1].shape[-2] if cache is not None else t if segments is None else segments.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
             longest += 0 if prefix is None else prefix.layers[0][1].shape[2]
             for rope in ropes:
                 check_rope_length(rope, longest)
         tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
+        context = Context(tables, index=index, start=start, segments=segments)
         x = self.embed_tokens(tokens)
         own = []
         for i in range(c.num_layers):
-            shared = None if prefix is None else (*prefix.layers[i], prefix.lengths)
-            # Nothing comes after the last layer: there the other tokens give keys and values, and no more.
-            only = last if i == c.num_layers - 1 else None
-            x, kv = self._layer(i)(x, tables, shared, None if cache is None else cache[i], index, start, lane, only)
+            here = context.replace(
+                prefix=None if prefix is None else (*prefix.layers[i], prefix.lengths),
+                cache=None if cache is None else cache[i],
+                # Nothing comes after the last layer: there the other tokens give keys and values, and no more.
+                last=last if i == c.num_layers - 1 else None,
+            )
+            x, kv = self._layer(i)(x, here)
             own.append(kv)
         return self.norm(x), tuple(own)
 
     def _layer(self, i: int) -> Callable[..., Any]:
         """Layer i, as a function that JAX traces once for all layers of its kind: most of the time of a start.
 
-        Only what reads its variables and does no more is such a function; initializing, dropout, and collections that
-        are written are left to the layer itself.
+        A layer that does more than read its variables (initialize them, draw a dropout, write a collection) is left
+        as it is.
         """
-        c, layer = self.config, self.layers[i]
+        layer = self.layers[i]
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "router", "intermediates")))
         if writes or self.has_rng("dropout"):
             return layer
-        kinds = [
-            tuple(of[j] if of else None for of in (c.windows, c.rotary_layers, c.expert_layers)) for j in range(i + 1)
-        ]
-        alike = layer.clone(parent=None, name=None, layer=kinds.index(kinds[i]))
-        return functools.partial(_apply_layer, alike, layer.variables)
+        # Without its name and parent, a layer equals all others of its kind.
+        return functools.partial(_apply_layer, layer.clone(parent=None, name=None), layer.variables)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
-        """Read the prompts once: hidden state [B, D] of each prompt's last token, and the `Prefix` for its rows."""
+        """Read the prompts once: hidden state [B, D] of each one's last token, and the `Prefix` for its completions."""
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
         return hidden[:, 0, 0], Prefix(tuple((k[:, :, 0].swapaxes(-1, -2), v[:, :, 0]) for k, v in own), lengths)
 
@@ -290,7 +307,7 @@ class Transformer(nn.Module):
 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
-    """Own keys and values for `slots` decode steps of [batch, group] rows, zeros."""
+    """Own keys and values for `slots` decode steps of [batch, group] completions, zeros."""
     heads, d = (batch, config.num_kv_heads, group), config.head_dim
     dtype = jnp.dtype(dtype or config.dtype)
     pair = lambda: (jnp.zeros((*heads, d, slots), dtype), jnp.zeros((*heads, slots, d), dtype))

@@ -2,7 +2,4 @@
 
 from grpo_jax.plan.estimate import Plan, plan
 
-__all__ = [
-    "Plan",
-    "plan",
-]
+__all__ = ["Plan", "plan"]

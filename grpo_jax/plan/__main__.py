@@ -56,13 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     memory = None if arguments.memory is None else arguments.memory * 1e9
     print(
-        plan(
-            arguments.model,
-            config,
-            prompt_length=arguments.prompt,
-            memory=memory,
-            param_dtype=arguments.param_dtype,
-        )
+        plan(arguments.model, config, prompt_length=arguments.prompt, memory=memory, param_dtype=arguments.param_dtype)
     )
 
 

@@ -32,13 +32,11 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.types import Batch, Prompts
-from grpo_jax.update.objective import sampling_settings
+from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import kept_bytes, lower_score, lower_update
 from grpo_jax.update.state import create_state
+from grpo_jax.update.updater import PaddedUpdater, choose_updater
 from grpo_jax.watch.names import short
-
-__all__ = ["Plan", "answer", "plan"]
 
 # LLVM's optimizer has no part in what a program holds, and takes most of the time.
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -288,38 +286,35 @@ class _Run:
 
     def rollout_parts(self, params: int) -> dict[str, int]:
         """Bytes that the rollout adds on each device, whose params take `params` of its arguments."""
-        prompts, settings = self._prompts(self.sizes.prompts), sampling_settings(self.config)
-        lowered = lower_decode(
-            self.model, self.state.params, prompts, self.group, self.length, mesh=self.several, **settings
-        )
+        given = (self.model, self.state.params, self._prompts(self.sizes.prompts), self.group, self.length)
+        lowered = lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
         stats = lowered.compile().memory_analysis()
-        return {
-            "KV cache": stats.argument_size_in_bytes - params,
-            "decode temporaries": stats.temp_size_in_bytes,
-        }
+        return {"KV cache": stats.argument_size_in_bytes - params, "decode temporaries": stats.temp_size_in_bytes}
 
     def update_parts(self) -> dict[str, int]:
         """Bytes that an update adds on each device."""
         state, sizes = self.state, self.sizes
-        micro = (sizes.micro_prompts, sizes.micro_completions)
-        how: dict[str, Any] = {"model": self.model, "micro": micro}
-        how |= {"mesh": self.several, "tokens": micro[0] * micro[1] * self.length}
-        settings: dict[str, Any] = {"config": self.config, "on_policy": self.config.on_policy}
-        update = lower_update(state, self.batch, optimizer=self.optimizer, **settings, **how).compile()
-        stats = update.memory_analysis()
+        tokens = sizes.micro_prompts * sizes.micro_completions * self.length
+        stats = self.updater.lower(state, self.batch, tokens=tokens).compile().memory_analysis()
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         # On one device it is the program of a packed sequence, which is given the params and the gradients so far.
         taken = _on_device(state if self.several else state.params)
         parts = {"gradients, activations and batch": max(0, given - taken) + stats.temp_size_in_bytes}
-        if kept := kept_bytes(state, self.batch, **how):
+        if kept := self.updater.kept_bytes(state, self.batch, tokens=tokens):
             parts["activations of all prompts"] = kept
         return parts
 
+    @functools.cached_property
+    def updater(self) -> Any:
+        """As `train` chooses it."""
+        micro = (self.sizes.micro_prompts, self.sizes.micro_completions)
+        return choose_updater(self.model, self.config, micro=micro, optimizer=self.optimizer, mesh=self.several)
+
     def reference_parts(self) -> dict[str, int]:
         """Bytes that scoring under the reference adds on each device."""
-        batch, micro = self.batch, (self.sizes.micro_prompts, self.sizes.micro_completions)
-        given = (self.state.params, batch.prompts, batch.tokens, batch.mask)
-        scored = lower_score(*given, model=self.model, config=self.config, micro=micro)
+        batch, updater = self.batch, self.updater
+        padded = PaddedUpdater(updater.model, self.config, updater.micro)
+        scored = padded.lower_score(self.state.params, batch.prompts, batch.tokens, batch.mask)
         return {"reference temporaries": scored.compile().memory_analysis().temp_size_in_bytes}
 
     def operations(self) -> dict[str, float]:

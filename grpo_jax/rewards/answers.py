@@ -14,8 +14,6 @@ from typing import Any
 
 from grpo_jax.rewards.shipped import completion_text
 
-__all__ = ["final_number", "number_reward"]
-
 LONGEST = 60
 """Characters of a number at most; what is longer is no answer, and would be slow to read."""
 

@@ -28,13 +28,6 @@ from grpo_jax.rewards.contract import (
 )
 from grpo_jax.rewards.shipped import RewardFunction, completion_text
 
-__all__ = [
-    "clipped",
-    "from_row",
-    "gated",
-    "weighted",
-]
-
 
 def from_row(fn: RewardFunction) -> RewardFunction:
     """Make a reward function of a function that looks at one completion and its row.

@@ -36,7 +36,7 @@ class PartialRewards(RewardError):
     """Some completions could not be scored: the scores of the others, and what happened to each of these.
 
     Attributes:
-      values: one float or None a completion.
+      values: one float or None per completion.
       faults: what went wrong, by the index of the completion; under None what concerns all of them.
     """
 
@@ -259,7 +259,7 @@ def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Map
 
 
 def split_inputs(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part what has one entry a completion, which comes as a list, from the extras, which come as they are."""
+    """Part what has one entry per completion, which comes as a list, from the extras, which come as they are."""
     lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
     return lists, {name: value for name, value in inputs.items() if name not in lists}
 

@@ -13,16 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "accuracy_reward",
-    "completion_text",
-    "format_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "tag_reward",
-]
-
-
 RewardFunction = Callable[..., Any]
 
 

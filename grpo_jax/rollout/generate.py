@@ -1,13 +1,14 @@
-"""Completions of prompts: each prompt read once, one compiled decode, rows that have ended left behind.
+"""Completions of prompts: each prompt read once, one compiled decode, completions that have ended left behind.
 
-Every random number is found by counting. Row (b, g) of a call with `key` draws its token t with
-fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). So a row's sample depends neither on the rows beside it nor on
-how rows are laid out over devices, cut into batches, or moved together when others have ended.
+Every random number is found by counting. Completion (b, g) of a call with `key` draws its token t with
+fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). So a sample depends neither on the completions beside it
+nor on how they are laid out over devices, cut into batches, or moved together when others have ended.
 
-Decoding goes in segments. Inside one, everything is on the device. Between two, the host looks which rows have ended,
-and gives their places to prompts that wait. Once none waits, it moves the living rows together into the layout that
+Decoding goes in bursts of a few steps. Inside one, everything is on the device. Between two, the host looks which
+completions have ended, and gives their places to prompts that wait. Once none waits, it moves the living completions
+together into the layout that
 costs least. It grows the cache to the next bucket of slots, so that attention looks at few slots that nobody has
-reached. All rows write their keys to the same slot; one that came later begins in a later slot:
+reached. All completions write their keys to the same slot; one that came later begins in a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
@@ -28,26 +29,23 @@ import numpy as np
 
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.rollout.decode import decode, draw, is_eos, prefill, row_keys, step_uniforms
+from grpo_jax.rollout.decode import completion_keys, decode, draw, is_eos, prefill, step_uniforms
 from grpo_jax.rollout.layout import Call, Layout, Table, places
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
 
-__all__ = [
-    "generate",
-]
 
-
-def _generate_by_segments(model, params, prompts, keys, *, length, at_once, interrupt, **settings):
-    """Decode in segments, moving living rows together between them: the tokens are those of one long decode.
+def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interrupt, **settings):
+    """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
-    device has its own groups, rows are moved together inside them, and those that wait enter when all have ended.
+    device has its own groups, completions are moved together inside them, and those that wait enter when all have
+    ended.
     """
     b, g = keys.shape
     if mesh_of(params) is not None and at_once < b:
         how = {"length": length, "at_once": at_once, "interrupt": interrupt, **settings}
         waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
-        done = [_generate_by_segments(model, params, *wave, **how) for wave in waves]
+        done = [_generate_in_bursts(model, params, *wave, **how) for wave in waves]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
     table = Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
     layout = Layout.of(Call(model, params, prompts, keys, settings, table, interrupt), at_once)
@@ -66,25 +64,24 @@ def _generate_by_segments(model, params, prompts, keys, *, length, at_once, inte
 
 def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
-    rows, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
+    stream, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
     if length > 1:
-        rows, rest = decode(
-            model, {"params": params}, rows.cache, rows.replace(cache=None), 0, length - 1, steps=length - 1, **settings
-        )
+        given = (model, {"params": params}, stream.cache, stream.replace(cache=None), 0, length - 1)
+        stream, rest = decode(*given, steps=length - 1, **settings)
         first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
     tokens, log_probs, mask = first
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=rows.ended)
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=stream.ended)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "eos_token_ids", "pad_token_id", "sampling"))
 def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, pad_token_id, sampling):
-    """For a model that has `apply` and nothing else: the whole row is read again for every token."""
+    """For a model that has `apply` and nothing else: prompt and completion are read again for every token."""
     b, g = keys.shape
 
     def step(t, carry):
         tokens, log_probs, mask, ended = carry
-        rows, start = join_rows(prompts, tokens)
-        logits = model.apply({"params": params}, rows)
+        whole, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, whole)
         at = (start - 1 + t)[:, None, None]
         logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
         drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, sampling)
@@ -127,15 +124,15 @@ def generate(
       model: a model of this package, or any `apply` by `types.Model` (then without a cache, and slow).
       params: its parameters.
       prompts: tokens [B, P] int32 right-padded, lengths [B].
-      key: a typed PRNG key, consumed; row (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g).
+      key: a typed PRNG key, consumed; completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g).
       num_generations: G ≥ 1.
-      max_completion_length: T ≥ 1, in tokens; a row that has not drawn an EOS by then is truncated.
+      max_completion_length: T ≥ 1, in tokens; a completion that has not drawn an EOS by then is truncated.
       temperature: ≥ 0; 0 is greedy.
-      top_k: see `sampling.process_logits`.
+      top_k: as in `sampling.Sampling`.
       top_p: likewise.
       min_p: likewise.
-      eos_token_ids: any number of token ids that end a row; the one that was drawn belongs to the completion.
-      pad_token_id: what stands after the end of a row.
+      eos_token_ids: any number of token ids that end a completion; the one that was drawn belongs to it.
+      pad_token_id: what stands after the end of a completion.
       prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its
         samples wherever it stands, if it keeps its number.
       batch_size: completions that are decoded at a time, in whole groups; further prompts wait and take the places of
@@ -160,7 +157,8 @@ def generate(
       >>> completions.tokens.shape
       (2, 4, 6)
     """
-    check_sampling(temperature, top_k, top_p, min_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    check_sampling(sampling)
     if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
         raise ValueError(
             f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
@@ -174,12 +172,12 @@ def generate(
         raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
-    keys = row_keys(key, jnp.asarray(prompt_indices), num_generations)
+    keys = completion_keys(key, jnp.asarray(prompt_indices), num_generations)
     settings: dict[str, Any] = {
         "length": int(max_completion_length),
         "eos_token_ids": tuple(int(i) for i in eos_token_ids),
         "pad_token_id": int(pad_token_id),
-        "sampling": Sampling(float(temperature), int(top_k), float(top_p), None if min_p is None else float(min_p)),
+        "sampling": sampling,
     }
     if not is_cached(model):
         return _generate_uncached(as_argument(model), params, prompts, keys, **settings)
@@ -187,4 +185,4 @@ def generate(
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
     how: dict[str, Any] = {"at_once": places(len(keys), num_generations, batch_size, shards), "interrupt": interrupt}
-    return _generate_by_segments(as_argument(model), params, prompts, keys, **how, **settings)
+    return _generate_in_bursts(as_argument(model), params, prompts, keys, **how, **settings)

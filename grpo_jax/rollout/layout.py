@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -16,10 +16,10 @@ from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
 from grpo_jax.devices.streams import count_streams, devices_of, run_in_streams
 from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.rollout.decode import (
+    BURST,
     FEWEST_SLOTS,
-    SEGMENT,
     Drawn,
-    Rows,
+    Stream,
     decode,
     decode_variables,
     grow,
@@ -29,13 +29,11 @@ from grpo_jax.rollout.decode import (
 )
 from grpo_jax.types import Completions, Params, Prompts
 
-__all__ = ["Call", "Layout", "Table", "decode_step", "narrower", "places", "stream_count", "survivors"]
-
-STREAM_ROWS = 16
-"""Rows of one stream at least: fewer leave the matrix products too thin."""
+STREAM_COMPLETIONS = 16
+"""Completions of one stream at least: fewer leave the matrix products too thin."""
 
 FEWEST = 8
-"""Rows that are left in a batch at least: a product with fewer takes a CPU as long."""
+"""Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
 
 WORTH_A_MOVE = 0.8
 """Share of the present layout's cost that another may have at most: a move costs a copy of the cache, and a program."""
@@ -49,9 +47,9 @@ def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
 
 
 def survivors(alive: np.ndarray, step: DecodeStep) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which rows of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None to leave the layout as it is.
+    """Which completions of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None: the layout stays.
 
-    One of three layouts: the present one, unless another saves a fifth; every row by itself with a prompt of its own;
+    One of three layouts: the present one, unless another saves a fifth; every completion alone with its own prompt;
     the groups that live, as wide as the widest of them has to be, where that is cheaper by a quarter. So, and by sizes
     that are far apart, there are few layouts, and few programs are compiled.
     """
@@ -69,13 +67,13 @@ def survivors(alive: np.ndarray, step: DecodeStep) -> tuple[np.ndarray, np.ndarr
     if grouped <= 0.75 * apart:
         chosen = np.argsort(counts == 0, kind="stable")[:groups]
         return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
-    # Fillers are rows that have ended: they draw nothing.
+    # Fillers are completions that have ended: they draw nothing.
     flat = np.argsort(~alive.reshape(-1), kind="stable")[:single]
     return flat // g, (flat % g)[:, None]
 
 
 def narrower(alive: np.ndarray, step: DecodeStep, shards: int) -> np.ndarray | None:
-    """Which rows of each group of alive [B', G'] to keep, as order [B', G'']; None to leave the layout as it is.
+    """Which completions of each group of alive [B', G'] to keep, as order [B', G'']; None: the layout stays.
 
     For a mesh, where no group leaves its device, of which each has its share: all are as wide as the widest has to be.
     """
@@ -86,15 +84,15 @@ def narrower(alive: np.ndarray, step: DecodeStep, shards: int) -> np.ndarray | N
     return np.argsort(~alive, axis=1, kind="stable")[:, :width]
 
 
-def decode_step(model: Any, params: Params, rows: Rows) -> DecodeStep:
-    """What a step of these rows costs; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
-    values, cache = rows.prefix.layers[0][1], rows.cache[0][1]
+def decode_step(model: Any, params: Params, stream: Stream) -> DecodeStep:
+    """What a decode step costs; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+    values, cache = stream.prefix.layers[0][1], stream.cache[0][1]
     held = jax.tree.leaves((model, params))
     on_cpu = all(device.platform == "cpu" for device in devices_of(params))
     return DecodeStep.of(
         model.config,
         prompt_length=values.shape[2],
-        row_length=cache.shape[-2],
+        completion_length=cache.shape[-2],
         itemsize=values.dtype.itemsize,
         weight_itemsize=sum(x.nbytes for x in held) / sum(x.size for x in held),
         bytes_per_operation=0.13 if on_cpu else 0.01,
@@ -102,8 +100,8 @@ def decode_step(model: Any, params: Params, rows: Rows) -> DecodeStep:
 
 
 def stream_count(params: Params, groups: int, width: int) -> int:
-    """How many streams [groups, width] rows are decoded in: a divisor of `groups`."""
-    most = count_streams(params, min(groups, groups * width // STREAM_ROWS))
+    """How many streams [groups, width] completions are decoded in: a divisor of `groups`."""
+    most = count_streams(params, min(groups, groups * width // STREAM_COMPLETIONS))
     return max(n for n in range(1, most + 1) if groups % n == 0)
 
 
@@ -129,7 +127,7 @@ class Table:
 
     Attributes:
       tokens: [B·G, T], likewise log_probs and mask.
-      finished: [B·G] whether a row has drawn an EOS.
+      finished: [B·G] whether a completion has drawn an EOS.
     """
 
     def __init__(self, count: int, length: int, pad_token_id: int, eos_token_ids: tuple[int, ...]):
@@ -141,25 +139,25 @@ class Table:
 
     @property
     def length(self) -> int:
-        """T, the most tokens of a row."""
+        """T, the most tokens of a completion."""
         return self.tokens.shape[1]
 
-    def note(self, rows: np.ndarray, before: np.ndarray, drawn: Drawn, count: int) -> np.ndarray:
-        """Take in `count` tokens more of rows [B', G'] that had `before` [B']; return which rows go on [B', G']."""
-        chex.assert_shape(before, rows.shape[:1])
-        chex.assert_equal_shape_prefix((rows, *drawn), 2)
+    def note(self, completions: np.ndarray, before: np.ndarray, drawn: Drawn, count: int) -> np.ndarray:
+        """Take in `count` tokens more of completions [B', G'] that had `before` [B']; return which go on [B', G']."""
+        chex.assert_shape(before, completions.shape[:1])
+        chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = (np.asarray(x)[:, :, :count] for x in drawn)
         at = before[:, None, None] + np.arange(count)
-        here = (rows >= 0)[:, :, None] & (at < self.length)
-        where = np.broadcast_to(rows[:, :, None], here.shape)[here], np.broadcast_to(at, here.shape)[here]
+        here = (completions >= 0)[:, :, None] & (at < self.length)
+        where = np.broadcast_to(completions[:, :, None], here.shape)[here], np.broadcast_to(at, here.shape)[here]
         for whole, part in ((self.tokens, tokens), (self.log_probs, log_probs), (self.mask, mask)):
             whole[where] = part[here]
         ended = (np.isin(tokens, self._eos) & mask & here).any(axis=-1)
-        self.finished[rows[ended]] = True
-        return (rows >= 0) & ~ended & (before[:, None] + count < self.length)
+        self.finished[completions[ended]] = True
+        return (completions >= 0) & ~ended & (before[:, None] + count < self.length)
 
     def completions(self, groups: int) -> Completions:
-        """All rows as `Completions` of B = `groups` prompts."""
+        """All completions as `Completions` of B = `groups` prompts."""
         arrays = (self.tokens, self.mask, self.log_probs)
         tokens, mask, log_probs = (jnp.asarray(x.reshape(groups, -1, self.length)) for x in arrays)
         return Completions(tokens, mask, log_probs, jnp.asarray(self.finished.reshape(groups, -1)))
@@ -197,28 +195,24 @@ class Call:
         """What `decode` applies the model to."""
         return decode_variables(self.model, self.params)
 
-    def program(self, name: str, *shape: int) -> Hashable:
-        """What tells a program of this call apart from others, for `run_in_streams`."""
-        return (name, *shape, self.prompts.tokens.shape[1], jax.tree.structure(self.model))
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which rows stand where on the device, between two segments; each move returns the next layout.
+    """Which completions stand where on the device, between two bursts; each move returns the next layout.
 
     Attributes:
       call: what does not change.
-      streams: the rows [B' / streams, G'] of each stream.
-      rows: [B', G'] which row of the call stands where; −1 for one that has ended or only fills the shape.
-      drawn: [B'] tokens drawn of each group's rows.
+      streams: the completions [B' / streams, G'] of each stream.
+      completions: [B', G'] which completion of the call stands where; −1 if it has ended or only fills the shape.
+      drawn: [B'] tokens drawn of each group's completions.
       slot: the next slot of the cache.
       slots: of the cache.
       entered: prompts of the call that stand here or have stood here; the others wait.
     """
 
     call: Call
-    streams: tuple[Rows, ...]
-    rows: np.ndarray
+    streams: tuple[Stream, ...]
+    completions: np.ndarray
     drawn: np.ndarray
     slot: int
     slots: int
@@ -226,21 +220,21 @@ class Layout:
 
     @classmethod
     def of(cls, call: Call, count: int) -> Layout:
-        """The first `count` prompts, with one token of each row."""
+        """The first `count` prompts, with one token of each completion."""
         length, width = call.table.length, call.keys.shape[1]
-        # Attention looks at all slots, so they grow with the rows, by few sizes.
+        # Attention looks at all slots, so they grow with the completions, by few sizes.
         slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
         nothing = cls(call, (), np.zeros((0, width), int), np.zeros(0, int), slot=0, slots=slots, entered=0)
         return nothing._enter(count)
 
     @property
     def alive(self) -> np.ndarray:
-        """[B', G'] rows that have not ended."""
-        return self.rows >= 0
+        """[B', G'] completions that have not ended."""
+        return self.completions >= 0
 
     @property
     def empty(self) -> np.ndarray:
-        """[B'] groups all of whose rows have ended."""
+        """[B'] groups all of whose completions have ended."""
         return np.logical_not(self.alive.any(axis=1))
 
     @property
@@ -249,25 +243,25 @@ class Layout:
         return self.entered < len(self.call.keys)
 
     def _enter(self, count: int) -> Layout:
-        """The next `count` prompts beside those that are here, with one token of each row; fillers after the last."""
+        """The next `count` prompts beside those here, with one token of each completion; fillers after the last."""
         call, (b, g) = self.call, self.call.keys.shape
         call.interrupt()
         numbers = np.arange(self.entered, self.entered + count)
         parts = stream_count(call.params, count, g)
 
-        def read(at: np.ndarray) -> tuple[Rows, Drawn]:
+        def read(at: np.ndarray) -> tuple[Stream, Drawn]:
             own = split(jax.tree.map(lambda x: x[at], (call.prompts, call.keys)), call.mesh)
             how: dict[str, Any] = {"slots": self.slots, "mesh": call.mesh, **call.settings}
             return jax.block_until_ready(prefill(call.model, call.params, *own, self.slot, **how))
 
         some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
-        results = run_in_streams(read, some, program=call.program("prefill", count, parts, g, self.slots))
-        rows = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
-        alive = call.table.note(np.maximum(rows, -1), np.zeros(count, int), _on_host(results), 1)
+        results = run_in_streams(read, some)
+        completions = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
+        alive = call.table.note(np.maximum(completions, -1), np.zeros(count, int), _on_host(results), 1)
         return dataclasses.replace(
             self,
             streams=(*self.streams, *(own for own, _ in results)),
-            rows=np.concatenate([self.rows, np.where(alive, rows, -1)]),
+            completions=np.concatenate([self.completions, np.where(alive, completions, -1)]),
             drawn=np.concatenate([self.drawn, np.ones(count, int)]),
             entered=self.entered + count,
         )
@@ -276,10 +270,10 @@ class Layout:
         """The next `count` prompts in the places of as many groups that have ended."""
         more = self._enter(count)
         stay = np.append(self.empty, np.zeros(count, bool))
-        return more._select(np.argsort(stay, kind="stable")[: len(self.rows)])
+        return more._select(np.argsort(stay, kind="stable")[: len(self.completions)])
 
     def compact(self) -> Layout:
-        """The living rows moved together, if that saves enough; on a mesh each group stays on its device."""
+        """The living completions moved together, if that saves enough; on a mesh each group stays on its device."""
         call = self.call
         step = decode_step(call.model, call.params, self.streams[0])
         if call.mesh is None:
@@ -289,54 +283,55 @@ class Layout:
         if order is None:
             return self
         streams = tuple(narrow(own, order, mesh=call.mesh) for own in self.streams)
-        return dataclasses.replace(self, streams=streams, rows=np.take_along_axis(self.rows, order, axis=1))
+        return dataclasses.replace(
+            self, streams=streams, completions=np.take_along_axis(self.completions, order, axis=1)
+        )
 
     def make_room(self) -> Layout:
-        """At least one free slot: those that no living row uses are given up, or the cache grows."""
+        """At least one free slot: those that no living completion uses are given up, or the cache grows."""
         if self.slot < self.slots:
             return self
         if self.call.mesh is None:
-            return self._select(np.arange(len(self.rows)))
+            return self._select(np.arange(len(self.completions)))
         slots = self._more_slots()
         return dataclasses.replace(self, streams=tuple(grow(own, slots=slots) for own in self.streams), slots=slots)
 
     def decode(self) -> Layout:
-        """One segment more: at most `SEGMENT` tokens of each row, as many as there are slots."""
+        """One burst more: at most `BURST` tokens of each completion, as many as there are slots."""
         call = self.call
-        count = min(SEGMENT, self.slots - self.slot, call.table.length - int(self.drawn[~self.empty].min()))
+        count = min(BURST, self.slots - self.slot, call.table.length - int(self.drawn[~self.empty].min()))
 
-        def draw_some(own: Rows) -> tuple[Rows, Drawn]:
+        def draw_some(own: Stream) -> tuple[Stream, Drawn]:
             part = (own.cache, own.replace(cache=None), self.slot, count)
-            return jax.block_until_ready(decode(call.model, call.variables, *part, steps=SEGMENT, **call.settings))
+            return jax.block_until_ready(decode(call.model, call.variables, *part, steps=BURST, **call.settings))
 
-        program = call.program("decode", *self.rows.shape, len(self.streams), self.slots)
-        results = run_in_streams(draw_some, self.streams, program=program)
-        alive = call.table.note(self.rows, self.drawn, _on_host(results), count)
+        results = run_in_streams(draw_some, self.streams)
+        alive = call.table.note(self.completions, self.drawn, _on_host(results), count)
         return dataclasses.replace(
             self,
             streams=tuple(own for own, _ in results),
-            rows=np.where(alive, self.rows, -1),
+            completions=np.where(alive, self.completions, -1),
             drawn=self.drawn + count,
             slot=self.slot + count,
         )
 
     def _select(self, groups: np.ndarray, order: np.ndarray | None = None) -> Layout:
-        """Rows order [B', G'] of groups [B'], by default all of them, without the slots that no living row uses."""
+        """Completions order [B', G'] of groups [B'], by default all, without the slots that no living one uses."""
         if order is None:
-            order = np.broadcast_to(np.arange(self.rows.shape[1]), (len(groups), self.rows.shape[1]))
-        rows, drawn = self.rows[groups[:, None], order], self.drawn[groups]
-        shift = self.slot + 1 - int(drawn[(rows >= 0).any(axis=1)].max(initial=1))
+            order = np.broadcast_to(np.arange(self.completions.shape[1]), (len(groups), self.completions.shape[1]))
+        completions, drawn = self.completions[groups[:, None], order], self.drawn[groups]
+        shift = self.slot + 1 - int(drawn[(completions >= 0).any(axis=1)].max(initial=1))
         slot = self.slot - shift
         slots = self.slots if slot < self.slots else self._more_slots()
-        parts = stream_count(self.call.params, *rows.shape)
+        parts = stream_count(self.call.params, *completions.shape)
         streams = rearrange(self.streams, groups, order, shift, slots=slots, parts=parts)
-        return dataclasses.replace(self, streams=streams, rows=rows, drawn=drawn, slot=slot, slots=slots)
+        return dataclasses.replace(self, streams=streams, completions=completions, drawn=drawn, slot=slot, slots=slots)
 
     def _more_slots(self) -> int:
         return min(2 * self.slots, self.call.table.length - 1)
 
 
-def _on_host(results: Sequence[tuple[Rows, Drawn]]) -> Any:
+def _on_host(results: Sequence[tuple[Stream, Drawn]]) -> Any:
     """What the streams drew, [B', G', steps]."""
     drawn = zip(*(fetch(x) for _, x in results), strict=True)
     return tuple(np.concatenate(parts) for parts in drawn)

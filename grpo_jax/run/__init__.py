@@ -7,10 +7,4 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import replay
 from grpo_jax.run.train import train
 
-__all__ = [
-    "evaluate",
-    "pass_at_k",
-    "rehearse",
-    "replay",
-    "train",
-]
+__all__ = ["evaluate", "pass_at_k", "rehearse", "replay", "train"]

@@ -32,16 +32,17 @@ from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.scores import Scores, of_all_processes, score_own
+from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
-from grpo_jax.update.objective import sampling_settings
-from grpo_jax.update.packed import score
+from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
-
-__all__ = ["Experience", "Task", "collect"]
+from grpo_jax.update.updater import Updater
 
 Phase = Callable[[str], AbstractContextManager[Any]]
+
+_advantages = jax.jit(compute_advantages, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation"))
+_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Experience:
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
         and `num_tokens`, faults and seconds of all rounds.
-      rows: one dict a completion: prompt, completion, rewards, advantage, ended.
+      rows: one dict per completion: prompt, completion, rewards, advantage, ended.
       ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
     """
 
@@ -101,145 +102,117 @@ def bucket_length(longest: int, largest: int) -> int:
     return largest
 
 
-@dataclasses.dataclass(frozen=True)
-class _Groups:
-    """Some groups as they came from the sampler, on the host: rows of the dataset, and arrays with B in front."""
+class _Groups(NamedTuple):
+    """Some groups as they came from the sampler, on the host: lists and arrays with B in front."""
 
-    rows: list[dict[str, Any]]
+    rows: list[list[dict[str, Any]]]  # of each group those of its completions, for `completions.jsonl`
     prompts: Prompts
     completions: Completions
-    texts: list[Any]
-    extras: list[dict[str, Any]]
-    rewards: np.ndarray
+    rewards: np.ndarray  # [B, G, K]
 
     def take(self, groups: np.ndarray) -> _Groups:
         """Only these groups, in this order."""
-        g = self.rewards.shape[1]
         pick = lambda x: np.asarray(x)[groups]
-        return _Groups(
-            rows=[self.rows[b] for b in groups],
-            prompts=jax.tree.map(pick, self.prompts),
-            completions=jax.tree.map(pick, self.completions),
-            texts=[self.texts[b * g + i] for b in groups for i in range(g)],
-            extras=[self.extras[b * g + i] for b in groups for i in range(g)],
-            rewards=self.rewards[groups],
-        )
+        return _Groups([self.rows[b] for b in groups], *jax.tree.map(pick, self[1:]))
 
     def join(self, other: _Groups) -> _Groups:
         """These groups and then the others."""
         both = lambda x, y: np.concatenate([np.asarray(x), np.asarray(y)])
-        return _Groups(
-            rows=self.rows + other.rows,
-            prompts=jax.tree.map(both, self.prompts, other.prompts),
-            completions=jax.tree.map(both, self.completions, other.completions),
-            texts=self.texts + other.texts,
-            extras=self.extras + other.extras,
-            rewards=both(self.rewards, other.rewards),
-        )
+        return _Groups(self.rows + other.rows, *jax.tree.map(both, self[1:], other[1:]))
 
 
 class _Round(NamedTuple):
-    """One rollout with its rewards.
-
-    Attributes:
-      groups: what was sampled and scored.
-      metrics: of these groups.
-      batch: its `Batch` as far as it can be known without rewards; None where they choose among the groups.
-      cursor: prompts used since the start of the run, after this round.
-      ahead: completions of the next round; None without `look_ahead`.
-    """
+    """One rollout with its rewards."""
 
     groups: _Groups
     metrics: dict[str, float]
-    batch: Batch | None
-    cursor: int
-    ahead: Completions | None
+    batch: Batch | None  # as far as it is known without rewards; None where they choose among the groups
+    cursor: int  # prompts used since the start of the run, after this round
+    ahead: Completions | None  # of the next round; None without `look_ahead`
 
 
-def _rounds(
-    task: Task,
-    state: TrainState,
-    cursor: int,
-    count: int,
-    phase: Phase,
-    begin: Callable[[Prompts, Completions], Batch] | None,
-    ahead: Completions | None,
-    look_ahead: bool,
-    interrupt: Callable[[], None],
-) -> Iterator[_Round]:
-    """Round after round of `count` prompts: the device's work is begun first, and then the rewards are computed."""
-    params = state.params if state.old_params is None else state.old_params
-    key, step = jax.random.fold_in(state.key, 0), int(state.step)
-    while True:
-        start, cursor = cursor, cursor + count
-        if ahead is None:
-            with phase("rollout"):
-                ahead = _sample(task, params, key, start, count, interrupt)
-        rows, prompts = _prompts(task, start, count)
-        completions, batch = ahead, None
-        if begin is not None:
-            with phase("reference"):
-                batch = begin(prompts, completions)
+@dataclasses.dataclass(frozen=True)
+class _Rollouts:
+    """Rollouts of `count` prompts each, as `collect` was asked for them."""
 
-        def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
-            jax.block_until_ready(batch)  # of two threads' programs at once, the devices of a mesh could mix the order
-            return _sample(task, params, key, cursor, count, interrupt)
+    task: Task
+    params: Params
+    key: jax.Array
+    step: int
+    count: int
+    phase: Phase
+    look_ahead: bool
+    interrupt: Callable[[], None]
 
-        with beside(sample_next) if look_ahead else contextlib.nullcontext() as coming:
-            with phase("rewards"):
-                own = _score(task, rows, completions, Extras(task.trainer_state(step, start)))
-            with phase("rollout"):
-                ahead = None if coming is None else coming.result()
-        with phase("rewards"):
-            scores = of_all_processes(own, task.reward_fns)
-        groups = _Groups(rows, prompts, completions, scores.texts, scores.extras, scores.rewards)
-        metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups)
-        yield _Round(groups, metrics, batch, cursor, ahead)
+    def rounds(
+        self, cursor: int, ahead: Completions | None, begin: Callable[[Prompts, Completions], Batch] | None
+    ) -> Iterator[_Round]:
+        """Round after round: the device's work is begun first, and then the rewards are computed."""
+        task = self.task
+        names = reward_names(task.reward_fns)
+        while True:
+            start, cursor = cursor, cursor + self.count
+            if ahead is None:
+                with self.phase("rollout"):
+                    ahead = self.sample(start)
+            rows, prompts = self.prompts(start)
+            completions, batch = ahead, None
+            if begin is not None:
+                with self.phase("reference"):
+                    batch = begin(prompts, completions)
 
+            def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
+                jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
+                return self.sample(cursor)
 
-def _prompts(task: Task, cursor: int, count: int) -> tuple[list[dict[str, Any]], Prompts]:
-    """The next `count` rows of the dataset, and their prompts."""
-    config = task.config
-    entries = prompt_indices(
-        cursor, count, num_rows=len(task.data.rows), seed=config.seed, shuffle=config.shuffle_dataset
-    )
-    rows = [task.data.rows[row] for _, row in entries]
-    return rows, make_prompts([task.data.token_ids[row] for _, row in entries], length=task.prompt_length)
+            with beside(sample_next) if self.look_ahead else contextlib.nullcontext() as coming:
+                with self.phase("rewards"):
+                    how: dict[str, Any] = {"on_error": task.config.on_reward_error}
+                    how["extras"] = Extras(task.trainer_state(self.step, start))
+                    own = score_own(task.tokenizer, task.reward_fns, rows, completions, **how)
+                with self.phase("rollout"):
+                    ahead = None if coming is None else coming.result()
+            with self.phase("rewards"):
+                scores = of_all_processes(own, task.reward_fns)
+            lines, g = completion_rows(scores, names, rows, completions.ended, advantage=None), scores.rewards.shape[1]
+            of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
+            groups = _Groups(of_groups, prompts, completions, scores.rewards)
+            metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups)
+            yield _Round(groups, metrics, batch, cursor, ahead)
 
+    def prompts(self, cursor: int) -> tuple[list[dict[str, Any]], Prompts]:
+        """The next rows of the dataset, and their prompts."""
+        data, config = self.task.data, self.task.config
+        how: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset}
+        at = [row for _, row in prompt_indices(cursor, self.count, num_rows=len(data.rows), **how)]
+        prompts = make_prompts([data.token_ids[row] for row in at], length=self.task.prompt_length)
+        return [data.rows[row] for row in at], prompts
 
-def _sample(
-    task: Task, params: Params, key: jax.Array, cursor: int, count: int, interrupt: Callable[[], None]
-) -> Completions:
-    """Completions of the next `count` prompts, on the host."""
-    config = task.config
-    completions = generate(
-        task.model,
-        params,
-        _prompts(task, cursor, count)[1],
-        key,
-        num_generations=config.num_generations,
-        max_completion_length=config.max_completion_length,
-        eos_token_ids=task.eos_token_ids,
-        pad_token_id=task.pad_token_id,
-        prompt_indices=cursor + np.arange(count),
-        batch_size=config.rollout_batch_size,
-        interrupt=interrupt,
-        **sampling_settings(config),
-    )
-    return fetch(completions)
-
-
-def _score(task: Task, rows: list[dict[str, Any]], completions: Completions, extras: Extras) -> Scores:
-    """The scores of this process's completions."""
-    how: dict[str, Any] = {"on_error": task.config.on_reward_error, "extras": extras}
-    return score_own(task.tokenizer, task.reward_fns, rows, completions, **how)
+    def sample(self, cursor: int) -> Completions:
+        """Completions of the next prompts, on the host."""
+        task, config = self.task, self.task.config
+        completions = generate(
+            task.model,
+            self.params,
+            self.prompts(cursor)[1],
+            self.key,
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            eos_token_ids=task.eos_token_ids,
+            pad_token_id=task.pad_token_id,
+            prompt_indices=cursor + np.arange(self.count),
+            batch_size=config.rollout_batch_size,
+            interrupt=self.interrupt,
+            **sampling_of(config)._asdict(),
+        )
+        return fetch(completions)
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
     """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
 
-    Sampling goes on for `max_refills` rounds at most. What is missing then is filled with groups without a signal,
-    which count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
+    Sampling goes on for `max_refills` rounds at most. What is missing then is filled with zero-signal groups, which
+    count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
 
     Returns:
       All rounds as one, with `count` groups; and which of the groups count [count] bool. The metrics are those of the
@@ -248,7 +221,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     taken = [next(rounds)]
     groups = taken[0].groups
     while True:
-        kept = ~_silent(config, groups.rewards)
+        kept = ~np.asarray(_zero_signal(groups.rewards, **_aggregation(config)))
         if kept.sum() >= count or len(taken) > config.max_refills:
             break
         taken.append(next(rounds))
@@ -256,29 +229,14 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     order = np.argsort(~kept, kind="stable")[:count]
     first, last = taken[0], taken[-1]
     costs = [name for name in first.metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]
-    metrics = first.metrics | {name: sum(part.metrics[name] for part in taken) for name in ("num_tokens", *costs)}
+    metrics = first.metrics | {name: sum(one.metrics[name] for one in taken) for name in ("num_tokens", *costs)}
     metrics["dynamic_sampling/refills"] = float(len(taken) - 1)
     metrics["dynamic_sampling/groups_without_signal"] = float((~kept).sum())
     return last._replace(groups=groups.take(order), metrics=metrics), kept[order]
 
 
-@functools.partial(jax.jit, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation"))
-def _advantages(rewards, *, scale_rewards, **settings):
-    return compute_advantages(rewards, scale_rewards=scale_rewards, **settings)
-
-
-@functools.partial(jax.jit, static_argnames=("weights", "multi_objective_aggregation"))
-def _zero_signal(rewards, **settings):
-    return zero_signal_groups(rewards, **settings)
-
-
 def _aggregation(config: GRPOConfig) -> dict[str, Any]:
     return {"weights": config.reward_weights, "multi_objective_aggregation": config.multi_objective_aggregation}
-
-
-def _silent(config: GRPOConfig, rewards: np.ndarray) -> np.ndarray:
-    """[B] bool: groups whose rewards are all equal."""
-    return np.asarray(_zero_signal(rewards, **_aggregation(config)))
 
 
 def collect(
@@ -287,7 +245,7 @@ def collect(
     cursor: int,
     *,
     count: int,
-    micro: tuple[int, int],
+    updater: Updater,
     phase: Phase = contextlib.nullcontext,
     ahead: Completions | None = None,
     look_ahead: bool = False,
@@ -300,7 +258,7 @@ def collect(
       state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.
-      micro: (prompts, completions) of a micro-batch, for the reference's log-probs.
+      updater: computes the reference's log-probs.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
@@ -310,20 +268,21 @@ def collect(
       `Experience`. Its arrays are cut to the bucket of the longest completion.
     """
     config = task.config
-    begin = functools.partial(_begin, task, state, micro)
+    begin = functools.partial(_begin, task, state, updater)
 
     def watched(name: str) -> AbstractContextManager[Any]:
         interrupt()
         return phase(name)
 
-    at_once = None if config.dynamic_sampling else begin
-    rounds = _rounds(task, state, cursor, count, watched, at_once, ahead, look_ahead, interrupt)
+    params = state.params if state.old_params is None else state.old_params
+    key = jax.random.fold_in(state.key, 0)
+    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt)
     if config.dynamic_sampling:
-        last, counts_in = _with_signal(rounds, config, count)
+        last, counts_in = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
             last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counts_in))
     else:
-        last, counts_in = next(rounds), np.ones(count, bool)
+        last, counts_in = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
     groups, metrics, batch, cursor, ahead = last
     # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
     rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
@@ -332,13 +291,14 @@ def collect(
     with watched("reference"):
         batch = jax.block_until_ready(batch.replace(advantages=advantages))
     interrupt()
-    return Experience(batch, cursor, metrics, _rows(task, groups, np.asarray(advantages)), ahead)
+    lines = zip((row for group in groups.rows for row in group), np.asarray(advantages).reshape(-1), strict=True)
+    return Experience(batch, cursor, metrics, [row | {"advantage": float(a)} for row, a in lines], ahead)
 
 
 def _begin(
     task: Task,
     state: TrainState,
-    micro: tuple[int, int],
+    updater: Updater,
     prompts: Prompts,
     completions: Completions,
     counts_in: np.ndarray | None = None,
@@ -353,8 +313,7 @@ def _begin(
     if config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
     inputs: Any = (jax.tree.map(jnp.asarray, prompts), jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(mask))
-    at: dict[str, Any] = {"model": task.model, "config": config, "micro": micro}
-    score_by = lambda params: None if params is None else score(params, *inputs, **at)
+    score_by = lambda params: None if params is None else updater.score(params, *inputs)
     prompts, tokens, mask = inputs
     return Batch(
         prompts=prompts,
@@ -372,35 +331,17 @@ def _rollout_metrics(config: GRPOConfig, groups: _Groups) -> dict[str, float]:
     """What TRL logs of a rollout, under TRL's names."""
     lengths = np.asarray(groups.completions.mask).sum(axis=-1)
     weights = np.ones(groups.rewards.shape[2]) if config.reward_weights is None else np.array(config.reward_weights)
-    rewards = np.where(
-        np.isnan(groups.rewards).all(axis=2), np.nan, np.nansum(groups.rewards * weights.reshape(1, 1, -1), axis=2)
-    )
+    weighted = np.nansum(groups.rewards * weights[None, None], axis=2)
+    rewards = np.where(np.isnan(groups.rewards).all(axis=2), np.nan, weighted)
     scored = rewards[~np.isnan(rewards)]
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
     return {
         "reward": float(scored.mean()) if scored.size else float("nan"),
         "reward_std": float(np.mean(spread)) if spread else 0.0,
-        "frac_reward_zero_std": float(_silent(config, groups.rewards).mean()),
+        "frac_reward_zero_std": float(np.asarray(_zero_signal(groups.rewards, **_aggregation(config))).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - groups.completions.ended.mean()),
         "num_tokens": float(lengths.sum()),
     }
-
-
-def _rows(task: Task, groups: _Groups, advantages: np.ndarray) -> list[dict[str, Any]]:
-    """One dict a completion, for `completions.jsonl`."""
-    names, g = reward_names(task.reward_fns), advantages.shape[1]
-    return [
-        {
-            **groups.extras[b * g + i],
-            "prompt": row["prompt"],
-            "completion": groups.texts[b * g + i],
-            "rewards": dict(zip(names, groups.rewards[b, i].tolist(), strict=True)),
-            "advantage": float(advantages[b, i]),
-            "ended": bool(groups.completions.ended[b, i]),
-        }
-        for b, row in enumerate(groups.rows)
-        for i in range(g)
-    ]

@@ -14,12 +14,10 @@ from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.scores import Scores, of_all_processes, score_own
+from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.types import Params
-
-__all__ = ["evaluate", "pass_at_k"]
 
 
 def evaluate(
@@ -100,18 +98,14 @@ def evaluate(
         raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
     data = dataset
     if not isinstance(data, EncodedPrompts):
-        data = encode_prompts(
-            load_rows(dataset),
-            policy.tokenizer,
-            max_prompt_length=max_prompt_length,
-            on_long_prompt=on_long_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        encoding: dict[str, Any] = {"on_long_prompt": on_long_prompt, "chat_template_kwargs": chat_template_kwargs}
+        data = encode_prompts(load_rows(dataset), policy.tokenizer, max_prompt_length=max_prompt_length, **encoding)
     check_reward_fns(reward_fns, data.rows[0], extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     names, scored, lengths, ended = reward_names(reward_fns), [], [], []
+    found: list[dict[str, Any]] = []
     batch_size *= shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
     for start in range(0, count, batch_size):
@@ -134,51 +128,27 @@ def evaluate(
             interrupt=interrupt,
         )
         interrupt()
-        new = min(batch_size, count - start)
+        rows = data.rows[start : start + batch_size]
+        new = len(rows)
         completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
-        rows = [data.rows[i] for i in at[:new]]
-        own = score_own(
-            policy.tokenizer, reward_fns, rows, completions, on_error=on_reward_error, extras=Extras(trainer_state)
-        )
+        how: dict[str, Any] = {"on_error": on_reward_error, "extras": Extras(trainer_state)}
+        own = score_own(policy.tokenizer, reward_fns, rows, completions, **how)
         scored.append(of_all_processes(own, reward_fns))
         lengths.append(completions.mask.sum(-1).reshape(-1))
         ended.append(completions.ended.reshape(-1))
-    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
-    all_ended = np.concatenate(ended)
-    metrics = _means(names, scores, scored)
+        found += completion_rows(scored[-1], names, rows, completions.ended)
+    metrics = _means(names, scored)
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
-    metrics["clipped_ratio"] = float(1 - all_ended.mean())
-    return metrics, _rows(data, scored, num_generations, names, scores, all_ended)
+    metrics["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
+    return metrics, found
 
 
-def _rows(
-    data: EncodedPrompts,
-    scored: Sequence[Scores],
-    num_generations: int,
-    names: Sequence[str],
-    scores: np.ndarray,
-    all_ended: np.ndarray,
-) -> list[dict[str, Any]]:
-    """One dict per completion, in the order of the dataset."""
-    prompts = [row["prompt"] for row in data.rows for _ in range(num_generations)]
-    texts = [(text, extra) for some in scored for text, extra in zip(some.texts, some.extras, strict=True)]
-    return [
-        {
-            **extra,
-            "prompt": prompt,
-            "completion": text,
-            "rewards": dict(zip(names, rewards.tolist(), strict=True)),
-            "ended": bool(end),
-        }
-        for prompt, (text, extra), rewards, end in zip(prompts, texts, scores, all_ended, strict=True)
-    ]
-
-
-def _means(names: Sequence[str], scores: np.ndarray, scored: Sequence[Scores]) -> dict[str, float]:
-    """Means of what the functions logged, then of each function's scores [N, K] under its name, NaN without any."""
+def _means(names: Sequence[str], scored: Sequence[Scores]) -> dict[str, float]:
+    """Means of what the functions logged, then of each function's scores under its name, NaN without any."""
     logged: dict[str, list[float]] = {}
     for name, values in (item for some in scored for item in some.logged.items()):
         logged.setdefault(name, []).extend(values)
+    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
     present = [column[~np.isnan(column)] for column in scores.T]
     means = [float(column.mean()) if column.size else float("nan") for column in present]
     return means_of(logged) | dict(zip(names, means, strict=True))

@@ -28,13 +28,7 @@ from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
-
-__all__ = [
-    "Run",
-    "about",
-    "new_state",
-    "prepare",
-]
+from grpo_jax.update.updater import Updater, choose_updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +43,7 @@ class Run:
     total_steps: int
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None
-
-    @property
-    def micro(self) -> tuple[int, int]:
-        """(prompts, completions a prompt) of one micro-batch."""
-        return self.sizes.micro_prompts, self.sizes.micro_completions
+    updater: Updater
 
 
 class _Faults(list[Exception]):
@@ -114,8 +104,23 @@ def prepare(
     # A fault may itself be a list: its head is left out.
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     assert data is not None, "what has no data has faults"
-    total_steps = config.total_steps(len(data.rows))
-    policy = policy.replace(model=model).placed(mesh)
+    return _run(policy.replace(model=model).placed(mesh), config, mesh, data, eval_data, fns, longest, optimizer)
+
+
+def _run(
+    policy: Policy,
+    config: GRPOConfig,
+    mesh: jax.sharding.Mesh | None,
+    data: EncodedPrompts,
+    eval_data: EncodedPrompts | None,
+    reward_fns: Any,
+    longest: int,
+    own_optimizer: optax.GradientTransformation | None,
+) -> Run:
+    """The run of checked arguments, whose longest prompt has so many tokens."""
+    sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
+    optimizer = make_optimizer(config, total_steps) if own_optimizer is None else own_optimizer
+    micro = (sizes.micro_prompts, sizes.micro_completions)
     return Run(
         policy=policy,
         mesh=mesh,
@@ -126,14 +131,15 @@ def prepare(
             pad_token_id=policy.pad_token_id,
             data=data,
             prompt_length=-(-longest // config.padding) * config.padding,
-            reward_fns=fns,
+            reward_fns=reward_fns,
             config=config,
         ),
         eval_data=eval_data,
-        sizes=config.sizes(),
+        sizes=sizes,
         total_steps=total_steps,
-        optimizer=make_optimizer(config, total_steps) if optimizer is None else optimizer,
-        schedule=make_schedule(config, total_steps) if optimizer is None else None,
+        optimizer=optimizer,
+        schedule=make_schedule(config, total_steps) if own_optimizer is None else None,
+        updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh),
     )
 
 

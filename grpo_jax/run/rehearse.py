@@ -25,17 +25,15 @@ from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import Run, new_state, prepare
 from grpo_jax.types import Batch, Prompts, as_argument
 from grpo_jax.update.diagnosis import diagnose
-from grpo_jax.update.objective import sampling_settings
-from grpo_jax.update.packed import kept_bytes, lower_update, update
+from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
+from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import sampler_gap_limit
 from grpo_jax.watch.names import short
 from grpo_jax.watch.phases import Phases, describe_run
 
-__all__ = ["DryRun", "rehearse"]
-
 SLOW_REWARD = 10.0
-"""Seconds an iteration that a reward function may take before it is called slow."""
+"""Seconds per iteration that a reward function may take before it is called slow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +129,16 @@ def rehearse(
     )
     # One group, whatever its rewards are: refills would hide that they are all the same.
     task = dataclasses.replace(run.task, config=dataclasses.replace(config, dynamic_sampling=False))
-    how: dict[str, Any] = {"model": task.model, "config": task.config, "on_policy": task.config.on_policy}
-    micro = (1, run.sizes.micro_completions)
-    experience = collect(task, state, 0, count=1, micro=micro, phase=phase)
+    how: dict[str, Any] = {"optimizer": run.optimizer, "mesh": run.mesh, "micro": (1, run.sizes.micro_completions)}
+    updater = choose_updater(task.model, task.config, **how)
+    experience = collect(task, state, 0, count=1, updater=updater, phase=phase)
     with phase("update"):
-        after, measured = update(state, experience.batch, optimizer=run.optimizer, micro=micro, **how)
+        after, measured = updater.update(state, experience.batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
     suspicious = [*_of_the_data(run), *_of_the_group(run, experience, metrics)]
     if metrics["update_skipped"]:
         before = after.replace(step=after.step - 1)
-        found = diagnose(before, experience.batch, micro=micro, rows=experience.rows, **how)
+        found = diagnose(before, experience.batch, updater, rows=experience.rows)
         suspicious.append(f"the update was skipped: {found or 'its gradient is not finite'}")
     with phase("memory analysis"):
         memory = {
@@ -171,7 +169,7 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
     prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
     params = state.params
-    decode = lower_decode(task.model, params, prompts, g, t, **sampling_settings(config))
+    decode = lower_decode(task.model, params, prompts, g, t, sampling=sampling_of(config))
     rows = sizes.prompts_per_update
     floats = shape((rows, g, t), jnp.float32)
     batch = Batch(
@@ -184,17 +182,8 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
         initial_log_probs=None if state.initial_params is None else floats,
         counted=shape((rows,), jnp.bool_) if config.dynamic_sampling else None,
     )
-    update = lower_update(
-        state,
-        batch,
-        model=task.model,
-        optimizer=run.optimizer,
-        config=config,
-        on_policy=task.config.on_policy,
-        micro=run.micro,
-    )
-    kept = kept_bytes(state, batch, model=task.model, micro=run.micro)
-    programs = {"decode": (decode, 0), "update": (update, kept)}
+    update = run.updater.lower(state, batch)
+    programs = {"decode": (decode, 0), "update": (update, run.updater.kept_bytes(state, batch))}
     memory = {}
     for name, (lowered, beside) in programs.items():
         stats = None if lowered is None else lowered.compile().memory_analysis()

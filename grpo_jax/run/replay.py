@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import mesh_of
 from grpo_jax.hub.files import appearing
 from grpo_jax.hub.policy import Policy, with_settings
 from grpo_jax.run.prepare import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
 from grpo_jax.update.state import TrainState
+from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import plain
-
-__all__ = ["BadBatches", "NotFiniteError", "replay"]
 
 MOST_KEPT = 3
 """Batches of a run that are kept at most: each is as large as the policy, and the first ones tell the most."""
@@ -49,9 +49,9 @@ class BadBatches:
 
         Args:
           state: the state after the update, whose params are those before it.
-          batch: the optimizer batch.
+          batch: the minibatch.
           step: optimizer steps done, this one included.
-          index: which slice of the iteration's batch it is.
+          index: which minibatch of the iteration it is.
         """
         target = None if self._directory is None else self._directory / f"step-{step}"
         # A batch that is there already is of the part of the run that a kill took back: it is written anew.
@@ -89,19 +89,10 @@ class BadBatches:
         )
 
     def _explain(self, state: TrainState, batch: Batch, rows: list[dict[str, Any]] | None) -> Finding | None:
-        run = self._run
-        return diagnose(
-            state.replace(step=state.step - 1),
-            batch,
-            model=run.task.model,
-            config=run.task.config,
-            on_policy=run.task.config.on_policy,
-            micro=run.micro,
-            rows=rows,
-        )
+        return diagnose(state.replace(step=state.step - 1), batch, self._run.updater, rows=rows)
 
     def _rows(self, step: int, index: int) -> list[dict[str, Any]] | None:
-        """The lines of `completions.jsonl` that the slice learnt from."""
+        """The lines of `completions.jsonl` that the minibatch has."""
         if self._directory is None:
             return None
         rows: list[dict[str, Any]] = []
@@ -149,15 +140,9 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
     with np.load(directory / "arrays.npz") as arrays:
         state, batch = _read(arrays, policy)
     sizes = of_run.sizes()
-    found = diagnose(
-        state,
-        batch,
-        model=with_settings(policy.model, config),
-        config=config,
-        on_policy=of_run.on_policy,
-        micro=(sizes.micro_prompts, sizes.micro_completions),
-        rows=about["rows"],
-    )
+    how: dict[str, Any] = {"micro": (sizes.micro_prompts, sizes.micro_completions), "on_policy": of_run.on_policy}
+    updater = choose_updater(with_settings(policy.model, config), config, mesh=mesh_of(state.params), **how)
+    found = diagnose(state, batch, updater, rows=about["rows"])
     print(f"{directory}: {found or 'loss and gradient are finite'}")
     return found
 

@@ -15,25 +15,15 @@ from grpo_jax.rewards.contract import Extras, reward_names
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.types import Completions
 
-__all__ = ["Scores", "of_all_processes", "score_own"]
-
 
 class Scores(NamedTuple):
-    """What reward functions said of some completions.
+    """What reward functions said of some completions."""
 
-    Attributes:
-      texts: B·G completions, text or messages.
-      extras: B·G dicts of what the functions kept by `log_extra`.
-      rewards: [B, G, K] float32, NaN for "not scored".
-      logged: what they logged by `log_metric`, by its name.
-      stats: as from `compute_rewards`.
-    """
-
-    texts: list[Any]
-    extras: list[dict[str, Any]]
-    rewards: np.ndarray
-    logged: dict[str, list[float]]
-    stats: dict[str, float]
+    texts: list[Any]  # B·G completions, text or messages
+    extras: list[dict[str, Any]]  # B·G times what the functions kept by `log_extra`
+    rewards: np.ndarray  # [B, G, K] float32, NaN for "not scored"
+    logged: dict[str, list[float]]  # what they logged by `log_metric`, by its name
+    stats: dict[str, float]  # as from `compute_rewards`
 
 
 def score_own(
@@ -45,22 +35,9 @@ def score_own(
     on_error: str,
     extras: Extras,
 ) -> Scores:
-    """Call the reward functions for this process's part of the rows: rows/n of n processes, in their order.
+    """Call the reward functions for this process's share of the B rows and their completions [B, G, T].
 
-    Args:
-      tokenizer: decodes the completions.
-      reward_fns: K reward functions, or one.
-      rows: B rows of the dataset, the same on all processes.
-      completions: theirs, [B, G, T], on the host.
-      on_error: see `compute_rewards`.
-      extras: what the functions are given besides lists.
-
-    Returns:
-      The scores of [B', G] completions, for `of_all_processes`. B' is 0 on some processes if there are more of them
-      than rows.
-
-    Raises:
-      ValueError: as `compute_rewards`.
+    The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
     """
     n, process, (_, g, _) = jax.process_count(), jax.process_index(), np.shape(completions.tokens)
     own = slice(len(rows) * process // n, len(rows) * (process + 1) // n)
@@ -98,3 +75,21 @@ def of_all_processes(own: Scores, reward_fns: Callable[..., Any] | Sequence[Call
         logged={name: [*chain(lists)] for name, lists in together([part.logged for part in parts]).items()},
         stats=reward_stats(names, rewards.reshape(-1, len(names))) | counted,
     )
+
+
+def completion_rows(
+    scores: Scores, names: Sequence[str], rows: Sequence[dict[str, Any]], ended: Any, **more: Any
+) -> list[dict[str, Any]]:
+    """One dict a completion, in prompt-major order: `rows` are those of the dataset, `ended` is [B, G]."""
+    g = ended.shape[1]
+    return [
+        {
+            **scores.extras[i],
+            "prompt": rows[i // g]["prompt"],
+            "completion": text,
+            "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),
+            **more,
+            "ended": bool(ended[i // g, i % g]),
+        }
+        for i, text in enumerate(scores.texts)
+    ]

@@ -9,8 +9,6 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["Interrupted", "StopSignals"]
-
 
 class Interrupted(Exception):
     """A signal came while something was made that nothing has been learned from yet; who goes on makes it again."""

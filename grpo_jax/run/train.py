@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +13,6 @@ import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.publish import Publisher
@@ -27,17 +26,37 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Completions
-from grpo_jax.update.packed import update
+from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState, begin_iteration
-from grpo_jax.update.step import train_step
 from grpo_jax.watch.monitor import Monitor
 from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import check_trackers
 from grpo_jax.watch.writer import Callback
 
-__all__ = ["prepare", "train", "train_step"]
-
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
+
+
+@dataclasses.dataclass
+class _Loop:
+    """All of a run but its `TrainState`: how far it is, and what it is watched, stopped, kept and published by."""
+
+    run: Run
+    monitor: Monitor
+    signals: StopSignals
+    checkpoints: Checkpoints
+    publisher: Publisher
+    bad_batches: BadBatches
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    batch: Batch | None = None  # of the present iteration; None between iterations
+    ahead: Completions | None = None  # sampled already for the next iteration
+
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop; the signal may have come to another of its processes."""
+        return any(gather_objects(self.signals.received is not None))
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint of this moment."""
+        self.checkpoints.save(state, self.progress, self.batch, self.ahead)
 
 
 def train(
@@ -111,49 +130,44 @@ def train(
             DeprecationWarning,
             stacklevel=2,
         )
-        found: Any = rehearse(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-        return found
-    check_resume(resume, run_dir)
+        report: Any = rehearse(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+        return report
     run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    publisher = check_outlets(run, config, run_dir)
+    publisher = _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
-    leads = jax.process_index() == 0
-    own_dir = run_dir if leads else None
-    state, bad_batches = new_state(run), BadBatches(None if jax.process_count() > 1 else run_dir, run)
+    alone, leads = jax.process_count() == 1, jax.process_index() == 0
+    own_dir, state = run_dir if leads else None, new_state(run)
     with (
         locked(own_dir),
-        StopSignals(enabled=run_dir is not None, alone=jax.process_count() == 1) as signals,
+        StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
     ):
-        state, before, batch, ahead = checkpoints.restore(state, resume)
-        progress, data = before or Progress(), run.task.data
-        sizes = {"total_steps": run.total_steps, "num_rows": len(data.rows), "num_dropped": len(data.dropped)}
-        monitor.start(state, progress, **sizes, resumed=before is not None)
+        loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
+        state, found, loop.batch, loop.ahead = checkpoints.restore(state, resume)
+        progress = loop.progress = found or loop.progress
+        rows, dropped = len(run.task.data.rows), len(run.task.data.dropped)
+        sizes = {"total_steps": run.total_steps, "num_rows": rows, "num_dropped": dropped}
+        monitor.start(state, progress, **sizes, resumed=found is not None)
         publisher.open()
-        evaluate_if_due(run, state, progress, monitor, signals)
-        while progress.step < run.total_steps and not stopping(signals):
-            if batch is None:
+        evaluate_if_due(loop, state)
+        while progress.step < run.total_steps and not loop.stopping():
+            if loop.batch is None:
                 state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                 try:
-                    batch, ahead = collect_batch(run, state, progress, monitor, signals, ahead=ahead)
+                    collect_batch(loop, state)
                 except Interrupted:
                     break
-            index = progress.updates_done % run.sizes.slices
-            minibatch = minibatch_of(batch, index, run.sizes)
-            state = make_update(run, state, minibatch, progress, monitor, bad_batches, index=index)
-            batch = batch if progress.updates_done else None  # 0: that was the iteration's last update
-            log_if_due(run, progress, monitor)
-            if config.max_skipped_updates is not None and progress.skipped >= config.max_skipped_updates:
-                progress.skipped = 0  # the run that goes on from here may skip as many again
-                checkpoints.save(state, progress, batch, ahead)
-                raise bad_batches.error(state, minibatch, step=progress.step, index=index)
-            if not stopping(signals):
-                evaluate_if_due(run, state, progress, monitor, signals)
-                save_if_due(run, state, progress, batch, ahead, checkpoints=checkpoints, publisher=publisher)
-        stop = stopping(signals)
+            index, minibatch = next_minibatch(loop)
+            state = make_update(loop, state, minibatch, index)
+            log_if_due(loop)
+            check_skipped(loop, state, minibatch, index)
+            if not loop.stopping():
+                evaluate_if_due(loop, state)
+                save_if_due(loop, state)
+        stop = loop.stopping()
         if stop:
-            checkpoints.save(state, progress, batch, ahead)
+            loop.save(state)
         checkpoints.wait()
         monitor.end(progress.step, run.total_steps, best=checkpoints.best(), hurry=signals.hurry)
         if not stop:
@@ -164,84 +178,58 @@ def train(
     return state
 
 
-def check_resume(resume: str, run_dir: str | Path | None) -> None:
-    """Refuse another word than those of `resume`, and to go on where there is nothing."""
+def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publisher:
+    """Refuse what cannot be done with the run directory, before the run begins; what pushes its policy to the hub."""
+    config = run.task.config
     if resume not in RESUME:
         raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
     if run_dir is None and resume == "must":
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
-
-
-def check_outlets(run: Run, config: GRPOConfig, run_dir: str | Path | None) -> Publisher:
-    """Refuse what a run could not give out at its end, before it begins; what pushes its policy to the hub."""
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
     check_trackers(config, run_dir)
     return Publisher(config, run.policy, run_dir)
 
 
-def stopping(signals: StopSignals) -> bool:
-    """Whether the run was asked to stop; the signal may have come to another of its processes."""
-    return any(gather_objects(signals.received is not None))
+def collect_batch(loop: _Loop, state: TrainState) -> None:
+    """Sample and score the batch of an iteration, and what `rollout_ahead` samples for the next one.
 
-
-def collect_batch(
-    run: Run,
-    state: TrainState,
-    progress: Progress,
-    monitor: Monitor,
-    signals: StopSignals,
-    *,
-    ahead: Completions | None,
-) -> tuple[Batch, Completions | None]:
-    """The batch of an iteration and what was sampled ahead for the next one; `Interrupted` if a signal comes first."""
-    config, sizes = run.task.config, run.sizes
+    Raises:
+      Interrupted: a signal came first.
+    """
+    run, progress = loop.run, loop.progress
+    sizes = run.sizes
     experience = collect(
         run.task,
         state,
         progress.cursor,
         count=sizes.prompts,
-        micro=run.micro,
-        phase=monitor.phase,
-        ahead=ahead,
-        look_ahead=config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
-        interrupt=signals.interrupt,
+        updater=run.updater,
+        phase=loop.monitor.phase,
+        ahead=loop.ahead,
+        look_ahead=run.task.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
+        interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
-    monitor.completions(progress.step + 1, experience.rows)
-    return experience.batch, experience.ahead
+    loop.monitor.completions(progress.step + 1, experience.rows)
+    loop.batch, loop.ahead = experience.batch, experience.ahead
 
 
-def minibatch_of(batch: Batch, index: int, sizes: Sizes) -> Batch:
-    """The minibatch `index` of an iteration's batch, cut along B."""
-    if sizes.slices == 1:
-        return batch
-    start, stop = index * sizes.prompts_per_update, (index + 1) * sizes.prompts_per_update
-    return jax.tree.map(lambda x: x[start:stop], batch)
+def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
+    """The minibatch of the next update, cut from the batch along B, and its index in a pass."""
+    sizes, batch = loop.run.sizes, loop.batch
+    assert batch is not None, "collected before its updates"
+    index, count = loop.progress.updates_done % sizes.minibatches, sizes.prompts_per_update
+    if sizes.minibatches == 1:
+        return index, batch
+    return index, jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
 
 
-def make_update(
-    run: Run,
-    state: TrainState,
-    minibatch: Batch,
-    progress: Progress,
-    monitor: Monitor,
-    bad_batches: BadBatches,
-    *,
-    index: int,
-) -> TrainState:
-    """One optimizer step on the iteration's minibatch `index`, noted in `progress`, and where it was skipped, kept."""
-    config = run.task.config
-    with monitor.phase("update"):
-        state, measured = update(
-            state,
-            minibatch,
-            model=run.task.model,
-            optimizer=run.optimizer,
-            config=config,
-            on_policy=config.on_policy,
-            micro=run.micro,
-        )
+def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
+    """One optimizer step; a minibatch whose update was skipped is kept."""
+    run, progress, config = loop.run, loop.progress, loop.run.task.config
+    with loop.monitor.phase("update"):
+        state, measured = run.updater.update(state, minibatch)
         metrics = {name: float(value) for name, value in fetch(measured).items()}
     if run.schedule is not None:
         metrics["learning_rate"] = float(run.schedule(progress.step))
@@ -249,81 +237,78 @@ def make_update(
         metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
     progress.updated(metrics)
     if metrics["update_skipped"]:
-        bad_batches.note(state, minibatch, step=progress.step, index=index)
+        loop.bad_batches.note(state, minibatch, step=progress.step, index=index)
     if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
-        progress.updates_done = 0
+        progress.updates_done, loop.batch = 0, None
     return state
 
 
-def log_if_due(run: Run, progress: Progress, monitor: Monitor) -> None:
+def log_if_due(loop: _Loop) -> None:
     """Write the means since the last line, every `logging_steps` and after the last step."""
-    config = run.task.config
-    if config.logs_at(progress.step) or progress.step == run.total_steps:
+    config, progress = loop.run.task.config, loop.progress
+    if config.logs_at(progress.step) or progress.step == loop.run.total_steps:
         line = progress.log_line()
         progress.measured(config.metric_for_best_model, line)
-        monitor.log(progress.step, line)
+        loop.monitor.log(progress.step, line)
 
 
-def save_if_due(
-    run: Run,
-    state: TrainState,
-    progress: Progress,
-    batch: Batch | None,
-    ahead: Completions | None,
-    *,
-    checkpoints: Checkpoints,
-    publisher: Publisher,
-) -> None:
+def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> None:
+    """End the run after `max_skipped_updates` in a row, saved; the run that goes on may skip as many again."""
+    most, progress = loop.run.task.config.max_skipped_updates, loop.progress
+    if most is not None and progress.skipped >= most:
+        progress.skipped = 0
+        loop.save(state)
+        raise loop.bad_batches.error(state, minibatch, step=progress.step, index=index)
+
+
+def save_if_due(loop: _Loop, state: TrainState) -> None:
     """Write a checkpoint, and push the policy to the hub where the config says so."""
-    if checkpoints.due(progress.step, run.total_steps):
-        checkpoints.save(state, progress, batch, ahead)
-        publisher.saved(progress.step, state.params, last=run.total_steps)
+    step, last = loop.progress.step, loop.run.total_steps
+    if loop.checkpoints.due(step, last):
+        loop.save(state)
+        loop.publisher.saved(step, state.params, last=last)
 
 
-def total_reward(run: Run, metrics: dict[str, float]) -> float:
+def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
+    """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
+    run, progress, config = loop.run, loop.progress, loop.run.task.config
+    step, group, best = progress.step, config.eval_generations, config.metric_for_best_model
+    due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
+    if run.eval_data is None or not due or progress.evaluated == step:
+        return
+    try:
+        with loop.monitor.phase("evaluation"):
+            metrics, _ = evaluate(
+                run.policy,
+                run.eval_data,
+                run.task.reward_fns,
+                params=state.params,
+                num_generations=group,
+                max_completion_length=config.max_completion_length,
+                **sampling_of(config)._replace(temperature=config.eval_temperature)._asdict(),
+                batch_size=config.per_device_eval_batch_size // group,
+                pad_to_multiple_of=config.padding,
+                seed=config.seed,
+                on_reward_error=config.on_reward_error,
+                trainer_state=run.task.trainer_state(step, progress.cursor),
+                interrupt=loop.signals.interrupt,
+            )
+    except Interrupted:  # the run that goes on makes it again
+        return
+    progress.evaluated = step
+    if best == "eval/reward" and "reward" not in metrics:
+        metrics["reward"] = _total_reward(run, metrics)  # not always: it would repeat a single function's
+    measured = {f"eval/{name}": value for name, value in metrics.items()}
+    if best is not None and best.startswith("eval/") and best not in measured:
+        raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
+    progress.measured(best, measured)
+    loop.monitor.evaluation(step, metrics)
+
+
+def _total_reward(run: Run, metrics: dict[str, float]) -> float:
     """The weighted sum of the reward functions' means, over those that scored anything; NaN where none did."""
     names = reward_names(run.task.reward_fns)
     weights = run.task.config.reward_weights or [1.0] * len(names)
     scored = [weight * metrics[name] for name, weight in zip(names, weights, strict=True)]
     scored = [value for value in scored if not math.isnan(value)]
     return sum(scored) if scored else math.nan
-
-
-def evaluate_if_due(run: Run, state: TrainState, progress: Progress, monitor: Monitor, signals: StopSignals) -> None:
-    """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
-    config, step = run.task.config, progress.step
-    due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
-    if run.eval_data is None or not due or progress.evaluated == step:
-        return
-    group = config.eval_generations
-    # An evaluation that a signal ends is made again by the run that goes on.
-    with contextlib.suppress(Interrupted), monitor.phase("evaluation"):
-        metrics, _ = evaluate(
-            run.policy,
-            run.eval_data,
-            run.task.reward_fns,
-            params=state.params,
-            num_generations=group,
-            max_completion_length=config.max_completion_length,
-            temperature=config.eval_temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            batch_size=config.per_device_eval_batch_size // group,
-            pad_to_multiple_of=config.padding,
-            seed=config.seed,
-            on_reward_error=config.on_reward_error,
-            trainer_state=run.task.trainer_state(step, progress.cursor),
-            interrupt=signals.interrupt,
-        )
-        progress.evaluated = step
-    if progress.evaluated != step:
-        return
-    best = config.metric_for_best_model
-    if best == "eval/reward" and "reward" not in metrics:
-        metrics["reward"] = total_reward(run, metrics)  # not always: it would repeat a single function's
-    measured = {f"eval/{name}": value for name, value in metrics.items()}
-    if best is not None and best.startswith("eval/") and best not in measured:
-        raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
-    progress.measured(best, measured)
-    monitor.evaluation(step, metrics)

@@ -5,8 +5,4 @@
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import train_step
 
-__all__ = [
-    "TrainState",
-    "create_state",
-    "train_step",
-]
+__all__ = ["TrainState", "create_state", "train_step"]

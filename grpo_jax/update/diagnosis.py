@@ -25,11 +25,9 @@ from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.maths.surrogates import RATIOS
-from grpo_jax.types import Batch, Model, Params
-from grpo_jax.update.packed import gradients, score
+from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
-
-__all__ = ["Finding", "diagnose"]
+from grpo_jax.update.updater import Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,28 +74,20 @@ class Finding:
 
 
 def diagnose(
-    state: TrainState,
-    batch: Batch,
-    *,
-    model: Model,
-    config: GRPOConfig,
-    on_policy: bool,
-    micro: tuple[int, int],
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    state: TrainState, batch: Batch, updater: Updater, *, rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Finding | None:
     """Find the first term of an update that is not finite.
 
     Args:
       state: the state that the update began with; after a skipped update, the next state with its `step` set back.
-      batch: the optimizer batch.
-      model, config, on_policy, micro: as the update had them.
+      batch: the minibatch.
+      updater: that of the update.
       rows: B·G entries as in `completions.jsonl`, for the rewards and the texts; None if they are not known.
 
     Returns:
       A `Finding`; None if loss and gradient are finite.
     """
-    how: dict[str, Any] = {"model": model, "config": config, "micro": micro}
-    for term, values in _terms(state, batch, rows, on_policy, how):
+    for term, values in _terms(state, batch, updater, rows):
         if isinstance(values, Mapping):
             bad = {path: x for path, x in values.items() if not np.isfinite(x).all()}
             if bad:
@@ -117,10 +107,10 @@ def diagnose(
 
 
 def _terms(
-    state: TrainState, batch: Batch, rows: Sequence[Mapping[str, Any]] | None, on_policy: bool, how: dict[str, Any]
+    state: TrainState, batch: Batch, updater: Updater, rows: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[str, Any]]:
     """Each term's values, computed when they are asked for."""
-    config: GRPOConfig = how["config"]
+    config = updater.config
     # As the loss does it: nothing under the mask counts, and −inf is a log-prob like any other.
     clean = lambda x: bounded(jnp.where(batch.mask, x, 0), MIN_LOG_PROB, jnp.inf)
     if rows is not None:
@@ -131,14 +121,14 @@ def _terms(
     for reference in (batch.ref_log_probs, batch.initial_log_probs):
         if reference is not None:
             yield "reference log-prob", np.asarray(clean(reference))
-    l = clean(score(state.params, batch.prompts, batch.tokens, batch.mask, **how))
+    l = clean(updater.score(state.params, batch.prompts, batch.tokens, batch.mask))
     yield "log-prob", np.asarray(l)
-    log_ratio = jnp.zeros_like(l) if on_policy else l - l_old
+    log_ratio = jnp.zeros_like(l) if updater.on_policy else l - l_old
     yield "ratio", np.asarray(RATIOS[config.importance_sampling_level](l, log_ratio, batch.mask))
     if batch.ref_log_probs is not None:
         kl = kl_divergence(l, clean(batch.ref_log_probs), estimator=config.kl_estimator)
         yield "KL", np.asarray(jnp.where(batch.mask, kl, 0))
-    grads, sums = gradients(state, batch, on_policy=on_policy, **how)
+    grads, sums = updater.gradients(state, batch)
     yield "loss", np.asarray(finalize_metrics(functools.reduce(merge_metrics, sums))["loss"])
     leaves = dict(_leaves(grads))
     yield "gradient", leaves

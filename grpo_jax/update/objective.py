@@ -1,7 +1,7 @@
-"""The objective on some rows of an optimizer batch, and the optimizer step that follows from its gradient.
+"""The objective on some completions of a minibatch, and the optimizer step that follows from its gradient.
 
-Losses are numerators over the counts of the whole batch, so the sum over the parts of a batch is the loss of the whole,
-and so are the gradients, however it is cut.
+Losses are numerators over the counts of the whole minibatch, so the sum over its parts is the loss of the whole, and so
+are the gradients, however it is cut.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,11 +19,10 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, merge_metrics, update_entropy_coef
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import LossSettings
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState, finish_update
-
-__all__ = ["apply_gradients", "count_totals", "has_bonus", "loss_of_rows", "loss_settings", "sampling_settings"]
 
 
 def loss_settings(config: GRPOConfig) -> LossSettings:
@@ -33,9 +33,9 @@ def loss_settings(config: GRPOConfig) -> LossSettings:
     return LossSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(LossSettings)})
 
 
-def sampling_settings(config: GRPOConfig) -> dict[str, Any]:
-    """The keywords that sampler and scorer share."""
-    return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+def sampling_of(config: GRPOConfig) -> Sampling:
+    """The distribution that the sampler draws from and the scorer scores by."""
+    return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
 def has_bonus(config: GRPOConfig) -> bool:
@@ -44,13 +44,13 @@ def has_bonus(config: GRPOConfig) -> bool:
 
 
 def count_totals(batch: Batch, config: GRPOConfig, entropies: jax.Array | None) -> dict[str, Any]:
-    """The counts of the whole optimizer batch that the loss of any part of it is divided by.
+    """The counts of the whole minibatch that the loss of any part of it is divided by.
 
     Args:
-      batch: the whole batch, [B, G, T].
+      batch: the minibatch, [B, G, T].
       config: the settings.
-      entropies: [B, G, T] at the present params where `top_entropy_quantile` < 1 (the quantile is over the whole batch,
-        so it has to be known before the first part); else None.
+      entropies: [B, G, T] at the present params where `top_entropy_quantile` < 1 (the quantile is over the whole
+        minibatch, so it has to be known before the first part); else None.
     """
     totals: dict[str, Any] = dict(batch_totals(batch.mask))
     if batch.counted is not None:
@@ -60,45 +60,47 @@ def count_totals(batch: Batch, config: GRPOConfig, entropies: jax.Array | None) 
     return totals
 
 
-def loss_of_rows(
+def loss_of(
     log_probs: jax.Array,
     entropies: jax.Array,
-    rows: Batch,
+    part: Batch,
     state: TrainState,
     totals: dict[str, Any],
     *,
     config: GRPOConfig,
     on_policy: bool,
 ) -> tuple[jax.Array, MetricSums]:
-    """Loss and metric sums of some rows.
+    """Loss and metric sums of some completions of a minibatch.
 
     Args:
       log_probs, entropies: [..., T] at the present params.
-      rows: a batch's arrays for these rows; its prompts are not looked at.
+      part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at.
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config, on_policy: as in `train_step`.
     """
+    chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
+    chex.assert_shape(part.advantages, log_probs.shape[:-1])
     loss, metrics = grpo_loss_terms(
         log_probs,
-        None if on_policy else rows.sampling_log_probs,
-        rows.ref_log_probs,
-        rows.advantages,
-        rows.mask,
+        None if on_policy else part.sampling_log_probs,
+        part.ref_log_probs,
+        part.advantages,
+        part.mask,
         loss_settings(config),
         # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
         entropies=entropies if has_bonus(config) else jax.lax.stop_gradient(entropies),
         entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,
-        sampling_log_probs=rows.sampling_log_probs,
+        sampling_log_probs=part.sampling_log_probs,
         **totals,
     )
     l = jax.lax.stop_gradient(log_probs)
-    gap = jnp.where(rows.mask, jnp.abs(l - rows.sampling_log_probs), 0)
+    gap = jnp.where(part.mask, jnp.abs(l - part.sampling_log_probs), 0)
     metrics.maxes["sampler_gap"] = gap.max()
-    if rows.initial_log_probs is not None:
-        kl = jnp.where(rows.mask, kl_divergence(l, rows.initial_log_probs), 0)
+    if part.initial_log_probs is not None:
+        kl = jnp.where(part.mask, kl_divergence(l, part.initial_log_probs), 0)
         metrics.sums["kl_initial_sum"] = kl.sum()
-    if rows.ref_log_probs is None:
+    if part.ref_log_probs is None:
         # A KL that nobody measured is no KL of zero.
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     return loss, metrics

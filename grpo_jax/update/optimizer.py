@@ -8,8 +8,6 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 
-__all__ = ["make_optimizer", "make_schedule"]
-
 
 def make_schedule(config: GRPOConfig, total_steps: int) -> optax.Schedule:
     """Learning rate at each optimizer step: linear warm-up from 0, then linear or cosine to 0, or flat.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,6 @@ import optax
 
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.types import Params
-
-__all__ = ["TrainState", "begin_iteration", "create_state", "finish_update"]
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -146,6 +145,7 @@ def finish_update(
     Returns:
       The next state.
     """
+    chex.assert_trees_all_equal_structs(grads, state.params)
 
     def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
         held = params if masters is None else masters

@@ -1,46 +1,50 @@
 """The update as one pure function: any model, any mesh, micro-batches [prompts, completions] of one shape.
 
-`packed.update` is the same step without the padding, for the models of this package on one device.
+`packed` is the same step without the padding, for the models of this package on one device.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.metrics import MetricSums
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import apply_gradients, count_totals, loss_of_rows, sampling_settings
+from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, sampling_of
 from grpo_jax.update.state import TrainState
-
-__all__ = ["gradients", "score_batch", "train_step"]
 
 
 def cut(batch: Batch, prompts: int, completions: int) -> Batch:
-    """A batch [B, G, ...] as micro-batches [pieces, prompts, completions, ...]; prompts are repeated as needed.
+    """A batch [B, G, ...] as micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
 
     A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
     share of every micro-batch, and nothing moves.
     """
+    chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     b, g = batch.mask.shape[:2]
 
-    def rows(x):
+    def parts(x):
         x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
         return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
     once = jax.tree.map(lambda x: jnp.repeat(x[:, None], g, axis=1), batch.prompts)
-    pieces = jax.tree.map(rows, batch.replace(prompts=once, counted=None))
-    return pieces.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], pieces.prompts))
+    micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
+    return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
 
 
-def _over_pieces(function: Any, batch: Batch, micro: tuple[int, int]) -> Any:
-    """Results of `function(piece)` for each micro-batch, stacked on a new leading axis, computed one at a time."""
-    return jax.lax.map(function, cut(batch, *micro))
+def join(parts: jax.Array, b: int, g: int) -> jax.Array:
+    """The inverse of `cut` for one array: [N, prompts, completions, ...] → [B, G, ...]."""
+    _, prompts, completions = parts.shape[:3]
+    x = parts.reshape(b // prompts, g // completions, prompts, completions, *parts.shape[3:])
+    return jnp.moveaxis(x, 2, 0).reshape(b, g, *parts.shape[3:])
 
 
 def score_batch(
@@ -50,28 +54,13 @@ def score_batch(
     mask: jax.Array,
     *,
     model: Model,
-    config: GRPOConfig,
+    sampling: Sampling,
     micro: tuple[int, int],
 ) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params, micro-batch by micro-batch; pure, as `train_step`."""
-    zeros = jnp.zeros(tokens.shape[:2])
-    batch = Batch(prompts, tokens, mask, zeros, jnp.zeros(tokens.shape))
-
-    def one(piece):
-        settings = sampling_settings(config)
-        return score_completions(
-            model, params, piece.prompts, piece.tokens, piece.mask, with_entropy=False, **settings
-        )[0]
-
-    log_probs = _over_pieces(one, batch, micro)
-    return join(log_probs, *tokens.shape[:2])
-
-
-def join(pieces: jax.Array, b: int, g: int) -> jax.Array:
-    """The inverse of `cut` for one array: [pieces, prompts, completions, ...] → [B, G, ...]."""
-    _, prompts, completions = pieces.shape[:3]
-    x = pieces.reshape(b // prompts, g // completions, prompts, completions, *pieces.shape[3:])
-    return jnp.moveaxis(x, 2, 0).reshape(b, g, *pieces.shape[3:])
+    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure, as `train_step`."""
+    batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
+    score = functools.partial(_scored, params, model=model, sampling=sampling, with_entropy=False)
+    return join(jax.lax.map(lambda part: score(part)[0], cut(batch, *micro)), *tokens.shape[:2])
 
 
 def zeros_like(params: Params) -> Params:
@@ -79,18 +68,23 @@ def zeros_like(params: Params) -> Params:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
+def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
+    """The key of an update's dropouts; None for a model without one."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+
+
 def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:
     """Gradient and metric sums of a batch, one micro-batch at a time."""
     gradient = jax.grad(loss_fn, has_aux=True)
-    pieces = cut(batch, *micro)
+    micro_batches = cut(batch, *micro)
     if batch.mask.shape[:2] == micro:
-        return gradient(params, jax.tree.map(lambda x: x[0], pieces), 0)
+        return gradient(params, jax.tree.map(lambda x: x[0], micro_batches), 0)
 
     def step(total, numbered):
         grads, sums = gradient(params, *numbered)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    numbered = (pieces, jnp.arange(pieces.mask.shape[0]))
+    numbered = (micro_batches, jnp.arange(micro_batches.mask.shape[0]))
     grads, sums = jax.lax.scan(step, zeros_like(params), numbered)
     return grads, MetricSums(
         sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
@@ -122,7 +116,7 @@ def train_step(
       config: a `GRPOConfig`.
       on_policy: True if this is the only update of these completions: the ratio is then 1 in value
         (`old_log_probs=None`). False takes the sampler's log-probs as the old ones.
-      micro: (prompts, completions a prompt) of one micro-batch, divisors of B and G; None for the whole batch at once.
+      micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
 
     Returns:
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
@@ -164,27 +158,23 @@ def gradients(
 ) -> tuple[Params, list[MetricSums]]:
     """The first half of `train_step`: the gradient of a batch, and the metric sums of its parts; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
+    scored = functools.partial(_scored, model=model, sampling=sampling_of(config))
     entropies = None
     if config.top_entropy_quantile < 1:
-        pieces = _over_pieces(lambda piece: _scored(state.params, piece, model, config)[1], batch, micro)
-        entropies = join(pieces, *batch.mask.shape[:2])
+        parts = jax.lax.map(lambda part: scored(state.params, part)[1], cut(batch, *micro))
+        entropies = join(parts, *batch.mask.shape[:2])
     totals = count_totals(batch, config, entropies)
-    dropout = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+    dropout = dropout_key(model, state)
 
-    def loss_fn(params, piece, number):
-        rng = None if dropout is None else jax.random.fold_in(dropout, number)
-        log_probs, entropies = _scored(params, piece, model, config, rng)
-        return loss_of_rows(log_probs, entropies, piece, state, totals, config=config, on_policy=on_policy)
+    def loss_fn(params, part, number):
+        rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
+        log_probs, entropies = scored(params, part, rngs=rngs)
+        return loss_of(log_probs, entropies, part, state, totals, config=config, on_policy=on_policy)
 
     grads, sums = _accumulate(loss_fn, state.params, batch, micro)
     return grads, [sums]
 
 
-def _scored(
-    params: Params, piece: Batch, model: Model, config: GRPOConfig, rng: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of a micro-batch."""
-    rngs = None if rng is None else {"dropout": rng}
-    return score_completions(
-        model, params, piece.prompts, piece.tokens, piece.mask, rngs=rngs, **sampling_settings(config)
-    )
+    return score_completions(model, params, part.prompts, part.tokens, part.mask, **how)

@@ -2,6 +2,4 @@
 
 from grpo_jax.watch.writer import Callback
 
-__all__ = [
-    "Callback",
-]
+__all__ = ["Callback"]

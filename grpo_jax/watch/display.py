@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Display", "completions_table", "format_metrics"]
-
 # Metrics that are shown: name, label, digits after the point (None: three that count).
 _SHOWN = (
     ("reward", "reward", 3),

@@ -18,8 +18,6 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 
-__all__ = ["HINTS", "Hints", "sampler_gap_limit"]
-
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
 WINDOW = 10
@@ -97,7 +95,7 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
         return None
     return (
         f"the KL to the frozen reference has risen over the last {KL_WINDOW} logged steps, from {means[0]:.3g} to"
-        f" {means[-1]:.3g} nats a token: sync_ref_model=True lets the reference follow, a larger beta (now"
+        f" {means[-1]:.3g} nats per token: sync_ref_model=True lets the reference follow, a larger beta (now"
         f" {config.beta:g}) or a smaller learning_rate holds the policy back"
     )
 
@@ -111,7 +109,7 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
     if now >= 0.05 * first or now >= 0.05:
         return None
     return (
-        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats a token, and it hardly explores any"
+        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, and it hardly explores any"
         f" more: fine if the task is learned; if not, set entropy_coef (now {config.entropy_coef:g}) or"
         " use_adaptive_entropy=True, raise epsilon_high or temperature, or lower learning_rate"
     )
@@ -167,7 +165,7 @@ def reward_hacking(history: History, config: GRPOConfig) -> str | None:
 
 
 def slower(history: History, config: GRPOConfig) -> str | None:
-    """Tokens a second have fallen to less than half of what they were."""
+    """Tokens per second have fallen to less than half of what they were."""
     rates = _values(history, "tokens_per_second")[1:]  # the first line compiles
     if len(rates) < 2 * WINDOW:
         return None
@@ -191,7 +189,7 @@ def slower(history: History, config: GRPOConfig) -> str | None:
     }
     longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if more else ""
     return (
-        f"{now:,.0f} completion tokens a second in the last {WINDOW} logged steps, {first:,.0f} at the beginning:"
+        f"{now:,.0f} completion tokens per second in the last {WINDOW} logged steps, {first:,.0f} at the beginning:"
         f"{longest} unless the machine is shared with others now"
     )
 

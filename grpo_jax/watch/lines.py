@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from typing import IO, Any
 
-__all__ = ["read_lines", "whole_lines"]
-
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file, up to a line that a kill tore, and nothing if there is no file."""

@@ -22,8 +22,6 @@ from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Tracker, open_trackers
 from grpo_jax.watch.writer import Callback, RunWriter, check_callbacks, notify
 
-__all__ = ["Monitor"]
-
 MOST_WARNINGS = 200
 """Warnings that are kept of a run, each text once."""
 

@@ -6,14 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "held_out",
-    "many",
-    "plain",
-    "short",
-]
-
-
 _NO_SCORE = {
     "mean_length",
     "min_length",

@@ -23,8 +23,6 @@ from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import held_out
 from grpo_jax.watch.plots import find_panels, smooth, thin, usual_times
 
-__all__ = ["html_report"]
-
 POINTS = 400
 """Values of a curve; a panel is some 400 pixels wide."""
 STEPS = 12

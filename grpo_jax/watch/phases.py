@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterator
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.names import many, short
 
-__all__ = [
-    "Phases",
-    "describe_run",
-]
-
 
 class Phases:
     """A stopwatch: the seconds of each phase of an iteration.
@@ -86,11 +81,11 @@ def describe_run(
       device: their kind.
 
     Example:
-      >>> config = GRPOConfig(num_iterations=2, per_device_train_batch_size=64, max_steps=100)
+      >>> config = GRPOConfig(per_device_train_batch_size=64, max_steps=50)
       >>> print(describe_run(config, num_rows=400, num_parameters=1_234_567, state_bytes=14_815_000, device="cpu"))
       1.23 M parameters · 14.8 MB of training state · 1 device (cpu)
-      each iteration: 8 prompts × 8 = 64 completions of up to 512 tokens · 2 passes × 1 slice = 2 updates of 8 prompts
-      100 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
+      each iteration: 8 prompts × 8 = 64 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of 8 prompts
+      50 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
     """
     sizes, steps = config.sizes(num_devices), config.total_steps(num_rows, num_devices)
     devices = num_devices or math.prod((config.mesh or {}).values())
@@ -102,7 +97,7 @@ def describe_run(
         f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
         f"each iteration: {many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
         f" of up to {config.max_completion_length} tokens ·"
-        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.slices, 'slice')} ="
+        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
         f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}{micro}\n"
         f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')} ·"
         f" {many(num_rows, 'prompt')}, gone through {epochs:g} time{'s' * (epochs != 1)}"

@@ -13,8 +13,6 @@ from grpo_jax.watch.page import html_report
 from grpo_jax.watch.plots import draw_report, save_figure
 from grpo_jax.watch.writer import RunWriter
 
-__all__ = ["write_pictures"]
-
 
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
     """Draw `report.png` and `report.html`, each whole or not at all; what fails is a warning and ends nothing.

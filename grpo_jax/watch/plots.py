@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "draw_report", "find_panels", "save_figure", "smooth", "thin", "usual_times"]
-
 _INK, _GREY, _GRID = "#1f2933", "#697586", "#e4e7eb"
 # Okabe and Ito's colours, which colour-blind readers tell apart, the darker ones first.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f5539", "#5c4d9e")
@@ -36,8 +34,8 @@ class Panel(NamedTuple):
 _PANELS = (
     Panel("Reward", "mean over completions", ((r"reward", "weighted sum"), (r"rewards/(.+)/mean", ""))),
     Panel("Held-out prompts", "mean score", ((r"held out: (.+)", ""),)),
-    Panel("KL divergence", "nats a token", ((r"kl", "to the reference"), (r"kl_initial", "to the initial policy"))),
-    Panel("Entropy of the policy", "nats a token", ((r"entropy", "all tokens"),), low=0.0),
+    Panel("KL divergence", "nats per token", ((r"kl", "to the reference"), (r"kl_initial", "to the initial policy"))),
+    Panel("Entropy of the policy", "nats per token", ((r"entropy", "all tokens"),), low=0.0),
     Panel(
         "Completion length",
         "tokens",

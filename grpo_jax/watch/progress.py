@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Progress"]
-
 
 @dataclasses.dataclass
 class Progress:

@@ -28,8 +28,6 @@ from typing import Any
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.plots import draw_report, save_figure
 
-__all__ = ["Tracker", "check_trackers", "live_plot", "open_trackers", "tensorboard", "trackio", "wandb"]
-
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"

@@ -1,10 +1,10 @@
-"""What a run leaves behind and tells: files in a run directory, seconds per phase, callbacks, the line at the start.
+"""What a run leaves behind and tells: the files of its directory, and callbacks.
 
 | file | what it holds |
 |---|---|
 | `config.json` | the config, package versions, the command line |
-| `metrics.jsonl` | one JSON object a logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
-| `completions.jsonl` | one JSON object a completion: step, prompt, completion, rewards, advantage, ended |
+| `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
+| `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended |
 | `warnings.jsonl` | one JSON object a warning: step, category, message |
 | `report.png`, `report.html` | the picture of the run and its page, drawn by `pictures.write_pictures` |
 
@@ -23,21 +23,12 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.lines import read_lines, whole_lines
 from grpo_jax.watch.names import plain
-
-__all__ = [
-    "Callback",
-    "RunWriter",
-    "check_callbacks",
-    "notify",
-    "package_versions",
-]
-
 
 Callback = Callable[[int, Mapping[str, Any]], Any]
 """Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
@@ -53,10 +44,7 @@ callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step
 ```
 """
 
-
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
-
-
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
 
 
@@ -64,11 +52,11 @@ class RunWriter:
     """The files of a run directory, written as the run goes.
 
     Each line is flushed as it is written. After a kill, `truncate` cuts the files back to the step of the checkpoint
-    that the run goes on from, so that no line is there twice. On all processes but one of a multi-host run, and where
-    nothing shall be kept, the directory is None and every method does nothing.
+    that the run goes on from, so that no line is there twice.
 
     Args:
-      run_dir: the directory, made if it is not there; None: nothing is written.
+      run_dir: the directory, made if it is not there; None (where nothing shall be kept, and on all processes of a
+        multi-host run but one): every method does nothing.
 
     Raises:
       ValueError: the directory cannot be made or written to.
@@ -87,15 +75,10 @@ class RunWriter:
     def __init__(self, run_dir: str | os.PathLike[str] | None):
         self.run_dir = None if run_dir is None else pathlib.Path(run_dir)
         if self.run_dir is not None:
-            try:
+            with refused_if_unusable(self.run_dir):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 self.path(".writable").touch()
                 self.path(".writable").unlink()
-            except OSError as error:
-                raise ValueError(
-                    f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
-                    " give a directory of your own, or None to keep nothing"
-                ) from error
 
     def path(self, name: str) -> pathlib.Path:
         """Return the path of a file in the run directory."""
@@ -122,7 +105,7 @@ class RunWriter:
         self._append("metrics.jsonl", [{"step": step, **metrics}])
 
     def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add lines to `completions.jsonl`: one a row, with the step in front."""
+        """Add lines to `completions.jsonl`: one per completion, with the step in front."""
         self._append("completions.jsonl", [{"step": step, **row} for row in rows])
 
     def warning(self, step: int, category: str, message: str) -> None:
@@ -130,11 +113,9 @@ class RunWriter:
         self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
-        """Cut the files back to `step`: drop all lines of later steps, and a last line that a kill tore.
+        """Drop all lines of steps after `step`, and a last line that a kill tore; -1 drops all.
 
-        Args:
-          step: optimizer steps of the checkpoint that the run goes on from; -1 for a run that begins anew.
-          evaluated: whether the evaluation of that step is done, if one is due; its line is dropped if not.
+        The line of an evaluation of `step` itself is dropped too, unless that is `evaluated`.
         """
         for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
@@ -149,10 +130,9 @@ class RunWriter:
                 file.truncate(end)
 
     def put_aside(self) -> tuple[int, str]:
-        """Give other names to the files of a run that has made steps and cannot be gone on with.
+        """Give other names to the files of a run that has made steps and has no checkpoint.
 
-        Returns:
-          The last step that they tell of, and the ending that their names have now; (0, "") if there was none.
+        Returns the last step in them, and the ending that their names have now; (0, "") if there was no such run.
         """
         steps = [] if self.run_dir is None else [line["step"] for line in read_lines(self.path("metrics.jsonl"))]
         if max(steps, default=0) < 1:
@@ -181,6 +161,18 @@ class RunWriter:
         os.replace(temporary, self.path(name))
 
 
+@contextlib.contextmanager
+def refused_if_unusable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of a run directory that cannot be made or written to what to do: a `ValueError` for an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
+            " give a directory of your own, or None to keep nothing"
+        ) from error
+
+
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Return the callbacks, or raise a `TypeError` that says which one cannot be called."""
     callbacks = tuple(callbacks)
@@ -206,7 +198,7 @@ def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, Any])
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's numbers, without importing them."""
+    """The versions of the packages that decide a run's numbers, without importing them."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -34,10 +34,7 @@ BAD = [
     ),
     (dict(max_completion_length=0), f"max_completion_length = 0: {UP}"),
     (dict(max_prompt_length=0), f"max_prompt_length = 0: {UP}"),
-    (
-        dict(temperature=0),
-        "temperature = 0: must be above 0; sampling needs more than 0 (greedy is for evaluation)",
-    ),
+    (dict(temperature=0), "temperature = 0: must be above 0; sampling needs more than 0 (greedy is for evaluation)"),
     (
         dict(temperature=-1.0),
         "temperature = -1.0: must be above 0; sampling needs more than 0 (greedy is for evaluation)",
@@ -63,10 +60,7 @@ BAD = [
         "max_steps = 0: nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
     ),
     (dict(num_train_epochs=0), f"num_train_epochs = 0: {ABOVE}"),
-    (
-        dict(seed=-1),
-        "seed = -1: must be at least 0 and at most 4294967295; use a whole number from 0 to 2**32 - 1",
-    ),
+    (dict(seed=-1), "seed = -1: must be at least 0 and at most 4294967295; use a whole number from 0 to 2**32 - 1"),
     (
         dict(seed=2**32),
         "seed = 4294967296: must be at least 0 and at most 4294967295; use a whole number from 0 to 2**32 - 1",
@@ -108,10 +102,7 @@ BAD = [
     ),
     (dict(learning_rate=-1e-6), f"learning_rate = -1e-06: {FROM_0}"),
     (dict(warmup_steps=-1), f"warmup_steps = -1: {FROM_0}"),
-    (
-        dict(warmup_steps=2.5),
-        "warmup_steps = 2.5: must be a whole number of steps, or a share of all steps below 1",
-    ),
+    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be a whole number of steps, or a share of all steps below 1"),
     (dict(weight_decay=-0.1), f"weight_decay = -0.1: {FROM_0}"),
     (dict(adam_beta1=1.0), "adam_beta1 = 1.0: must be at least 0 and below 1; 0.9 is usual"),
     (dict(adam_beta2=-0.1), "adam_beta2 = -0.1: must be at least 0 and below 1; 0.999 is usual"),
@@ -179,7 +170,7 @@ BAD = [
     (dict(shuffle_dataset="yes"), "shuffle_dataset = 'yes': must be True or False"),
     (
         dict(reward_weights="1, 2"),
-        "reward_weights = '1, 2': must be a list with one number a reward function; or None for 1.0 each",
+        "reward_weights = '1, 2': must be a list with one number per reward function; or None for 1.0 each",
     ),
     (dict(reward_weights=[1, "a"]), f"reward_weights = [1, 'a']: weight 1 {NUMBER} str"),
     (
@@ -245,10 +236,7 @@ BAD = [
         'gradient_checkpointing_policy = \'dots\': must be "nothing_saveable" or "dots_with_no_batch_dims_saveable" or'
         ' "dots_saveable"',
     ),
-    (
-        dict(compute_dtype="bf16"),
-        'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "float32" or "bfloat16"',
-    ),
+    (dict(compute_dtype="bf16"), 'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "float32" or "bfloat16"'),
     (
         dict(pad_to_multiple_of="atuo"),
         f'pad_to_multiple_of = \'atuo\': {WHOLE} str; or did you mean "auto"? must be "auto"',
@@ -318,17 +306,17 @@ BAD = [
     # Batches that don't divide.
     (
         dict(per_device_train_batch_size=12),
-        "per_device_train_batch_size = 12: times gradient_accumulation_steps = 1 it makes 12 completions a device and"
+        "per_device_train_batch_size = 12: times gradient_accumulation_steps = 1 it makes 12 completions per device and"
         " update, which cannot be cut into whole groups of num_generations = 8; the nearest that fit: 8 and 16",
     ),
     (
         dict(per_device_train_batch_size=3, gradient_accumulation_steps=8),
-        "per_device_train_batch_size = 3: times gradient_accumulation_steps = 8 it makes 24 completions a device and"
+        "per_device_train_batch_size = 3: times gradient_accumulation_steps = 8 it makes 24 completions per device and"
         " update, which cannot be cut into whole groups of num_generations = 8; the nearest that fit: 2 and 4",
     ),
     (
         dict(num_generations=16),
-        "per_device_train_batch_size = 8: times gradient_accumulation_steps = 1 it makes 8 completions a device and"
+        "per_device_train_batch_size = 8: times gradient_accumulation_steps = 1 it makes 8 completions per device and"
         " update, which cannot be cut into whole groups of num_generations = 16; the nearest that fits: 16",
     ),
     (
@@ -337,7 +325,7 @@ BAD = [
     ),
     (
         dict(generation_batch_size=20),
-        "generation_batch_size = 20: does not split into optimizer batches of 8 completions"
+        "generation_batch_size = 20: does not split into minibatches of 8 completions"
         " (per_device_train_batch_size = 8 × gradient_accumulation_steps = 1); the nearest that fit: 16 and 24",
     ),
     (
@@ -658,7 +646,7 @@ SIZES = [
         1,
         Sizes(16, 128, 1, 3, 16, 2, 8, 8),
     ),
-    # Six micro-batches of 16 completions, two an update: three slices of 32 = 8 prompts of G = 4; two passes.
+    # Six micro-batches of 16 completions, two per update: three minibatches of 32 = 8 prompts of G = 4; two passes.
     (
         dict(
             num_generations=4,
@@ -682,7 +670,7 @@ SIZES = [
         1,
         Sizes(24, 96, 3, 6, 8, 2, 4, 4),
     ),
-    # ... on three devices the generation batch stays and the slices become one.
+    # ... on three devices the generation batch stays and the minibatches become one.
     (
         dict(
             num_generations=4,
@@ -695,11 +683,7 @@ SIZES = [
         Sizes(24, 96, 1, 2, 24, 2, 12, 4),
     ),
     # A micro-batch of 2 is a quarter of a group: four make one update of one prompt a device.
-    (
-        dict(per_device_train_batch_size=2, gradient_accumulation_steps=4),
-        2,
-        Sizes(2, 16, 1, 1, 2, 4, 2, 2),
-    ),
+    (dict(per_device_train_batch_size=2, gradient_accumulation_steps=4), 2, Sizes(2, 16, 1, 1, 2, 4, 2, 2)),
     # The tensor axis holds the same prompts: eight devices, four shards.
     (dict(mesh={"data": 2, "fsdp": 2, "tensor": 2}), 8, Sizes(4, 32, 1, 1, 4, 1, 4, 8)),
     (dict(mesh={"data": 2, "fsdp": 2, "tensor": 2}), None, Sizes(4, 32, 1, 1, 4, 1, 4, 8)),
@@ -711,7 +695,7 @@ def test_sizes_by_hand(values, devices, sizes):
     config = GRPOConfig(**values)
     assert config.sizes(devices) == sizes
     assert sizes.prompts * config.num_generations == sizes.completions
-    assert sizes.prompts_per_update * sizes.slices == sizes.prompts
+    assert sizes.prompts_per_update * sizes.minibatches == sizes.prompts
     assert sizes.micro_batches * sizes.micro_prompts * sizes.micro_completions == (
         sizes.prompts_per_update * config.num_generations
     )
@@ -719,12 +703,12 @@ def test_sizes_by_hand(values, devices, sizes):
 
 def test_sizes_refuse_a_generation_batch_that_the_devices_cannot_share():
     line = (
-        r"generation_batch_size = 48: does not split into optimizer batches of 32 completions"
+        r"generation_batch_size = 48: does not split into minibatches of 32 completions"
         r" \(per_device_train_batch_size = 8 × gradient_accumulation_steps = 1 × 4 devices\);"
         r" the nearest that fit: 32 and 64"
     )
     config = GRPOConfig(generation_batch_size=48)
-    assert config.sizes(2).slices == 3
+    assert config.sizes(2).minibatches == 3
     with pytest.raises(ValueError, match=line):
         config.sizes(4)
     with pytest.raises(ValueError, match=line):
@@ -787,24 +771,16 @@ BAD_RUNS = [
     (
         dict(reward_weights=[1.0]),
         {},
-        "reward_weights = (1.0,): 1 weights for 2 reward functions; give one weight a function, or None for 1.0 each",
+        "reward_weights = (1.0,): 1 weights for 2 reward functions; give one weight per function, or None for 1.0 each",
     ),
-    (
-        {},
-        dict(num_eval_rows=0),
-        "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out",
-    ),
+    ({}, dict(num_eval_rows=0), "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"),
     (
         dict(num_generations_eval=3),
         dict(num_eval_rows=5),
         "per_device_eval_batch_size = 8: does not hold whole groups of 3 completions (num_generations_eval);"
         " the nearest that fit: 6 and 9",
     ),
-    (
-        dict(eval_steps=5),
-        {},
-        "eval_steps = 5: there is nothing to evaluate on; pass eval_dataset to train",
-    ),
+    (dict(eval_steps=5), {}, "eval_steps = 5: there is nothing to evaluate on; pass eval_dataset to train"),
     (
         dict(metric_for_best_model="eval/right", save_steps=None),
         {},

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -82,18 +83,35 @@ def test_samples_are_those_of_one_stream(monkeypatch, into):
     np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-5)
 
 
-def test_a_new_program_is_met_by_one_thread_first():
-    others = threading.Event()
+def test_threads_that_share_a_program_compile_it_once():
+    traced = []
 
-    def first_alone(i):
-        if i == 0:
-            return others.wait(timeout=0.2)
-        others.set()
-        return True
+    @streams.shared
+    @jax.jit
+    def program(x):
+        traced.append(x.shape)
+        time.sleep(0.05)  # long enough for the others to come
+        return x + 1
 
-    assert streams.run_in_streams(first_alone, [0, 1, 2], program="of this test") == [False, True, True]
-    meet = threading.Barrier(3, timeout=30)
-    assert len(streams.run_in_streams(lambda i: meet.wait(), [0, 1, 2], program="of this test")) == 3
+    results = streams.run_in_streams(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
+    assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
+    assert traced == [(3,)]
+
+
+def test_a_shared_program_is_let_go_when_it_is_dispatched():
+    program = streams.shared(jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), x)))
+    jax.block_until_ready(program(jnp.eye(128), 1))  # compiled
+    ended, under_way = [], threading.Event()
+
+    def part(steps):
+        if steps == 1:
+            under_way.wait(30)
+        result = program(jnp.eye(128), steps)
+        under_way.set()
+        ended.append((steps, jax.block_until_ready(result) is result))
+
+    streams.run_in_streams(part, [20_000, 1])
+    assert [steps for steps, _ in ended] == [1, 20_000], "the short one did not wait for the long one"
 
 
 def test_streams_compile_a_program_once(monkeypatch):

@@ -24,7 +24,7 @@ from grpo_jax.update.state import create_state
 from grpo_jax.watch.lines import read_lines
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-# μ = 3 over 2 slices of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third shuffled epoch.
+# μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.
 SETTINGS = {
     "num_generations": 4,
     "per_device_train_batch_size": 8,
@@ -131,6 +131,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
     import grpo_jax.keep.checkpoint
     import grpo_jax.run.collect
     import grpo_jax.run.train
+    import grpo_jax.update.packed
 
     calls = []
 
@@ -145,7 +146,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
 
     module = sys.modules["grpo_jax.run.train"]
     moments = {
-        "update": (module, "update", 1),
+        "update": (grpo_jax.update.packed.PackedUpdater, "update", 1),
         "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),
         "rollout": (grpo_jax.run.collect, "generate", 6),
         "rewards": (grpo_jax.run.scores, "compute_rewards", 12),

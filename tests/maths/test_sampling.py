@@ -8,7 +8,7 @@ import pytest
 from absl.testing import parameterized
 from scipy import stats
 
-from grpo_jax.maths.sampling import draw_tokens, process_logits, sample_tokens
+from grpo_jax.maths.sampling import Sampling, draw_tokens, process_logits, sample_tokens
 
 SETTINGS = {
     "plain": {},
@@ -46,7 +46,7 @@ def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=No
 @pytest.mark.parametrize("vocab", [7, 64, 100])
 def test_processed_distribution_is_that_of_the_definition(name, vocab):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
-    probs = jax.nn.softmax(process_logits(jnp.array(logits), **SETTINGS[name]))
+    probs = jax.nn.softmax(process_logits(jnp.array(logits), Sampling(**SETTINGS[name])))
     np.testing.assert_allclose(probs, reference_distribution(logits, **SETTINGS[name]), atol=2e-6)
 
 
@@ -143,7 +143,7 @@ def test_keys_by_row_make_rows_independent_of_each_other():
 
 def test_a_kept_token_survives_every_cut():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
-    processed = process_logits(logits, top_k=1, top_p=0.5, min_p=0.9, keep=jnp.array([3]))
+    processed = process_logits(logits, Sampling(top_k=1, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
     np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])
 
 
@@ -166,7 +166,7 @@ def test_settings_out_of_range_are_named(settings, message):
 def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"logits must be \[\.\.\., V\]"):
         sample_tokens(jax.random.key(0), jnp.zeros(()))
-    with pytest.raises(ValueError, match=r"key must be one key or one a row \(2,\); got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"key must be one key, or one per draw \(2,\); got shape \(3,\)"):
         sample_tokens(jax.random.split(jax.random.key(0), 3), jnp.zeros((2, 5)))
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.attention import group_attention, lane_attention
+from grpo_jax.models.attention import group_attention, packed_attention
 from grpo_jax.models.packing import pack
 
 B, G, T, P, H, R, WIDTH, BLOCK = 3, 4, 10, 6, 2, 3, 4, 4
@@ -65,15 +65,15 @@ def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
     mask = np.arange(T) < lengths[..., None]
     rows = [x.swapaxes(1, 2).reshape(B * G, *x.shape[1:2], *x.shape[3:]) for x in (q, k, v)]
     met = 0
-    for piece in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
+    for sequence in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
         lay_out = [np.zeros((H, size, *x.shape[3:])) for x in rows]
-        for row, start, n in zip(piece.rows, piece.starts, piece.lengths, strict=True):
-            for lane, x in zip(lay_out, rows, strict=True):
-                lane[:, start : start + n] = x[row, :, :n]
+        for row, start, n in zip(sequence.completions, sequence.starts, sequence.lengths, strict=True):
+            for flat, x in zip(lay_out, rows, strict=True):
+                flat[:, start : start + n] = x[row, :, :n]
         lq, lk, lv = (jnp.asarray(x, jnp.float32)[None, :, None] for x in lay_out)
-        got = lane_attention(lq, lk, lv, prefix, piece.lane, **settings)[0, :, 0]
+        got = packed_attention(lq, lk, lv, prefix, sequence.segments, **settings)[0, :, 0]
         assert np.isfinite(got).all(), "where no row stands, too"
-        for row, start, n in zip(piece.rows, piece.starts, piece.lengths, strict=True):
+        for row, start, n in zip(sequence.completions, sequence.starts, sequence.lengths, strict=True):
             np.testing.assert_allclose(got[:, start : start + n], expected[row, :, :n], atol=1e-5)
             met += n
     assert met == lengths.sum()
@@ -82,9 +82,9 @@ def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
 @pytest.mark.parametrize(("size", "reach"), [(16, 0), (12, 1)])
 def test_full_rows_look_no_further_back_than_their_own(size, reach):
     mask = np.ones((1, 2, 8), bool)
-    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == reach
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].segments.reach == reach
     mask[0, 0, 5:] = False
-    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].lane.reach == 2
+    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].segments.reach == 2
 
 
 def test_infinite_keys_in_padding_give_finite_gradients():

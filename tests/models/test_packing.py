@@ -1,10 +1,10 @@
-"""Packing: every token of every row stands once, where the lane says, and next to nothing is padding."""
+"""Packing: every token of every row stands once, where the segments says, and next to nothing is padding."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.packing import BLOCK, pack, padding_share, piece_size
+from grpo_jax.models.packing import BLOCK, pack, padding_share, sequence_size
 
 
 def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
@@ -17,54 +17,56 @@ def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
 def test_every_token_stands_once(seed, size, block):
     tokens, mask = rows_of(seed=seed)
-    pieces = pack(tokens, mask, size=size, block=block)
+    sequences = pack(tokens, mask, size=size, block=block)
     seen = np.zeros(mask.shape, int).reshape(-1, mask.shape[2])
-    for piece in pieces:
+    for sequence in sequences:
         taken = np.zeros(size, bool)
-        for number, (row, start, length) in enumerate(zip(piece.rows, piece.starts, piece.lengths, strict=True)):
+        for number, (row, start, length) in enumerate(
+            zip(sequence.completions, sequence.starts, sequence.lengths, strict=True)
+        ):
             at = slice(start, start + length)
-            np.testing.assert_array_equal(piece.tokens[at], tokens.reshape(-1, mask.shape[2])[row, :length])
-            np.testing.assert_array_equal(piece.lane.row[at], number)
-            np.testing.assert_array_equal(piece.lane.position[at], np.arange(length))
+            np.testing.assert_array_equal(sequence.tokens[at], tokens.reshape(-1, mask.shape[2])[row, :length])
+            np.testing.assert_array_equal(sequence.segments.number[at], number)
+            np.testing.assert_array_equal(sequence.segments.position[at], np.arange(length))
             assert set(np.arange(start, start + length) // block) <= set(
-                np.flatnonzero(piece.lane.prompt == row // mask.shape[1])
+                np.flatnonzero(sequence.segments.prompt == row // mask.shape[1])
             )
             assert not taken[at].any()
             taken[at] = True
             seen[row, :length] += 1
-        assert (piece.lane.row[~taken] == -1).all()
+        assert (sequence.segments.number[~taken] == -1).all()
     np.testing.assert_array_equal(seen.reshape(mask.shape), mask)
-    shapes = [[x.shape for x in (p.tokens, p.lane.prompt, p.rows, p.starts, p.lengths)] for p in pieces]
-    assert shapes == [shapes[0]] * len(pieces), "one program for all pieces"
+    shapes = [[x.shape for x in (p.tokens, p.segments.prompt, p.completions, p.starts, p.lengths)] for p in sequences]
+    assert shapes == [shapes[0]] * len(sequences), "one program for all sequences"
 
 
-def test_a_piece_gives_rows_back():
+def test_a_packed_sequence_gives_completions_back():
     tokens, mask = rows_of()
-    for piece in pack(tokens, mask, size=64, block=8):
-        real = piece.lengths > 0
-        spread = np.where(piece.mask, piece.spread(jnp.asarray(piece.tokens)), 0)[real]
+    for sequence in pack(tokens, mask, size=64, block=8):
+        real = sequence.lengths > 0
+        spread = np.where(sequence.mask, sequence.spread(jnp.asarray(sequence.tokens)), 0)[real]
         whole = np.where(mask, tokens, 0).reshape(-1, mask.shape[2])
-        np.testing.assert_array_equal(spread, whole[piece.rows[real]])
-        np.testing.assert_array_equal(piece.of(mask)[real], mask.reshape(whole.shape)[piece.rows[real]])
-        np.testing.assert_array_equal(np.asarray(piece.mask)[~real], False)
+        np.testing.assert_array_equal(spread, whole[sequence.completions[real]])
+        np.testing.assert_array_equal(sequence.of(mask)[real], mask.reshape(whole.shape)[sequence.completions[real]])
+        np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
 
 def test_a_hole_in_a_mask_does_not_end_a_row():
     mask = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
-    (piece,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
-    assert piece.lengths[piece.lengths > 0].tolist() == [3]
-    assert piece.tokens[:3].tolist() == [0, 1, 2]
+    (sequence,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
+    assert sequence.lengths[sequence.lengths > 0].tolist() == [3]
+    assert sequence.tokens[:3].tolist() == [0, 1, 2]
 
 
 def test_a_batch_without_tokens_is_one_empty_piece():
-    (piece,) = pack(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
-    assert piece.lengths.sum() == 0
-    assert (piece.lane.row == -1).all()
+    (sequence,) = pack(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
+    assert sequence.lengths.sum() == 0
+    assert (sequence.segments.number == -1).all()
 
 
-def test_a_piece_that_cannot_hold_a_row_is_refused():
+def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
     tokens, mask = rows_of(shortest=30)
-    with pytest.raises(ValueError, match="size must be a multiple of 8 and hold the longest row, 40; got 32"):
+    with pytest.raises(ValueError, match="size must be a multiple of 8 and hold the longest completion, 40; got 32"):
         pack(tokens, mask, size=32, block=8)
     with pytest.raises(ValueError, match="size must be a multiple of 8"):
         pack(tokens, mask, size=44, block=8)
@@ -72,7 +74,7 @@ def test_a_piece_that_cannot_hold_a_row_is_refused():
 
 @pytest.mark.parametrize(("tokens", "longest", "size"), [(1, 1, 64), (64, 64, 64), (65, 10, 128), (100, 300, 320)])
 def test_piece_size(tokens, longest, size):
-    assert piece_size(tokens, longest) == size
+    assert sequence_size(tokens, longest) == size
     assert size % BLOCK == 0
 
 
@@ -82,23 +84,23 @@ def test_rows_that_end_at_random_leave_little_padding():
     for seed in range(40):
         lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, (8, 8)), 256)
         mask = np.arange(256) < lengths[..., None]
-        pieces = pack(np.ones(mask.shape, int), mask, size=piece_size(512, 256))
-        shares.append(padding_share(pieces))
-        assert shares[-1] == pytest.approx(1 - mask.sum() / (len(pieces) * 512))
+        sequences = pack(np.ones(mask.shape, int), mask, size=sequence_size(512, 256))
+        shares.append(padding_share(sequences))
+        assert shares[-1] == pytest.approx(1 - mask.sum() / (len(sequences) * 512))
     assert np.mean(shares) < 0.15
 
 
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
     tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
-    for piece in pack(tokens, mask, size=size):
-        assert piece.lane.prompt.shape == (size // expected,)
-        assert piece.lane.reach == t // expected - 1
-        assert (piece.starts % expected == 0).all()
+    for sequence in pack(tokens, mask, size=size):
+        assert sequence.segments.prompt.shape == (size // expected,)
+        assert sequence.segments.reach == t // expected - 1
+        assert (sequence.starts % expected == 0).all()
     mask[1, 2, -1] = False
-    for piece in pack(tokens, mask, size=size):
-        assert piece.lane.prompt.shape == (size // BLOCK,)
-        assert piece.lane.reach == min(t // BLOCK, size // BLOCK - 1)
+    for sequence in pack(tokens, mask, size=size):
+        assert sequence.segments.prompt.shape == (size // BLOCK,)
+        assert sequence.segments.reach == min(t // BLOCK, size // BLOCK - 1)
 
 
 def test_full_rows_leave_no_padding():

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, Prompts, completion_log_probs, make_prompts, token_log_probs
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models import scoring as module
 from grpo_jax.models.scoring import score_completions
 
@@ -80,7 +81,7 @@ def test_log_probs_in_bfloat16_are_of_unrounded_logits(chunk, monkeypatch):
     params = {**params, "embed_tokens": {"embedding": table}}
     tokens = jax.random.randint(jax.random.key(2), (3, 8), 0, 24)
     unembed = lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
-    log_probs, _ = jax.jit(lambda *args: module.chunked(unembed, *args, with_entropy=False, chunk=chunk))(
+    log_probs, _ = jax.jit(lambda *args: module.chunked(unembed, *args, Sampling(), with_entropy=False, chunk=chunk))(
         params, hidden, tokens
     )
     logits = hidden.astype(jnp.float32) @ table.astype(jnp.bfloat16).astype(jnp.float32).T
@@ -111,7 +112,7 @@ def test_log_probs_can_be_differentiated_forwards(settings, monkeypatch):
 def test_entropy_is_that_of_the_distribution():
     model, params = tiny_model()
     rows = completions()
-    _, entropy = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, temperature=0.8)
+    _, entropy = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(temperature=0.8))
     b, g = 1, 2
     row = jnp.concatenate([PROMPTS.tokens[b, :1], rows.tokens[b, g]])
     p = jax.nn.softmax(model.apply({"params": params}, row[None])[0, :-1] / 0.8)
@@ -123,7 +124,7 @@ def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
     rows = completions()
 
     def total(params):
-        l, h = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, top_k=3)
+        l, h = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(top_k=3))
         return l.sum() + h.sum()
 
     grads = jax.grad(total)(params)

@@ -9,17 +9,19 @@ import optax
 import pytest
 
 from grpo_jax import Batch, GRPOConfig, Prompts
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
+from grpo_jax.update.updater import choose_updater
 
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
 P = 64
-NAMES = ("_read_part", "_score_piece", "_add_piece", "_add_prompts", "_jit_apply")
+NAMES = ("_read_some", "_score_sequence", "_add_sequence", "_add_prompts", "_jit_apply")
 PROGRAMS = {name: getattr(packed, name) for name in NAMES}
 
 
@@ -50,9 +52,9 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=
         sampling_log_probs=-jnp.ones(shape),
     )
     config = GRPOConfig(beta=0.1, max_completion_length=t)
-    at = {"model": MODEL, "config": config, "micro": (micro_rows // g, g)}
-    ref = packed.score(state.ref_params, batch.prompts, batch.tokens, batch.mask, **at)
-    packed.update(state, batch.replace(ref_log_probs=ref), optimizer=optimizer, on_policy=True, **at)
+    updater = choose_updater(MODEL, config, micro=(micro_rows // g, g), optimizer=optimizer)
+    ref = updater.score(state.ref_params, batch.prompts, batch.tokens, batch.mask)
+    updater.update(state, batch.replace(ref_log_probs=ref))
     return {kind: (lowered[kind], n) for kind, n in runs.items()}
 
 
@@ -75,12 +77,12 @@ def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):
 
 
 def temporaries(monkeypatch, **sizes):
-    lowered, _ = programs_of_an_iteration(monkeypatch, **sizes)["_add_piece"]
+    lowered, _ = programs_of_an_iteration(monkeypatch, **sizes)["_add_sequence"]
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
-    """A piece of N tokens: activations of N tokens, logits of N tokens a few times, gradients of the params."""
+    """A sequence of N tokens: activations of N tokens, logits of N tokens a few times, gradients of the params."""
     n = 512
     one = temporaries(monkeypatch, b=2, g=4, t=64, tokens=n)
     params = V * D + L * (D * (2 * H + 2 * KV) * WIDTH + 3 * D * F)
@@ -93,14 +95,14 @@ def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(("b", "g"), [(2, 4), (4, 8)])
-def test_every_piece_runs_one_program(monkeypatch, b, g):
+def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
     programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128)
-    pieces = int(np.ceil(b * g * 64 / 128))
+    sequences = int(np.ceil(b * g * 64 / 128))
     assert {kind: runs for kind, (_, runs) in programs.items()} == {
-        "_read_partFalse": b // 2,
-        "_score_piece": pieces,
-        "_read_partTrue": b // 2,
-        "_add_piece": pieces,
+        "_read_someFalse": b // 2,
+        "_score_sequence": sequences,
+        "_read_someTrue": b // 2,
+        "_add_sequence": sequences,
         "_add_prompts": b // 2,
         "_jit_apply": 1,
     }
@@ -125,7 +127,7 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
     )
     lowered, plain = [], packed._jit_apply
     monkeypatch.setattr(packed, "_jit_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
-    packed.update(state, batch, model=model, optimizer=optimizer, config=config, on_policy=True, micro=(1, 8))
+    choose_updater(model, config, micro=(1, 8), optimizer=optimizer).update(state, batch)
     memory = lowered[0].compile().memory_analysis()
     policy = sum(x.nbytes for x in jax.tree.leaves(params))
     copies = 5 if beta else 4
@@ -144,7 +146,7 @@ def test_a_decode_writes_its_cache_where_it_stands(layout):
     params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     some = Prompts(jnp.ones((prompts, 4), jnp.int32), jnp.full(prompts, 4))
     slots = 4096 // (prompts * rows)
-    compiled = decode_module.lower_decode(model, params, some, rows, slots + 1).compile()
+    compiled = decode_module.lower_decode(model, params, some, rows, slots + 1, sampling=Sampling()).compile()
     cache = 2 * prompts * rows * heads * 8 * slots * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"

@@ -103,7 +103,7 @@ MEASURED = """
 import ctypes, gc, json, sys
 import jax, jax.numpy as jnp
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.update import packed
+from grpo_jax.update import updater
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.optimizer import make_optimizer
@@ -154,7 +154,7 @@ state, batch = jax.eval_shape(make_state, params), jax.eval_shape(make_batch)
 programs = compiled(make_params), compiled(make_state, params), compiled(make_batch)
 how = {"model": as_argument(model), "optimizer": optimizer, "config": config, "on_policy": True, "mesh": mesh}
 place = lambda x, cut: jax.tree.map(lambda y, at: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=at), x, cut(x, mesh))
-update = packed._jit_train_step.lower(
+update = updater._jit_train_step.lower(
     place(state, tree_sharding), place(batch, split_sharding), micro=(sizes.micro_prompts, g), **how
 ).compile()
 gc.collect()

@@ -109,7 +109,9 @@ def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns
     shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
     model = Transformer(shape)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    text = decode_module.lower_decode(model, params, make_prompts(PROMPTS[:3]), 2, 9, top_k=top_k).as_text()
+    text = decode_module.lower_decode(
+        model, params, make_prompts(PROMPTS[:3]), 2, 9, sampling=Sampling(top_k=top_k)
+    ).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
     assert made == [columns, not columns]
@@ -174,9 +176,9 @@ def test_a_model_without_a_cache_gives_the_same_completions():
     assert_same(generate(Bare(), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
 
 
-@pytest.mark.parametrize("segment", [3, 64])
-def test_the_length_of_a_segment_changes_nothing(segment, monkeypatch):
-    monkeypatch.setattr(layout_module, "SEGMENT", segment)
+@pytest.mark.parametrize("burst", [3, 64])
+def test_the_length_of_a_burst_changes_nothing(burst, monkeypatch):
+    monkeypatch.setattr(layout_module, "BURST", burst)
     assert_same(sample(), sampled())
 
 
@@ -201,12 +203,12 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
     monkeypatch.setattr(layout_module, "decode", decode)
     completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
     assert_same(completions, expected)
-    assert len(steps) > 2 * 90 // decode_module.SEGMENT
+    assert len(steps) > 2 * 90 // decode_module.BURST
     assert all(rows.token.shape[0] <= places for rows in steps if rows.token.shape[1] == 3), "too many groups"
     assert places == 1 or any(np.unique(rows.start).size > 1 for rows in steps), "no group came later than another"
 
 
-def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
+def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
     class Enough(Exception):
         pass
 
@@ -224,12 +226,12 @@ def test_an_interrupt_ends_the_sampling_between_two_segments(monkeypatch):
     monkeypatch.setattr(layout_module, "decode", decode)
     with pytest.raises(Enough):
         sample(interrupt=third_time)
-    assert asked[:2] == [0, 0], "before the prompts are read, and before the first segment"
-    assert set(decoded) == {2}, "the second segment was not begun"
+    assert asked[:2] == [0, 0], "before the prompts are read, and before the first burst"
+    assert set(decoded) == {2}, "the second burst was not begun"
     asked.clear()
     decoded.clear()
     assert_same(sample(interrupt=lambda: asked.append(1)), sampled())
-    assert len(set(decoded)) >= 69 // decode_module.SEGMENT, "asked anew before each segment"
+    assert len(set(decoded)) >= 69 // decode_module.BURST, "asked anew before each burst"
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it():
@@ -325,14 +327,14 @@ def layouts_met(costs, seeds=300):
 
 def test_compaction_only_ever_meets_a_few_layouts():
     """The programs of a run are bounded by this."""
-    layouts = layouts_met(DecodeStep(weights=0.0, prompt=0.5, row=1.0, products=1.0))
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0))
     assert all(b * g >= layout_module.FEWEST for b, g in layouts), "fewer rows take as long"
     assert layouts <= {(8, 8), (8, 4), (8, 2), (4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (1, 8), (32, 1), (16, 1), (8, 1)}
 
 
 def test_long_prompts_keep_rows_with_their_group():
     """A row by itself has a prompt of its own to read: with prompts that cost more than rows, groups stay whole."""
-    layouts = layouts_met(DecodeStep(weights=0.0, prompt=50.0, row=1.0))
+    layouts = layouts_met(DecodeStep(weights=0.0, prompt=50.0, own=1.0))
     assert (32, 1) not in layouts
     assert layouts <= {(b, g) for b in (8, 4, 2, 1) for g in (8, 4, 2, 1)}, layouts
 
@@ -340,7 +342,7 @@ def test_long_prompts_keep_rows_with_their_group():
 @pytest.mark.parametrize(("weights", "moves"), [(0, 3), (20, 3), (2000, 0)])
 def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(weights, moves):
     """Weights are read whatever the rows: 20 and 1.5 a row is a model of 5M parameters on a CPU."""
-    step = DecodeStep(weights=weights, prompt=0.25, row=0.25, products=1.3)
+    step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
     alive, layouts = np.ones((8, 8), bool), [(8, 8)]
     for _ in range(63):
         alive[np.unravel_index(np.flatnonzero(alive)[0], alive.shape)] = False
@@ -355,7 +357,7 @@ def test_a_mesh_counts_the_rows_of_one_device():
     """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
     alive = np.zeros((8, 8), bool)
     alive[:, :4] = True
-    step = DecodeStep(weights=30.0, prompt=0.0, row=1.0)
+    step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)
     assert layout_module.narrower(alive, step, 1).shape == (8, 4)
     assert layout_module.narrower(alive, step, 4) is None
 
@@ -364,20 +366,20 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
-    keys = decode_module.row_keys(jax.random.key(0), jnp.arange(2), 4)
+    keys = decode_module.completion_keys(jax.random.key(0), jnp.arange(2), 4)
     settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling()}
-    rows, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
-    step = layout_module.decode_step(as_argument(model), params, rows)
+    stream, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
+    step = layout_module.decode_step(as_argument(model), params, stream)
     norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
     weights = sum(x.size for x in jax.tree.leaves(params)) - norms
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert step == DecodeStep(
         weights=4 * weights,
-        prompt=nbytes(rows.prefix.layers) / 2,
-        row=nbytes(rows.cache) / 8,
+        prompt=nbytes(stream.prefix.layers) / 2,
+        own=nbytes(stream.cache) / 8,
         products=pytest.approx(2 * weights * 0.13),
     )
-    # Nine tokens a row: five slots on average.
+    # Nine tokens per row: five slots on average.
     work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
     assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
 

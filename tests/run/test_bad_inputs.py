@@ -149,10 +149,7 @@ BAD = [
     (dict(reward_fns=lambda prompt: 0), "needs the argument 'prompt', which is no column of the dataset"),
     (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments: they are given by keyword"),
     (dict(reward_fns=lambda of="answer": 0), "if it makes a reward function, call it first: lambda(...)"),
-    (
-        dict(reward_weights=[1.0, 2.0]),
-        "reward_weights = (1.0, 2.0): 2 weights for 1 reward function; give one weight a",
-    ),
+    (dict(reward_weights=[1.0, 2.0]), "reward_weights = (1.0, 2.0): 2 weights for 1 reward function; give one weight"),
     (
         dict(reward_weights=[0.0]),
         "reward_weights = (0.0,): no reward would count; give at least one weight that is not",
@@ -182,7 +179,7 @@ BAD = [
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16; 1, 2, 4, 8 do"),
     (
         dict(mesh={"data": 4}, generation_batch_size=12),
-        "generation_batch_size = 12: does not split into optimizer batches of 8 completions (per_device_train",
+        "generation_batch_size = 12: does not split into minibatches of 8 completions (per_device_train",
     ),
     # Evaluation.
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
@@ -211,10 +208,7 @@ BAD = [
     (dict(loss_type="cispo"), "epsilon_high = None: in cispo it is the cap of the ratio itself, not 1 + ε_high; unset"),
     (dict(sync_ref_model=True), "sync_ref_model = True: with beta = 0 there is no reference to sync; set beta"),
     (dict(temperature=0), "temperature = 0: must be above 0; sampling needs more than 0 (greedy is for evaluation)"),
-    (
-        dict(generation_batch_size=3),
-        "generation_batch_size = 3: does not split into optimizer batches of 2 completions",
-    ),
+    (dict(generation_batch_size=3), "generation_batch_size = 3: does not split into minibatches of 2 completions"),
     (dict(max_skipped_updates=0), "max_skipped_updates = 0: must be at least 1; use a whole number from 1 up"),
 ]
 

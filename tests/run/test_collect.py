@@ -14,6 +14,7 @@ from grpo_jax.run import collect as collect_module
 from grpo_jax.run.collect import Task, bucket_length, collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.hints import Hints
 
@@ -33,7 +34,7 @@ def run_of(reward_fns=length_reward, **settings):
 
 def collected(run, cursor=0, **keep):
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run.task, state, cursor, count=run.sizes.prompts, micro=run.micro)
+    return collect(run.task, state, cursor, count=run.sizes.prompts, updater=run.updater)
 
 
 def test_rows_rewards_and_advantages_belong_together():
@@ -73,7 +74,7 @@ def test_completions_come_from_the_old_policy_where_one_is_kept():
     run = run_of(num_iterations=2)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
     other = state.replace(params=tiny_policy(seed=1).params)
-    at = {"count": run.sizes.prompts, "micro": run.micro}
+    at = {"count": run.sizes.prompts, "updater": run.updater}
     np.testing.assert_array_equal(
         collect(run.task, other, 0, **at).batch.tokens, collect(run.task, state, 0, **at).batch.tokens
     )
@@ -195,16 +196,7 @@ def test_scores_that_are_missing_leave_the_mean_alone():
 
 @pytest.mark.parametrize(
     ("longest", "largest", "expected"),
-    [
-        (64, 64, 64),
-        (33, 64, 64),
-        (32, 64, 32),
-        (9, 64, 16),
-        (3, 64, 8),
-        (5, 96, 12),
-        (70, 100, 100),
-        (50, 100, 50),
-    ],
+    [(64, 64, 64), (33, 64, 64), (32, 64, 32), (9, 64, 16), (3, 64, 8), (5, 96, 12), (70, 100, 100), (50, 100, 50)],
 )
 def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
     assert bucket_length(longest, largest) == expected
@@ -220,8 +212,8 @@ def test_a_task_is_frozen():
 
 def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
     events = []
-    score = collect_module.score
-    monkeypatch.setattr(collect_module, "score", lambda *args, **how: events.append("scores") or score(*args, **how))
+    score = PackedUpdater.score
+    monkeypatch.setattr(PackedUpdater, "score", lambda *args: events.append("scores") or score(*args))
 
     def reward(completion_ids):
         events.append("rewards")
@@ -239,7 +231,7 @@ def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
     run, theirs = run_of(), tiny_policy(seed=1).params
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts, "micro": run.micro}
+    at = {"count": run.sizes.prompts, "updater": run.updater}
     first = collect(run.task, state, 0, look_ahead=True, **at)
     alone = collect(run.task, state, first.cursor, **at)
     second = collect(run.task, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
@@ -252,7 +244,7 @@ def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
 def test_refills_use_up_what_was_sampled_ahead():
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts, "micro": run.micro}
+    at = {"count": run.sizes.prompts, "updater": run.updater}
     plain, ahead = collect(run.task, state, 0, **at), collect(run.task, state, 0, look_ahead=True, **at)
     chex.assert_trees_all_equal(plain.batch, ahead.batch)
     assert ahead.cursor == plain.cursor == 8
@@ -269,7 +261,7 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     messages = []
     for look_ahead in (False, True):
         with pytest.raises(ValueError, match="'fails' raised KeyError") as caught:
-            collect(run.task, state, 0, count=4, micro=run.micro, look_ahead=look_ahead)
+            collect(run.task, state, 0, count=4, updater=run.updater, look_ahead=look_ahead)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
@@ -284,5 +276,5 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
 
     monkeypatch.setattr(collect_module, "generate", once)
     with pytest.raises(MemoryError, match="no room for a second rollout"):
-        collect(run_of().task, state, 0, count=4, micro=run.micro, look_ahead=True)
+        collect(run_of().task, state, 0, count=4, updater=run.updater, look_ahead=True)
     assert calls == [0, 4]

@@ -8,21 +8,22 @@ import jax
 import numpy as np
 import optax
 import pytest
-from test_diagnosis import batch, params, settings, state
+from test_diagnosis import batch, params, state, updater
 from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse, train
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.run.rehearse import DryRun, _of_the_group
-from grpo_jax.update.packed import lower_update
+from grpo_jax.update.packed import PackedUpdater
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
 
 def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
-    beside, kept_bytes = 10**9, module.kept_bytes
-    monkeypatch.setattr(module, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
+    beside, kept_bytes = 10**9, PackedUpdater.kept_bytes
+    monkeypatch.setattr(PackedUpdater, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
     # Half of all tokens end a completion: one that never does would be suspicious.
     policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
     before = jax.tree.map(np.array, policy.params)
@@ -126,9 +127,9 @@ def test_numbers_that_look_wrong(monkeypatch):
 
 
 def test_memory_of_a_model_without_a_cache():
-    update = lower_update(state(), batch(), optimizer=optax.sgd(0.1), **settings())
+    update = updater().lower(state(), batch())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
-    assert lower_decode(settings()["model"], params(), batch().prompts, 2, 4) is None
+    assert lower_decode(updater().model, params(), batch().prompts, 2, 4, sampling=Sampling()) is None
 
 
 def test_the_old_door_warns_and_hands_on_all_arguments(tmp_path, monkeypatch):

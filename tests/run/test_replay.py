@@ -13,9 +13,9 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, replay, train
 from grpo_jax.run import collect
 from grpo_jax.run.replay import BadBatches, NotFiniteError
+from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.watch.lines import read_lines
 
-loop = importlib.import_module("grpo_jax.run.train")  # the attribute of that name is the function
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {
     "num_generations": 4,
@@ -40,15 +40,15 @@ def bytes_of(state):
 @pytest.fixture
 def states(monkeypatch):
     """Params and optimizer before and after each update."""
-    seen, update = [], loop.update
+    seen, update = [], PackedUpdater.update
 
-    def watched(state, *args, **keywords):
+    def watched(updater, state, batch):
         before = bytes_of(state)
-        state, metrics = update(state, *args, **keywords)
+        state, metrics = update(updater, state, batch)
         seen.append((before, bytes_of(state)))
         return state, metrics
 
-    monkeypatch.setattr(loop, "update", watched)
+    monkeypatch.setattr(PackedUpdater, "update", watched)
     return seen
 
 
@@ -94,10 +94,7 @@ def test_too_many_in_a_row_end_the_run_with_nothing_lost(tmp_path, states, monke
     monkeypatch.setattr(collect, "_advantages", spoilt)
     config = GRPOConfig(**SMALL, max_steps=7, num_iterations=2, max_skipped_updates=3)
     words = "step 5: 3 updates in a row were skipped .*an? advantage, nan, at prompt 0, completion 3 of.*bad_batches"
-    with (
-        pytest.warns(RuntimeWarning, match="step 3 was skipped") as warned,
-        pytest.raises(NotFiniteError, match=words),
-    ):
+    with pytest.warns(RuntimeWarning, match="step 3 was skipped") as warned, pytest.raises(NotFiniteError, match=words):
         train(tiny_policy(), ROWS, lengths, config, run_dir=tmp_path)
     assert len(warned) == 1, "said once"
     assert sorted(path.name for path in (tmp_path / "bad_batches").iterdir()) == ["step-3", "step-4", "step-5"]

@@ -16,6 +16,7 @@ from tiny import tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, completion_log_probs, compute_advantages, generate, make_prompts, train
 from grpo_jax.run.signals import Interrupted
+from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.step import train_step
 
 G, T = 4, 6
@@ -27,9 +28,9 @@ def lengths(completion_ids):
 
 def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
     """Beside a sequence of the public pure functions, made by hand."""
-    collecting, loop = sys.modules["grpo_jax.run.collect"], sys.modules["grpo_jax.run.train"]
+    collecting = sys.modules["grpo_jax.run.collect"]
     sampled, seen, states, threads = threading.Semaphore(0), [], [], []
-    real_generate, real_update = collecting.generate, loop.update
+    real_generate, real_update = collecting.generate, PackedUpdater.update
 
     def spied_generate(*args, **how):
         completions = jax.block_until_ready(real_generate(*args, **how))
@@ -37,9 +38,9 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
         sampled.release()
         return completions
 
-    def spied_update(state, batch, **how):
+    def spied_update(updater, state, batch):
         states.append(jax.tree.map(jnp.copy, state))
-        return real_update(state, batch, **how)
+        return real_update(updater, state, batch)
 
     def reward(completion_ids):
         # Waits for its own completions and for the next ones: it would wait in vain if they were not sampled meanwhile.
@@ -50,7 +51,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
         return lengths(completion_ids)
 
     monkeypatch.setattr(collecting, "generate", spied_generate)
-    monkeypatch.setattr(loop, "update", spied_update)
+    monkeypatch.setattr(PackedUpdater, "update", spied_update)
     settings = {"num_generations": G, "max_completion_length": T, "beta": 0.1, "logging_steps": 1}
     config = GRPOConfig(**settings, max_steps=4, shuffle_dataset=False, rollout_ahead=True)
     lines, policy, optimizer = [], tiny_policy(), optax.sgd(0.5)  # unlike Adam, it does not blow up rounding
@@ -91,12 +92,12 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
 
 
 def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch):
-    """The thread beside ends at its next segment; the completions that were in hand are gone on with."""
+    """The thread beside ends at its next segment; the run goes on with the completions that it had."""
     settings = {"rollout_ahead": True, "max_steps": 6, "eval_steps": None, "num_iterations": 1, "save_steps": 5}
     settings["dynamic_sampling"] = False  # one rollout an iteration, of two steps
     whole = run_in(tmp_path / "whole", **settings)
     collecting, sent, ends, scored = sys.modules["grpo_jax.run.collect"], threading.Event(), [], []
-    real_generate, real_score = collecting.generate, collecting._score
+    real_generate, real_score = collecting.generate, collecting.score_own
 
     def generate_after_the_signal(*args, **how):
         if len(ends) == 2:  # those of the first iteration, and those ahead of it
@@ -109,16 +110,16 @@ def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch
         ends.append(None)
         return completions
 
-    def score(*args):
+    def score(*args, **how):
         scored.append(args)
         if len(scored) == 2:
             signal.raise_signal(signal.SIGTERM)
             sent.set()
-        return real_score(*args)
+        return real_score(*args, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(collecting, "generate", generate_after_the_signal)
-        patch.setattr(collecting, "_score", score)
+        patch.setattr(collecting, "score_own", score)
         with pytest.raises(SystemExit):
             run_in(tmp_path / "cut", **settings)
     assert ends == [None, None, Interrupted]

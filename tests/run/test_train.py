@@ -78,11 +78,11 @@ def test_the_callers_policy_is_left_as_it_was():
 
 def test_after_warm_up_an_iteration_compiles_nothing():
     programs = (
-        packed._read_part,
-        packed._add_piece,
+        packed._read_some,
+        packed._add_sequence,
         packed._add_prompts,
         packed._jit_apply,
-        packed._score_piece,
+        packed._score_sequence,
         decode_module.prefill,
         decode_module.decode,
         decode_module.rearrange,
@@ -114,7 +114,7 @@ def test_several_passes_and_slices_learn_from_one_rollout(tmp_path):
     )
     assert int(state.step) == 9
     first = [line for line in lines if "reward" in line]
-    assert len(first) == 3, "two whole iterations of 2 passes × 2 slices, and the first update of a third"
+    assert len(first) == 3, "two whole iterations of 2 passes × 2 minibatches, and the first update of a third"
     assert lines[0]["sampler_gap"] < 1e-5
     assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert lines[2]["ratio_max"] > 1.0001, "the second pass is off-policy"

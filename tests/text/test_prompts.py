@@ -177,10 +177,7 @@ def test_load_rows_gives_rows_of_its_own():
         ([{"prompt": None}], "row 0 has the 'prompt' None, of type NoneType: give text, or a list of messages"),
         ([{"prompt": []}], "row 0 has an empty list as its 'prompt': give at least one message"),
         ([{"prompt": ["hi"]}], "row 0 has 'hi' as message 0 of its 'prompt': a message is a dict"),
-        (
-            [{"prompt": [user("a"), {"from": "human", "value": "b"}]}],
-            "as message 1 of its 'prompt': .*'role' and",
-        ),
+        ([{"prompt": [user("a"), {"from": "human", "value": "b"}]}], "as message 1 of its 'prompt': .*'role' and"),
         ([*ROWS, {"prompt": "6+6="}], r"row 5 differs from row 0 in its columns \(missing: \['answer'\]"),
         ([{"prompt": "a"}, {"prompt": "b", "hint": 1}], r"row 1 differs.*only here: \['hint'\].*None where"),
         ([{"prompt": "a"}, {"prompt": [user("b")]}], "row 1 and row 0 differ in kind"),

@@ -9,8 +9,8 @@ import pytest
 from grpo_jax import Batch, GRPOConfig, Prompts
 from grpo_jax.update import diagnosis
 from grpo_jax.update.diagnosis import diagnose
-from grpo_jax.update.packed import update
 from grpo_jax.update.state import create_state
+from grpo_jax.update.updater import choose_updater
 
 B, G, T, V = 2, 2, 3, 7
 NAN, INF = np.nan, np.inf
@@ -57,8 +57,8 @@ def rows(first=0.0):
 CONFIG = GRPOConfig(num_generations=G, beta=0.1, kl_estimator="k2", reward_weights=[1.0, 1.0])
 
 
-def settings(config=CONFIG):
-    return {"model": MODEL, "config": config, "on_policy": False, "micro": MICRO}
+def updater(config=CONFIG):
+    return choose_updater(MODEL, config, micro=MICRO, optimizer=optax.sgd(0.1), on_policy=False)
 
 
 def state(**of_params):
@@ -80,50 +80,46 @@ CASES = {
 @pytest.mark.parametrize("term", CASES)
 def test_the_first_term_that_is_not_finite_is_named(term):
     spoilt, of_params, reward, place, words = CASES[term]
-    found = diagnose(state(**of_params), batch(**spoilt), rows=rows(reward), **settings())
+    found = diagnose(state(**of_params), batch(**spoilt), updater(), rows=rows(reward))
     assert found.term == term
     np.testing.assert_equal((found.value, found.prompt, found.completion, found.token), place)
     assert words in str(found)
     # And the update itself finds that it must be skipped.
     if term != "reward":  # which reaches the update as an advantage
-        _, metrics = update(state(**of_params), batch(**spoilt), optimizer=optax.sgd(0.1), **settings())
+        _, metrics = updater().update(state(**of_params), batch(**spoilt))
         assert metrics["update_skipped"] == 1
 
 
 def test_a_ratio_that_no_input_could_spoil_is_looked_at_too(monkeypatch):
     monkeypatch.setitem(diagnosis.RATIOS, "token", lambda l, log_ratio, mask: jnp.where(log_ratio > 0, jnp.inf, 1.0))
-    assert diagnose(state(), batch(), **settings()).term == "ratio"
+    assert diagnose(state(), batch(), updater()).term == "ratio"
 
 
 def test_gradients_that_are_finite_one_by_one_and_too_large_together():
-    found = diagnose(state(), batch(advantages=((0, 0), 1e25)), **settings())
+    found = diagnose(state(), batch(advantages=((0, 0), 1e25)), updater())
     assert (found.term, found.value, found.parameter) == ("gradient", INF, "bias")
 
 
 def test_what_is_masked_and_what_the_loss_bounds_is_no_fault():
     fine = batch(sampling_log_probs=((0, 0, 2), NAN), ref_log_probs=((0, 0, 1), -INF))
-    assert diagnose(state(), fine, rows=rows(), **settings()) is None
-    _, metrics = update(state(), fine, optimizer=optax.sgd(0.1), **settings())
+    assert diagnose(state(), fine, updater(), rows=rows()) is None
+    _, metrics = updater().update(state(), fine)
     assert metrics["update_skipped"] == 0
 
 
 def test_how_many_are_bad_is_counted():
-    found = diagnose(state(), batch(advantages=((slice(None), 0), NAN)), **settings())
+    found = diagnose(state(), batch(advantages=((slice(None), 0), NAN)), updater())
     assert found.count == 2
     assert "(2 of this term are not finite)" in str(found)
 
 
 def test_an_earlier_term_explains_the_later_ones():
     """All is spoilt; mended one by one from the front, the next in line is named."""
-    spoilt = {
-        "advantages": ((0, 0), NAN),
-        "sampling_log_probs": ((0, 0, 0), NAN),
-        "ref_log_probs": ((0, 0, 0), NAN),
-    }
+    spoilt = {"advantages": ((0, 0), NAN), "sampling_log_probs": ((0, 0, 0), NAN), "ref_log_probs": ((0, 0, 0), NAN)}
     bad = state(bias=NAN)
-    terms = [diagnose(bad, batch(**spoilt), rows=rows(3e38), **settings()).term]
+    terms = [diagnose(bad, batch(**spoilt), updater(), rows=rows(3e38)).term]
     while spoilt:
-        terms.append(diagnose(bad, batch(**spoilt), rows=rows(), **settings()).term)
+        terms.append(diagnose(bad, batch(**spoilt), updater(), rows=rows()).term)
         del spoilt[next(iter(spoilt))]
-    terms.append(diagnose(bad, batch(), rows=rows(), **settings()).term)
+    terms.append(diagnose(bad, batch(), updater(), rows=rows()).term)
     assert terms == ["reward", "advantage", "sampler log-prob", "reference log-prob", "log-prob"]

@@ -9,7 +9,8 @@ import pytest
 
 from grpo_jax import Batch, GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
-from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of_rows, sampling_settings
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of, sampling_of
 from grpo_jax.update.state import create_state
 
 B, G, T = 3, 4, 5
@@ -59,7 +60,7 @@ def test_parts_add_up_to_the_whole(settings, counted):
 
     def loss_and_gradient(take):
         some = jax.tree.map(take, rows)
-        loss = lambda l: loss_of_rows(take(l), take(entropies), some, state, totals, **at)
+        loss = lambda l: loss_of(take(l), take(entropies), some, state, totals, **at)
         return jax.value_and_grad(loss, has_aux=True)(log_probs)
 
     (whole, sums), gradient = loss_and_gradient(lambda x: x)
@@ -73,7 +74,7 @@ def test_parts_add_up_to_the_whole(settings, counted):
 def test_without_a_reference_there_is_no_kl():
     batch, log_probs, entropies = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
-    _, metrics = loss_of_rows(
+    _, metrics = loss_of(
         log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
     )
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
@@ -84,7 +85,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
     for coef, moves in ((0.0, False), (0.3, True)):
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
         assert has_bonus(config) == moves
-        loss = lambda h, config=config, coef=coef: loss_of_rows(
+        loss = lambda h, config=config, coef=coef: loss_of(
             log_probs,
             h,
             batch,
@@ -101,7 +102,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     batch, log_probs, entropies = case()
     config = GRPOConfig(max_completion_length=T)
-    _, sums = loss_of_rows(
+    _, sums = loss_of(
         log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
     )
     for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
@@ -112,7 +113,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 
 def test_sampler_and_scorer_share_their_settings():
     config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
-    assert sampling_settings(config) == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    assert sampling_of(config) == Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
 
 
 @pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
@@ -121,6 +122,6 @@ def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
     batch, log_probs, entropies = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch, config, None)
-    _, sums = loss_of_rows(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
+    _, sums = loss_of(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
     state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, [sums], optimizer=OPTIMIZER, config=config)
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

@@ -17,9 +17,9 @@ from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update import packed
-from grpo_jax.update.packed import score, update
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import train_step
+from grpo_jax.update.updater import choose_updater
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 12
@@ -29,9 +29,11 @@ OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of four tokens and pieces of sixteen: rows of twelve reach over several blocks, batches over pieces."""
+    """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
     monkeypatch.setattr(packed, "pack", lambda *x, size: packing.pack(*x, size=-(-size // 4) * 4, block=4))
-    monkeypatch.setattr(packed, "piece_size", lambda tokens, longest: packing.piece_size(tokens, longest, block=4))
+    monkeypatch.setattr(
+        packed, "sequence_size", lambda tokens, longest: packing.sequence_size(tokens, longest, block=4)
+    )
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
 
 
@@ -52,22 +54,25 @@ def batch(seed=0, **changes) -> Batch:
 def both(model, params, b, config, *, on_policy=False, entropy_coef=0.1):
     """(params, metrics) after a step of either kind."""
     results = []
-    for step in (JITTED, update):
+    for packs in (False, True):
         state = create_state(
             jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=entropy_coef
         )
-        settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro": (4, G)}
-        state, metrics = step(state, b, model=as_argument(model) if step is JITTED else model, **settings)
+        how = {"optimizer": OPTIMIZER, "on_policy": on_policy, "micro": (4, G)}
+        if packs:
+            state, metrics = choose_updater(model, config, **how).update(state, b)
+        else:
+            state, metrics = JITTED(state, b, model=as_argument(model), config=config, **how)
         results.append((state.params, dict(metrics)))
     return results
 
 
-def assert_same_step(plain, from_pieces):
-    chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
-    share = float(from_pieces[1].pop("padding_share"))
+def assert_same_step(plain, packed_step):
+    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
+    share = float(packed_step[1].pop("padding_share"))
     assert 0 < share < 1
-    assert set(plain[1]) == set(from_pieces[1])
-    chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+    assert set(plain[1]) == set(packed_step[1])
+    chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +115,9 @@ def test_rows_that_do_not_count_are_left_out():
     mask = batch().mask.at[1].set(False)
     b = batch(mask=mask, counted=jnp.array([True, False, True, True]), initial_log_probs=-3 * jnp.ones(mask.shape))
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, loss_type="grpo")
-    plain, from_pieces = both(*tiny_model(), b, config)
+    plain, packed_step = both(*tiny_model(), b, config)
     assert "kl_initial" in plain[1]
-    assert_same_step(plain, from_pieces)
+    assert_same_step(plain, packed_step)
 
 
 def test_adapters_are_packed():
@@ -122,15 +127,15 @@ def test_adapters_are_packed():
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-def test_dropout_falls_differently_on_every_piece_and_the_same_again():
+def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again():
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)  # a fresh adapter's B is zero: nothing would be dropped
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
     steps = []
     for seed in (0, 0, 1):
         state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
-        keywords = {"model": policy.model, "optimizer": OPTIMIZER, "config": config, "on_policy": True, "micro": (4, G)}
-        steps.append(update(state, batch(), **keywords)[0].params)
+        updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
+        steps.append(updater.update(state, batch())[0].params)
     chex.assert_trees_all_equal(steps[0], steps[1])
     assert optax.tree.norm(optax.tree.sub(steps[0], steps[2])) > 1e-3
 
@@ -148,27 +153,28 @@ def test_what_stands_behind_the_end_of_a_row_is_never_seen():
     chex.assert_trees_all_equal(one, two)
 
 
-def test_on_a_cpu_a_piece_begins_when_the_one_before_is_through(monkeypatch):
-    """XLA's CPU backend gives a program its memory when it is dispatched: of all pieces at once otherwise."""
+def test_on_a_cpu_a_packed_sequence_begins_when_the_one_before_is_through(monkeypatch):
+    """XLA's CPU backend gives a program its memory when it is dispatched: of all sequences at once otherwise."""
     nothing = lambda x: 0 * jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
     slowly = jax.jit(lambda tree: jax.tree.map(lambda x: x + nothing(jnp.eye(128)).astype(x.dtype), tree))
     begun = []
-    for name in ("_add_piece", "_score_piece"):
+    for name in ("_add_sequence", "_score_sequence"):
         program = getattr(packed, name)
 
         def call(first, *args, program=program, name=name, **how):
             begun.append((name, all(leaf.is_ready() for leaf in jax.tree.leaves(first))))
             result = program(first, *args, **how)
-            return slowly(result) if name == "_score_piece" else (slowly(result[0]), result[1])
+            return slowly(result) if name == "_score_sequence" else (slowly(result[0]), result[1])
 
         monkeypatch.setattr(packed, name, call)
     model, params = tiny_model()
     b, config = batch(), GRPOConfig()
-    score(params, b.prompts, b.tokens, b.mask, model=model, config=config, micro=(4, G))
+    updater = choose_updater(model, config, micro=(4, G))
+    updater.score(params, b.prompts, b.tokens, b.mask)
     state = create_state(params, OPTIMIZER, jax.random.key(0))
-    packed.gradients(state, b, model=model, config=config, on_policy=True, micro=(4, G))
+    updater.gradients(state, b)
     assert all(ready for _, ready in begun)
-    assert min(sum(name == other for other, _ in begun) for name in ("_add_piece", "_score_piece")) > 4
+    assert min(sum(name == other for other, _ in begun) for name in ("_add_sequence", "_score_sequence")) > 4
 
 
 @pytest.mark.parametrize(("tokens", "reach"), [(24, 0), (16, 2)])
@@ -176,11 +182,12 @@ def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach
     """Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     b = batch(mask=jnp.ones((4, G, T), bool))
-    assert {piece.lane.reach for piece in packed._pieces({}, b.tokens, b.mask, (4, G), tokens)} == {reach}
-    plain, from_pieces = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
-    assert float(from_pieces[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
-    chex.assert_trees_all_close(plain[0], from_pieces[0], atol=1e-5)
-    chex.assert_trees_all_close(plain[1], from_pieces[1], rtol=1e-4, atol=1e-5)
+    updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
+    assert {sequence.segments.reach for sequence in updater._pack({}, b.tokens, b.mask)} == {reach}
+    plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+    assert float(packed_step[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
+    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
+    chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 
 
 class _PromptsAreRead(Exception):
@@ -193,20 +200,21 @@ def grown(monkeypatch, model, params, config, b):
     def stop(*_, **__):
         raise _PromptsAreRead
 
-    monkeypatch.setattr(packed, "_add_piece", stop)
+    monkeypatch.setattr(packed, "_add_sequence", stop)
+    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)  # each has its own sums of gradients
     one = batch()
     repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
     prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))
     given = jax.tree.map(repeat, one.replace(prompts=None)).replace(prompts=prompts)
     state = create_state(params, OPTIMIZER, jax.random.key(0))
-    at = {"model": model, "micro": (b, G)}
+    updater = choose_updater(model, config, micro=(b, G))
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
     with pytest.raises(_PromptsAreRead) as found:
-        packed.gradients(state, given, config=config, on_policy=True, **at)
+        updater.gradients(state, given)
     after = sum(x.nbytes for x in jax.live_arrays())
     del found  # it holds the frames, and they what was kept
-    return after - before, packed.kept_bytes(state, given, **at)
+    return after - before, updater.kept_bytes(state, given)
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "remat", "experts", "lora"])
@@ -234,27 +242,8 @@ def test_scores_are_the_log_probs():
     model, params = tiny_model()
     b = batch()
     config = GRPOConfig(max_completion_length=T, temperature=0.8)
-    got = score(params, b.prompts, b.tokens, b.mask, model=model, config=config, micro=(4, G))
+    got = choose_updater(model, config, micro=(4, G)).score(params, b.prompts, b.tokens, b.mask)
     completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
     expected = completion_log_probs(model, params, b.prompts, completions, temperature=0.8)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~np.asarray(b.mask)], 0)
-
-
-def test_any_other_model_goes_by_train_step():
-    model, params = tiny_model()
-
-    class Bare:
-        def apply(self, variables, tokens):
-            return model.apply(variables, tokens)
-
-    bare, b = Bare(), batch()
-    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
-    plain, also_plain = both(bare, params, b, config)
-    chex.assert_trees_all_close(plain, also_plain, atol=1e-6)
-    assert "padding_share" not in also_plain[1]
-    own = both(model, params, b, config)
-    chex.assert_trees_all_close(own[1][0], also_plain[0], atol=1e-5)
-    at = {"config": config, "micro": (4, G)}
-    arrays = (params, b.prompts, b.tokens, b.mask)
-    np.testing.assert_allclose(score(*arrays, model=bare, **at), score(*arrays, model=model, **at), atol=1e-5)

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state
@@ -128,14 +129,14 @@ def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
 def test_cut_and_join_are_inverse():
     b = batch()
     for micro in CUTS:
-        pieces = cut(b, *micro)
-        assert pieces.tokens.shape[1:] == (*micro, T)
-        np.testing.assert_array_equal(join(pieces.tokens, 4, G), b.tokens)
+        sequences = cut(b, *micro)
+        assert sequences.tokens.shape[1:] == (*micro, T)
+        np.testing.assert_array_equal(join(sequences.tokens, 4, G), b.tokens)
         # every row keeps its own prompt
         numbered = b.replace(advantages=jnp.broadcast_to(b.prompts.tokens[:, :1], (4, G)).astype(jnp.float32))
-        pieces = cut(numbered, *micro)
-        firsts = jnp.broadcast_to(pieces.prompts.tokens[:, :, :1], pieces.advantages.shape)
-        np.testing.assert_array_equal(firsts, pieces.advantages)
+        sequences = cut(numbered, *micro)
+        firsts = jnp.broadcast_to(sequences.prompts.tokens[:, :, :1], sequences.advantages.shape)
+        np.testing.assert_array_equal(firsts, sequences.advantages)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
@@ -156,7 +157,7 @@ def test_score_gives_the_log_probs_of_any_params():
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
     for micro in CUTS[:4:2]:
-        got = score_batch(params, b.prompts, b.tokens, b.mask, model=model, config=config(), micro=micro)
+        got = score_batch(params, b.prompts, b.tokens, b.mask, model=model, sampling=Sampling(), micro=micro)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

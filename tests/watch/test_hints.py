@@ -67,7 +67,12 @@ SIGNS = [
         "slower",
         speeds([1.0] + [100.0] * 20 + [10.0] * 20, [9.0] + [1.0] * 20 + [12.0] * 20),
         26,
-        ["10 completion tokens a second", "100 at the beginning", "'rollout' has grown most", "max_completion_length"],
+        [
+            "10 completion tokens per second",
+            "100 at the beginning",
+            "'rollout' has grown most",
+            "max_completion_length",
+        ],
     ),
 ]
 

@@ -306,17 +306,17 @@ def test_the_banner_by_hand():
         max_steps=20,
     )
     text = describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000, num_devices=2)
-    # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 slices of 16 prompts in 2 micro-batches; 2 passes.
+    # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 minibatches of 16 prompts, each in 2; 2 passes.
     assert text == (
         "1 M parameters · 4 GB of training state · 2 devices\n"
-        "each iteration: 48 prompts × 4 = 192 completions of up to 64 tokens · 2 passes × 3 slices = 6 updates of"
+        "each iteration: 48 prompts × 4 = 192 completions of up to 64 tokens · 2 passes × 3 minibatches = 6 updates of"
         " 16 prompts in 2 micro-batches\n"
         "20 optimizer steps · 4 iterations · 48 prompts, gone through 4 times"
     )
     small = describe_run(GRPOConfig(mesh={"data": 2, "tensor": 2}), num_rows=6, num_parameters=500, state_bytes=0)
     assert small == (
         "500 parameters · 0 B of training state · 4 devices\n"
-        "each iteration: 2 prompts × 8 = 16 completions of up to 512 tokens · 1 pass × 1 slice = 1 update of"
+        "each iteration: 2 prompts × 8 = 16 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of"
         " 2 prompts\n"
         "9 optimizer steps · 9 iterations · 6 prompts, gone through 3 times"
     )

@@ -1,0 +1,133 @@
+"""How a run scores completions and makes its updates: packed or padded, chosen once, in `run.prepare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import keep_placed, split
+from grpo_jax.maths.metrics import MetricSums
+from grpo_jax.types import Batch, Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.packed import PackedUpdater
+from grpo_jax.update.state import TrainState
+from grpo_jax.update.step import gradients, score_batch, train_step
+
+
+class Updater(Protocol):
+    """What `choose_updater` returns. All is compiled, and computed one micro-batch or packed sequence at a time."""
+
+    @property
+    def config(self) -> GRPOConfig: ...
+
+    @property
+    def on_policy(self) -> bool: ...
+
+    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
+
+        They may still be on their way when this returns.
+        """
+        ...
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """`step.train_step`. `state` is consumed."""
+        ...
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
+        """The first half of `update`: the gradient of a minibatch, and the metric sums of its parts."""
+        ...
+
+    def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
+        """The largest program of `update`, lowered; only shapes are looked at."""
+        ...
+
+    def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
+        """Bytes that `update` holds beside that program."""
+        ...
+
+
+def choose_updater(
+    model: Model,
+    config: GRPOConfig,
+    *,
+    micro: tuple[int, int],
+    optimizer: optax.GradientTransformation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    on_policy: bool | None = None,
+) -> Updater:
+    """Packed for the models of this package on one device; padded for any other model, and on a mesh.
+
+    Args:
+      model: a model of this package, or any `apply` by `types.Model`.
+      config: the settings.
+      micro: (prompts, completions per prompt) of a micro-batch.
+      optimizer: the transformation that made the state's `opt_state`; None where nothing is updated.
+      mesh: where params and batches are; None for one device.
+      on_policy: as in `step.train_step`; None for what the config says.
+    """
+    on_policy = config.on_policy if on_policy is None else on_policy
+    how: dict[str, Any] = {"optimizer": optimizer, "on_policy": on_policy}
+    if is_cached(model) and (mesh is None or mesh.size == 1):
+        return PackedUpdater(as_argument(model), config, micro, **how)
+    return PaddedUpdater(as_argument(model), config, micro, mesh=mesh, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedUpdater:
+    """`step.train_step`, compiled; attributes as of `PackedUpdater`, and the mesh."""
+
+    model: Any
+    config: GRPOConfig
+    micro: tuple[int, int]
+    optimizer: optax.GradientTransformation | None = None
+    on_policy: bool = True
+    mesh: jax.sharding.Mesh | None = None
+
+    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """Log-probs [B, G, T] of completions."""
+        at = split((prompts, tokens, mask), self.mesh)
+        return _jit_score_batch(params, *at, model=self.model, sampling=sampling_of(self.config), micro=self.micro)
+
+    def lower_score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Any:
+        """The program of `score`, lowered; only shapes are looked at."""
+        how: dict[str, Any] = {"model": self.model, "sampling": sampling_of(self.config), "micro": self.micro}
+        return _jit_score_batch.lower(params, prompts, tokens, mask, **how)
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; `state` is consumed."""
+        how = self._how | {"optimizer": self.optimizer, "mesh": self.mesh}
+        return _jit_train_step(state, split(batch, self.mesh), **how)
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
+        """The first half of `update`: the gradient of a minibatch, and the metric sums of its parts."""
+        return _jit_gradients(state, batch, **self._how)
+
+    def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
+        """The program of `update`, lowered; only shapes are looked at."""
+        return _jit_train_step.lower(state, batch, **self._how, optimizer=self.optimizer, mesh=self.mesh)
+
+    def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
+        """None: all is one program."""
+        return 0
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"model": self.model, "config": self.config, "on_policy": self.on_policy, "micro": self.micro}
+
+
+_STATIC = ("config", "on_policy", "micro")
+_jit_score_batch = jax.jit(score_batch, static_argnames=("sampling", "micro"))
+_jit_gradients = jax.jit(gradients, static_argnames=_STATIC)
+
+
+def _train_step(state, batch, *, mesh, **settings):
+    state, metrics = train_step(state, batch, **settings)
+    return keep_placed(state, mesh), metrics
+
+
+_jit_train_step = jax.jit(_train_step, static_argnames=(*_STATIC, "optimizer", "mesh"), donate_argnames=("state",))
