@@ -36,13 +36,15 @@ def chunked(
     sampling: Sampling,
     *,
     with_entropy: bool,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N], given hidden states [B, N, D], chunk by chunk.
 
-    A chunk has some of the N tokens of every prompt: where prompts are cut over devices, each computes its own.
+    A chunk, of `CHUNK` tokens unless another number is given, has some of the N tokens of every prompt: where prompts
+    are cut over devices, each computes its own.
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
+    chunk = CHUNK if chunk is None else chunk
 
     def one(params, hidden, tokens):
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)

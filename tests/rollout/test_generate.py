@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from tiny import tiny_model
+from tiny import scored, tiny_model
 
-from grpo_jax import Completions, Prompts, completion_log_probs, generate, make_prompts
+from grpo_jax import Completions, Prompts, generate, make_prompts
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, Work
 from grpo_jax.models.layers import TransformerConfig
@@ -30,7 +30,7 @@ EOS = (7, 13)
 
 @functools.cache
 def model_and_params():
-    return tiny_model()
+    return tiny_model(seed=2)
 
 
 def sample(prompts=PROMPTS, *, num_generations=8, max_completion_length=70, key=7, **settings):
@@ -81,18 +81,18 @@ def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
 
 def test_log_probs_are_those_of_scoring_the_same_tokens():
     model, params = model_and_params()
-    scored = completion_log_probs(model, params, make_prompts(PROMPTS), sampled())
-    np.testing.assert_allclose(scored, sampled().log_probs, atol=1e-5)
+    found = scored(model, params, make_prompts(PROMPTS), sampled())
+    np.testing.assert_allclose(found, sampled().log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 9}])
 def test_log_probs_agree_under_every_sampling_setting(settings):
     model, params = model_and_params()
     completions = sample(max_completion_length=12, **settings)
-    scored = completion_log_probs(model, params, make_prompts(PROMPTS), completions, **settings)
-    np.testing.assert_allclose(scored, completions.log_probs, atol=1e-5)
+    found = scored(model, params, make_prompts(PROMPTS), completions, **settings)
+    np.testing.assert_allclose(found, completions.log_probs, atol=1e-5)
     # and these are not the log-probs of the plain distribution: the test would see a setting that is ignored
-    plain = completion_log_probs(model, params, make_prompts(PROMPTS), completions)
+    plain = scored(model, params, make_prompts(PROMPTS), completions)
     assert np.abs(plain - completions.log_probs).max() > 0.05
 
 

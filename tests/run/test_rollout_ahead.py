@@ -12,9 +12,9 @@ import optax
 import pytest
 from test_resume import ROWS, Cut, assert_same_run, cut_at
 from test_resume import run as run_in
-from tiny import tiny_policy
+from tiny import scored, tiny_policy
 
-from grpo_jax import Batch, GRPOConfig, completion_log_probs, compute_advantages, generate, make_prompts, train
+from grpo_jax import Batch, GRPOConfig, compute_advantages, generate, make_prompts, train
 from grpo_jax.run.signals import Interrupted
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.step import train_step
@@ -79,7 +79,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
             completions.mask,
             compute_advantages(jnp.array(lengths(seen[i])).reshape(2, G)),
             completions.log_probs,
-            completion_log_probs(policy.model, policy.params, prompts, completions),
+            scored(policy.model, policy.params, prompts, completions),
         )
         step = jax.jit(train_step, static_argnames=("model", "optimizer", "config", "on_policy"))
         after, metrics = step(states[i], batch, model=policy.model, optimizer=optimizer, config=config, on_policy=False)

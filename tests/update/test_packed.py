@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_model, tiny_policy
+from tiny import scored, tiny_model, tiny_policy
 
-from grpo_jax import Batch, Completions, GRPOConfig, add_lora, completion_log_probs, make_prompts
+from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
@@ -244,6 +244,6 @@ def test_scores_are_the_log_probs():
     config = GRPOConfig(max_completion_length=T, temperature=0.8)
     got = choose_updater(model, config, micro=(4, G)).score(params, b.prompts, b.tokens, b.mask)
     completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
-    expected = completion_log_probs(model, params, b.prompts, completions, temperature=0.8)
+    expected = scored(model, params, b.prompts, completions, temperature=0.8)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~np.asarray(b.mask)], 0)

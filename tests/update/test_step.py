@@ -57,6 +57,7 @@ def step(batch, config, micro=None, on_policy=False, **keep):
     return JITTED(state, batch, model=as_argument(model), **settings)
 
 
+@jax.jit
 def plain_log_probs(params, tokens):
     """Each row by itself, prompt and completion in one sequence, whole logits: nothing shared and nothing chunked."""
     model, _ = model_and_params()
@@ -156,8 +157,9 @@ def test_score_gives_the_log_probs_of_any_params():
     model, params = model_and_params()
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
+    scored = jax.jit(score_batch, static_argnames=("model", "sampling", "micro"))
     for micro in CUTS[:4:2]:
-        got = score_batch(params, b.prompts, b.tokens, b.mask, model=model, sampling=Sampling(), micro=micro)
+        got = scored(params, b.prompts, b.tokens, b.mask, model=model, sampling=Sampling(), micro=micro)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
