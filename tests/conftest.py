@@ -22,8 +22,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Tests compile far more than they compute: without LLVM's optimizer, and with the older and simpler code for fusions,
 # they take a third of the time. What XLA itself makes of a program (fusions, operations, bytes), which tests count,
 # comes before that and is the same.
-_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{_FAST} {os.environ.get('XLA_FLAGS', '')}"
+_FAST = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*(f"--xla_{flag}" for flag in _FAST), os.environ.get("XLA_FLAGS", "")])
 
 import chex  # noqa: E402
 import jax  # noqa: E402
@@ -34,6 +34,14 @@ chex.set_n_cpu_devices(8)
 # Tests share helpers across the rooms: each folder of tests can be imported from.
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# The files that take longest go first: the last of them would keep one worker waiting for the other.
+SLOW = ("test_resume", "test_two_processes", "test_notebooks", "test_estimate", "test_mesh", "test_article_experiments")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -69,6 +69,7 @@ listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 NAMED = re.findall(r"`(tests/(?:\w+/)*\w+\.py)::(\w+)`", (DOCS / "how_we_know.md").read_text())
 
 
+@pytest.mark.quick
 def test_every_test_that_is_named_is_there():
     assert len(NAMED) > 60
     assert len(NAMED) == (DOCS / "how_we_know.md").read_text().count("::test_")
@@ -77,6 +78,7 @@ def test_every_test_that_is_named_is_there():
     assert all(name.startswith("test_") for _, name in NAMED)
 
 
+@pytest.mark.quick
 def test_every_claim_has_its_test():
     rows = re.findall(r"^\| (?!claim|---)(.*?) \| (.*?) \|$", (DOCS / "how_we_know.md").read_text(), flags=re.M)
     assert len(rows) > 40
@@ -87,6 +89,7 @@ def test_every_claim_has_its_test():
 # Links, files, commands, fields ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -98,6 +101,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(other), f"{target}: no such heading"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_files_and_commands_that_are_named_are_there(page):
     text = page.read_text()
@@ -108,6 +112,7 @@ def test_files_and_commands_that_are_named_are_there(page):
     assert not [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_modules_and_names_of_the_package_that_are_named_are_there(page):
     text = page.read_text()
@@ -120,12 +125,14 @@ def test_modules_and_names_of_the_package_that_are_named_are_there(page):
         assert not [name for name in names.strip().split(", ") if not hasattr(found, name)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", [page for page in GUIDES if "trl" not in page.name], ids=lambda page: page.name)
 def test_names_are_those_of_the_code(page):
     named = set(re.findall(r"`((?:\w+_)+\w+)`", prose(page)))
     assert not named - words_of_the_code()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_fields_that_are_set_are_fields(page):
     functions = [importlib.import_module("grpo_jax.rewards.workers").isolated]
@@ -137,6 +144,7 @@ def test_fields_that_are_set_are_fields(page):
     assert not written - known
 
 
+@pytest.mark.quick
 def test_the_settings_to_start_with_are_a_config():
     code, _ = blocks_of_code(DOCS / "recipes.md")
     names: dict[str, GRPOConfig] = {}
@@ -186,6 +194,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
     assert isolated(prompts=prompts, completions=completions) == pytest.approx(scores, abs=1e-5)
 
 
+@pytest.mark.quick
 def test_both_readmes_answer_the_same_questions():
     english, chinese = (readme.read_text() for readme in READMES)
     code = functools.partial(re.findall, r"^```python\n(.*?)^```", flags=re.M | re.S)
@@ -203,6 +212,7 @@ def test_both_readmes_answer_the_same_questions():
 # The reference --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_every_public_name_is_in_the_reference_once():
     named = [name for names in REFERENCE.values() for name in names]
     assert len(named) == len(set(named))
@@ -216,12 +226,14 @@ def test_every_public_name_is_in_the_reference_once():
             importlib.import_module(name)
 
 
+@pytest.mark.quick
 def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
     made = {f"notebooks/{path.stem}.md" for path in (ROOT / "experiments" / "notebooks").glob("*.ipynb")}
     assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made | {"index.md", "zh-CN.md"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", grpo_jax.__all__)
 def test_docstrings_begin_with_one_line(name):
     first, *rest = sections(name)[""].splitlines()
@@ -230,6 +242,7 @@ def test_docstrings_begin_with_one_line(name):
     assert not rest or rest[0] == ""
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstrings_of_functions_are_in_form(name):
     signature, parts = inspect.signature(getattr(grpo_jax, name)), sections(name)
@@ -240,6 +253,7 @@ def test_docstrings_of_functions_are_in_form(name):
     assert [part for part in parts if part] == [part for part in order if part in parts]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "GRPOConfig"])  # its fields: test_config
 def test_docstrings_of_classes_have_every_field(name):
     fields = [field.name for field in dataclasses.fields(getattr(grpo_jax, name))]

@@ -58,11 +58,13 @@ def imports(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.quick
 def test_every_room_has_its_floor():
     assert {room_of(name) for name in modules()} == ROOMS | {"grpo_jax"}
     assert sum(map(len, FLOORS)) == len(ROOMS)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_downwards(name):
     if name == "grpo_jax":
@@ -75,6 +77,7 @@ def test_imports_point_downwards(name):
             assert room_of(module) in below | {room}, f"{name} imports {module}, which does not lie below it"
 
 
+@pytest.mark.quick
 def test_no_module_imports_itself_by_way_of_others():
     done: set[str] = set()
 
@@ -89,6 +92,7 @@ def test_no_module_imports_itself_by_way_of_others():
         visit(name, ())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if room_of(name) in PURE | COMPOSED])
 def test_rings(name):
     ring = "pure" if room_of(name) in PURE else "composed"
@@ -102,11 +106,13 @@ def test_rings(name):
             assert top in OUTSIDE[ring] or top in sys.stdlib_module_names, f"{name} is {ring} and imports {module}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_no_module_imports_heavy_packages_at_its_top(name):
     assert not {module.split(".")[0] for module in imports(name)} & HEAVY
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("room", sorted(ROOMS - {"types"}))
 def test_a_room_says_what_it_is_and_hands_on_names(room):
     face = modules()[f"grpo_jax.{room}"]
@@ -117,6 +123,7 @@ def test_a_room_says_what_it_is_and_hands_on_names(room):
         assert not inspect.isroutine(value) or value.__doc__, name
 
 
+@pytest.mark.quick
 def test_files_are_short():
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 450}
@@ -130,6 +137,7 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_functions_are_short(name):
     functions = [x for x in ast.walk(ast.parse(modules()[name].read_text())) if isinstance(x, ast.FunctionDef)]
@@ -147,11 +155,13 @@ def test_importing_the_package_does_no_work():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.quick
 def test_every_public_name_is_there_and_says_what_it_does():
     for name in grpo_jax.__all__:
         assert getattr(grpo_jax, name).__doc__, name
 
 
+@pytest.mark.quick
 def test_each_module_has_a_test_beside_it():
     tests = Path(__file__).parent
     without = {
@@ -163,6 +173,14 @@ def test_each_module_has_a_test_beside_it():
     assert without == set(TESTED_ELSEWHERE), sorted(without ^ set(TESTED_ELSEWHERE))
     for where in TESTED_ELSEWHERE.values():
         assert (tests / where).exists(), where
+
+
+@pytest.mark.quick
+def test_each_file_of_tests_has_a_quick_one():
+    """`-m quick` is for the loop of editing: every module's core, in a minute and a half."""
+    files = Path(__file__).parent.rglob("test_*.py")
+    slow = {path.name for path in files if "@pytest.mark.quick" not in path.read_text()}
+    assert slow == {"test_two_processes.py"}, "its processes take longer than all of the quick tests"
 
 
 # What is tested with the module that it is a part of.

@@ -37,6 +37,7 @@ def dist(tmp_path_factory):
     return out
 
 
+@pytest.mark.quick
 def test_the_wheel_holds_the_library_alone_and_all_of_it(dist):
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -46,6 +47,7 @@ def test_the_wheel_holds_the_library_alone_and_all_of_it(dist):
     assert {name.rpartition(".")[2] for name in names if name.startswith("grpo_jax/")} == {"py", "typed", "html"}
 
 
+@pytest.mark.quick
 def test_the_source_distribution_has_what_a_clone_has(dist):
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as file:
@@ -56,6 +58,7 @@ def test_the_source_distribution_has_what_a_clone_has(dist):
     assert {"README.md", "README.zh-CN.md", "pyproject.toml", "setup.py", "setup.cfg", "mkdocs.yml"} <= names
 
 
+@pytest.mark.quick
 def test_what_pypi_is_told(dist):
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
@@ -73,6 +76,7 @@ def links(text):
     return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
+@pytest.mark.quick
 def test_the_links_of_the_description_lead_into_the_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     address = "https://example.org/me/grpo_jax"
@@ -86,6 +90,7 @@ def test_the_links_of_the_description_lead_into_the_repository():
     assert SETUP["urls"](address)["Changelog"] == f"{address}/blob/main/CHANGELOG.md"
 
 
+@pytest.mark.quick
 def test_without_an_address_no_link_leads_nowhere():
     made = SETUP["description"]("[a](docs/a.md) ![b](b.png) [c](https://c.org) [d](#d)", "")
     assert made == "a  [c](https://c.org) [d](#d)"
@@ -113,6 +118,7 @@ def floor(specifier):
     return least
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "tpu"])
 def test_an_accelerator_has_jaxs_own_extra_from_the_same_floor(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
@@ -120,6 +126,7 @@ def test_an_accelerator_has_jaxs_own_extra_from_the_same_floor(extra):
     assert requirement.specifier == FLOORS["jax"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
 def test_constraints_hold_a_jax_back_and_agree_with_the_floors(path):
     named = bounds(lines_of(path))
@@ -134,6 +141,7 @@ def test_constraints_hold_a_jax_back_and_agree_with_the_floors(path):
     assert path.name in (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.quick
 def test_constraints_leave_no_gap_below_the_jax_that_needs_none():
     """flax 0.12.7 asks for jax 0.10, and nothing that pip takes beside it does for more."""
     ranges = sorted((bounds(lines_of(path))["jax"] for path in CONSTRAINTS), key=floor)

@@ -43,6 +43,7 @@ def tables_of_the_house() -> tuple[list[list[str]], list[list[str]]]:
     return cells(rooms), cells(trails)
 
 
+@pytest.mark.quick
 def test_the_map_has_every_room():
     rooms, _ = tables_of_the_house()
     package = README.parent / "grpo_jax"
@@ -50,6 +51,7 @@ def test_the_map_has_every_room():
     assert sorted(room for room, _ in rooms) == there
 
 
+@pytest.mark.quick
 def test_train_generate_and_a_step_are_read_in_four_files_each():
     _, trails = tables_of_the_house()
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model and mesh"]
@@ -58,6 +60,7 @@ def test_train_generate_and_a_step_are_read_in_four_files_each():
         assert 1 <= len(re.findall(r"`[a-z_/]+\.py`", files)) <= 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", README.read_text()))))
 def test_every_file_that_the_map_names_is_there(name):
     root = README.parent

@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from_trl.md"
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 
 
+@pytest.mark.quick
 def test_the_table_is_that_of_the_trl_that_is_installed():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {
@@ -28,6 +29,7 @@ def test_the_table_is_that_of_the_trl_that_is_installed():
     assert {name: field.default for name, field in ELSEWHERE.items()} == {name: theirs[name] for name in ELSEWHERE}
 
 
+@pytest.mark.quick
 def test_fields_that_are_the_same_are_ours_and_the_others_are_not():
     assert set(SAME) <= set(OURS)
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
@@ -37,6 +39,7 @@ def test_fields_that_are_the_same_are_ours_and_the_others_are_not():
     assert all(advice.startswith("leave it out: ") for advice in unneeded)
 
 
+@pytest.mark.quick
 def test_what_has_to_be_done_elsewhere_is_not_called_needless():
     """Advice that says what to use is of another name or of a setting outside."""
     needless = {name: field.advice for name, field in ELSEWHERE.items() if field.kind == "not needed"}
@@ -49,10 +52,12 @@ def test_what_has_to_be_done_elsewhere_is_not_called_needless():
     assert list(from_trl({"save_on_each_node": True}).missing) == ["save_on_each_node"]
 
 
+@pytest.mark.quick
 def test_the_page_holds_the_table():
     assert field_table() in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.quick
 def test_the_page_names_things_that_are_there():
     text = PAGE.read_text(encoding="utf-8").replace(field_table(), "")
     root = PAGE.parent.parent
@@ -72,6 +77,7 @@ def functions_of_trl() -> list[tuple[set[str], set[str]]]:
     return [(names(theirs), names(ours)) for theirs, ours in cells]
 
 
+@pytest.mark.quick
 def test_functions_of_trl_lead_to_functions_of_ours():
     package = PAGE.parent.parent / "grpo_jax"
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")]
@@ -86,6 +92,7 @@ def test_functions_of_trl_lead_to_functions_of_ours():
         assert not ours - defined - fields, theirs
 
 
+@pytest.mark.quick
 def test_functions_that_are_said_to_be_trls_are():
     spec = importlib.util.find_spec("trl")
     if spec is None:
@@ -96,6 +103,7 @@ def test_functions_that_are_said_to_be_trls_are():
         assert not theirs - defined
 
 
+@pytest.mark.quick
 def test_a_usual_config_carries_over():
     moved = from_trl(
         {
@@ -127,6 +135,7 @@ def test_a_usual_config_carries_over():
     assert "NOT HERE" not in told
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
@@ -157,6 +166,7 @@ class Named:
         return "torch.bfloat16"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("kwargs", "dtype", "values"),
     [
@@ -175,6 +185,7 @@ def test_the_dtype_that_a_model_is_loaded_with(kwargs, dtype, values):
     assert (moved.dtype, moved.values, moved.missing) == (dtype, values, {})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -195,24 +206,28 @@ def test_the_name_of_the_best_metric_is_that_of_an_evaluation(theirs, ours):
     assert ("metric_for_best_model" in moved.same) == (theirs == ours)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["eval_loss", "loss", "eval_rewards/right/std"])
 def test_what_no_evaluation_measures_cannot_be_best(name):
     moved = from_trl({"metric_for_best_model": name, "eval_strategy": "steps", "eval_steps": 4})
     assert "name eval_reward or" in moved.missing["metric_for_best_model"]
 
 
+@pytest.mark.quick
 def test_evaluations_without_steps_of_their_own_come_with_the_lines_of_the_log():
     assert from_trl({"eval_strategy": "steps"}).config().eval_steps == 10
     assert from_trl({"eval_strategy": "steps", "logging_steps": 3}).config().eval_steps == 3
     assert from_trl({"eval_strategy": "no", "logging_steps": 3}).config().eval_steps is None
 
 
+@pytest.mark.quick
 def test_every_default_of_trl_asks_for_nothing():
     moved = from_trl({name: field.default for name, field in ELSEWHERE.items()})
     assert (moved.values, moved.translated, moved.left_out, moved.missing) == ({}, {}, {}, {})
     assert str(moved) == "nothing to carry over: every value is TRL's default"
 
 
+@pytest.mark.quick
 def test_a_dump_of_a_whole_config_carries_over():
     """TRL's `to_dict` has what it derived: both ways to say the generation batch, steps without a strategy, bf16."""
     dump = {**{name: OURS[name] for name in SAME}, **{name: field.default for name, field in ELSEWHERE.items()}}
@@ -223,6 +238,7 @@ def test_a_dump_of_a_whole_config_carries_over():
     assert moved.config() == GRPOConfig(steps_per_generation=1, pad_to_multiple_of=None, compute_dtype="bfloat16")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "hint"), [("num_generation", "num_generations"), ("warmup_ratio", "use warmup_steps"), ("zzz", "no field")]
 )
@@ -231,6 +247,7 @@ def test_a_name_of_neither_is_refused(name, hint):
         from_trl({name: 1})
 
 
+@pytest.mark.quick
 def test_the_script_prints_what_becomes_of_a_file(tmp_path, capsys):
     (tmp_path / "trl.json").write_text('{"output_dir": "out", "beta": 0.04, "bf16": true, "hub_token": "hf_"}')
     moved = from_trl_script.main([str(tmp_path / "trl.json")])

@@ -153,6 +153,7 @@ def test_a_script_with_trackers_a_hub_and_the_best_model_runs_with_another_impor
     assert [files["model.safetensors"] == saved for *_, files in hub.commits[-3:]] == [True] * 3
 
 
+@pytest.mark.quick
 def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_path):
     model = chat_checkpoint(tmp_path)
     save_pretrained(tmp_path / "half", from_pretrained(model), dtype="bfloat16")
@@ -170,6 +171,7 @@ def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_p
         GRPOTrainer(tiny_policy(), reward, args=GRPOConfig(model_init_kwargs={"dtype": "float32"}))
 
 
+@pytest.mark.quick
 def test_the_best_model_needs_a_directory_and_an_evaluation():
     args = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 1, "save_steps": 4}
     args |= {"max_completion_length": 4}
@@ -218,6 +220,7 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     assert not jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, tiny_policy().params))
 
 
+@pytest.mark.quick
 def test_the_config_is_ours_and_refuses_what_cannot_be_had():
     args = GRPOConfig(output_dir="out", bf16=True, beta=0.1, kl_placement="reward")
     assert args.output_dir == "out"
@@ -230,6 +233,7 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
         GRPOConfig(num_generations=1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -253,6 +257,7 @@ def test_what_the_trainer_does_not_take_it_refuses_by_name(arguments, message):
         GRPOTrainer(**{"model": tiny_policy(), "reward_funcs": reward, **arguments})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("targets", "adapted"),
     [
@@ -275,6 +280,7 @@ def test_adapters_are_those_that_peft_asks_for(targets, adapted):
     assert ranks == {4}
 
 
+@pytest.mark.quick
 def test_a_trainer_says_what_it_lacks(tmp_path):
     trainer = GRPOTrainer(tiny_policy(), reward, processing_class=tiny_policy().tokenizer)
     with pytest.raises(ValueError, match="eval_dataset is None, here and in GRPOTrainer"):

@@ -354,11 +354,13 @@ def errors_of(values):
     return lines
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("values", "line"), BAD, ids=[line.split(":")[0][:60] for _, line in BAD])
 def test_a_bad_value_is_refused_with_one_helpful_line(values, line):
     assert errors_of(values) == [line]
 
 
+@pytest.mark.quick
 def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
     shown = {line.split(" = ")[0] for _, line in BAD}
     plain = {
@@ -380,6 +382,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
         assert errors_of({name: "no"})[0].startswith(f"{name} = 'no': must be ")
 
 
+@pytest.mark.quick
 def test_all_errors_come_at_once():
     lines = errors_of(dict(num_generations=1, beta="x", loss_typ="grpo", sync_ref_model=True, epsilon=0, seed=1.5))
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == [
@@ -391,6 +394,7 @@ def test_all_errors_come_at_once():
     ]
 
 
+@pytest.mark.quick
 def test_a_field_that_is_wrong_in_itself_is_not_reported_again_by_the_checks_that_read_it():
     assert errors_of(dict(beta=-1, sync_ref_model=True)) == [
         "beta = -1: must be at least 0; use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)"
@@ -400,6 +404,7 @@ def test_a_field_that_is_wrong_in_itself_is_not_reported_again_by_the_checks_tha
     assert len(errors_of(dict(entropy_coef_min=2.0, use_adaptive_entropy=True))) == 2  # both are wrong
 
 
+@pytest.mark.quick
 def test_fields_go_by_keyword():
     with pytest.raises(ValueError, match=r"takes its fields by keyword; for a dict use GRPOConfig.from_dict\(...\)"):
         GRPOConfig({"beta": 0.1})
@@ -414,6 +419,7 @@ class Wider(GRPOConfig):
     names: list = dataclasses.field(default_factory=list, hash=False)
 
 
+@pytest.mark.quick
 def test_a_subclass_is_read_and_checked_too():
     wider = Wider(note="mine", scale_rewards=True)
     assert (wider.beta, wider.note, wider.names, wider.scale_rewards) == (0.5, "mine", [], "group")
@@ -455,6 +461,7 @@ GOOD = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("values", GOOD, ids=str)
 def test_a_good_config_comes_back_equal_from_json(values):
     config = GRPOConfig(**values)
@@ -466,6 +473,7 @@ def test_a_good_config_comes_back_equal_from_json(values):
     assert dataclasses.replace(config, seed=7) != config
 
 
+@pytest.mark.quick
 def test_replace_checks_again():
     with pytest.raises(ValueError, match="beta = -1"):
         dataclasses.replace(GRPOConfig(), beta=-1)
@@ -473,6 +481,7 @@ def test_replace_checks_again():
         dataclasses.replace(GRPOConfig(), epsilo=0.1)
 
 
+@pytest.mark.quick
 def test_values_are_kept_as_plain_python_types_and_as_copies():
     template, weights = {"tools": [1]}, [np.float32(0.5), 1]
     config = GRPOConfig(
@@ -493,6 +502,7 @@ def test_values_are_kept_as_plain_python_types_and_as_copies():
     assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
 
 
+@pytest.mark.quick
 def test_a_config_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GRPOConfig().beta = 0.1
@@ -597,10 +607,12 @@ OURS = dict(
 )
 
 
+@pytest.mark.quick
 def test_defaults():
     assert GRPOConfig().to_dict() == TRL | OURS
 
 
+@pytest.mark.quick
 def test_defaults_are_those_of_the_trl_that_is_installed():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
@@ -608,6 +620,7 @@ def test_defaults_are_those_of_the_trl_that_is_installed():
     assert not set(OURS).intersection(theirs)
 
 
+@pytest.mark.quick
 def test_every_field_has_a_doc_and_every_default_stands_once():
     source = pathlib.Path(config_module.__file__).read_text(encoding="utf-8")
     body = next(node.body for node in ast.parse(source).body if getattr(node, "name", "") == "GRPOConfig")
@@ -621,12 +634,14 @@ def test_every_field_has_a_doc_and_every_default_stands_once():
         assert "ours" in documented[name].lower() or "TRL" in documented[name], name
 
 
+@pytest.mark.quick
 def test_editors_and_help_see_the_fields():
     signature = inspect.signature(GRPOConfig)
     assert list(signature.parameters) == [field.name for field in dataclasses.fields(GRPOConfig)]
     assert signature.parameters["beta"].default == 0.0
 
 
+@pytest.mark.quick
 def test_importing_the_config_does_not_import_jax():
     code = "import sys, types; sys.modules['grpo_jax'] = m = types.ModuleType('grpo_jax'); m.__path__ = ['grpo_jax']; "
     code += "import grpo_jax.config.config; print('jax' in sys.modules)"
@@ -690,6 +705,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("values", "devices", "sizes"), SIZES, ids=str)
 def test_sizes_by_hand(values, devices, sizes):
     config = GRPOConfig(**values)
@@ -701,6 +717,7 @@ def test_sizes_by_hand(values, devices, sizes):
     )
 
 
+@pytest.mark.quick
 def test_sizes_refuse_a_generation_batch_that_the_devices_cannot_share():
     line = (
         r"generation_batch_size = 48: does not split into minibatches of 32 completions"
@@ -715,6 +732,7 @@ def test_sizes_refuse_a_generation_batch_that_the_devices_cannot_share():
         check_run(config, num_devices=4, num_rows=10, num_reward_fns=1)
 
 
+@pytest.mark.quick
 def test_total_steps_and_warm_up():
     config = GRPOConfig(per_device_train_batch_size=32, num_iterations=2, num_train_epochs=1.5)  # B = 4
     assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches
@@ -727,6 +745,7 @@ def test_total_steps_and_warm_up():
     assert GRPOConfig().total_warmup_steps(100) == 0
 
 
+@pytest.mark.quick
 def test_evaluation_is_greedy_with_one_completion_or_as_in_training():
     assert (GRPOConfig().eval_temperature, GRPOConfig().eval_generations) == (1.0, 8)
     greedy = GRPOConfig(temperature_eval=0)
@@ -735,6 +754,7 @@ def test_evaluation_is_greedy_with_one_completion_or_as_in_training():
     assert (sampled.eval_temperature, sampled.eval_generations) == (0.7, 3)
 
 
+@pytest.mark.quick
 def test_what_is_better():
     better = lambda **settings: GRPOConfig(**settings).best_is_greatest
     assert better(metric_for_best_model="reward")
@@ -743,6 +763,7 @@ def test_what_is_better():
     assert not better(metric_for_best_model="completions/mean_length", greater_is_better=False)
 
 
+@pytest.mark.quick
 def test_which_trackers_are_asked_for():
     for nothing in (None, "none", [], ["none"], ()):
         assert GRPOConfig(report_to=nothing).report_to == "none"
@@ -750,12 +771,14 @@ def test_which_trackers_are_asked_for():
     assert GRPOConfig(report_to=["wandb", "trackio"]).report_to == ("wandb", "trackio")
 
 
+@pytest.mark.quick
 def test_when_there_is_a_line_of_metrics():
     steps = range(1, 13)
     assert [step for step in steps if GRPOConfig(logging_steps=5).logs_at(step)] == [5, 10]
     assert [step for step in steps if GRPOConfig(logging_steps=5, logging_first_step=True).logs_at(step)] == [1, 5, 10]
 
 
+@pytest.mark.quick
 def test_padding():
     assert [GRPOConfig(pad_to_multiple_of=value).padding for value in ("auto", None, 7)] == [32, 1, 7]
 
@@ -807,6 +830,7 @@ BAD_RUNS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("values", "run", "line"), BAD_RUNS, ids=[line[:40] for *_, line in BAD_RUNS])
 def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
     with pytest.raises(ValueError, match="this run has 1 error") as caught:
@@ -814,12 +838,14 @@ def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
     assert str(caught.value) == f"this run has 1 error:\n  {line}"
 
 
+@pytest.mark.quick
 def test_a_run_that_fits_is_not_refused():
     check_run(GRPOConfig(reward_weights=[1, 2]), **RUN)
     check_run(GRPOConfig(eval_steps=5), **RUN, num_eval_rows=3, longest_prompt=512, context_length=1024)
     check_run(GRPOConfig(mesh={"data": 2, "tensor": 2}), **RUN | dict(num_devices=4))
 
 
+@pytest.mark.quick
 def test_all_errors_of_a_run_come_at_once():
     with pytest.raises(ValueError, match="this run has 3 errors"):
         check_run(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)

@@ -24,6 +24,7 @@ def start(line):
     distributed.start(parser.parse_args(line.split()))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -41,6 +42,7 @@ def test_flags_are_handed_on_and_none_begins_nothing(line, told, begun):
 ALL = "coordinator, num_processes and process_id are given together, or none of them"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -57,6 +59,7 @@ def test_flags_that_cannot_be(line, message, begun):
     assert begun == []
 
 
+@pytest.mark.quick
 def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
     def nothing_found(*_, **__):
         raise ValueError("coordinator_address should be defined.")
@@ -68,6 +71,7 @@ def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
         start("--coordinator host0:1 --num-processes 2 --process-id 0")
 
 
+@pytest.mark.quick
 def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
     try:
         raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")

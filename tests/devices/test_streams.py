@@ -20,12 +20,14 @@ rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package ha
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 
 
+@pytest.mark.quick
 def test_there_are_as_many_streams_as_cores_and_no_more_than_parts(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
     assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
 
 
+@pytest.mark.quick
 def test_large_parameters_are_read_by_one_stream(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     monkeypatch.setattr(streams, "CACHED", 40)
@@ -33,6 +35,7 @@ def test_large_parameters_are_read_by_one_stream(monkeypatch):
     assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(7)}, 9) == 1
 
 
+@pytest.mark.quick
 def test_streams_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
@@ -40,17 +43,20 @@ def test_streams_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
     assert [layout_module.stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
 
 
+@pytest.mark.quick
 def test_params_on_several_devices_are_left_to_the_compiler():
     mesh = jax.make_mesh((4,), ("data",))
     spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P()))
     assert streams.count_streams({"w": spread}, 8) == 1
 
 
+@pytest.mark.quick
 def test_every_part_has_a_thread_of_its_own():
     meet = threading.Barrier(3, timeout=30)  # passes only if three parts are under way at once
     assert streams.run_in_streams(lambda i: (meet.wait() >= 0, i * i), [1, 2, 3]) == [(True, 1), (True, 4), (True, 9)]
 
 
+@pytest.mark.quick
 def test_what_is_on_a_cpu_is_waited_for():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x))
     coming = {"x": slow(jnp.eye(256)), "host": np.ones(3)}
@@ -58,6 +64,7 @@ def test_what_is_on_a_cpu_is_waited_for():
     assert streams.in_turn(coming)["x"].is_ready()
 
 
+@pytest.mark.quick
 def test_a_failure_in_a_part_is_a_failure_of_all():
     def part(i):
         if i == 1:
@@ -83,6 +90,7 @@ def test_samples_are_those_of_one_stream(monkeypatch, into):
     np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-5)
 
 
+@pytest.mark.quick
 def test_threads_that_share_a_program_compile_it_once():
     traced = []
 
@@ -114,6 +122,7 @@ def test_a_shared_program_is_let_go_when_it_is_dispatched():
     assert [steps for steps, _ in ended] == [1, 20_000], "the short one did not wait for the long one"
 
 
+@pytest.mark.quick
 def test_streams_compile_a_program_once(monkeypatch):
     """Fresh shapes, two streams: as many programs as one stream of the same shape needs."""
     model, params = tiny_model(vocab=29)
@@ -133,6 +142,7 @@ def test_streams_compile_a_program_once(monkeypatch):
     assert compiled.count("/jax/core/compile/backend_compile_duration") == programs
 
 
+@pytest.mark.quick
 def test_work_beside_is_under_way_at_once_and_waited_for():
     meet, ended = threading.Barrier(2, timeout=30), []
 
@@ -147,6 +157,7 @@ def test_work_beside_is_under_way_at_once_and_waited_for():
     assert coming.result() == 7
 
 
+@pytest.mark.quick
 def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work():
     def fails():
         raise ValueError("there")
@@ -160,6 +171,7 @@ def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work(
     assert ended == [1], "no thread is left at work with arrays that are about to go"
 
 
+@pytest.mark.quick
 def test_settings_of_the_callers_thread_hold_beside():
     product = jax.jit(lambda x: x @ x)
 

@@ -63,6 +63,7 @@ def test_every_end_is_where_theory_says(ends):
     assert max(row["theory_variation"] for row in ends.values()) < 1e-3
 
 
+@pytest.mark.quick
 def test_with_the_kl_in_the_reward_the_estimator_is_not_read():
     arms = [kl_estimators.Arm(k, False, "reward") for k in ("k1", "k2")]
     paths = [kl_estimators.train_all(BANDIT, [arm])["in reward"]["μ = 4"] for arm in arms]
@@ -70,6 +71,7 @@ def test_with_the_kl_in_the_reward_the_estimator_is_not_read():
     assert kl_estimators.relative_error(paths[0][-1], BANDIT.optimum) < 0.01
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(5))
 def test_closed_forms_are_the_maxima_they_are_said_to_be(seed):
     bandit = kl_estimators.make_bandit(seed, 0.5)
@@ -129,7 +131,7 @@ def test_a_far_reference_stops_learning_at_a_large_beta_and_a_synced_one_does_no
 def test_before_the_first_sync_the_arms_are_the_same_run(references):
     for beta in reference_sync.BETAS:
         frozen, synced = references[beta, "frozen"], references[beta, "synced"]
-        assert synced["kl"][0] == frozen["kl"][0] > 0
+        assert 0 < synced["kl"][0] == pytest.approx(frozen["kl"][0], rel=1e-6)  # two programs: they round differently
         assert synced["kl"][1] < frozen["kl"][1]
         assert synced["reward"][0] == frozen["reward"][0]
 
@@ -182,6 +184,7 @@ def test_reuse_pays_with_the_clip(reused):
     assert reused[16, "clipped"]["final_reward"] > reused[1, "clipped"]["final_reward"] + 0.1
 
 
+@pytest.mark.quick
 def test_runs_are_deterministic():
     run = functools.partial(old_and_new_policy.run, "clipped", 4, iterations=2)
     first, again, other = run(seed=5), run(seed=5), run(seed=6)

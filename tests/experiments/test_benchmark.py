@@ -18,6 +18,7 @@ WORKLOAD = {
 }
 
 
+@pytest.mark.quick
 def test_prompts_are_those_of_the_peers():
     rows = benchmark.make_rows(benchmark.WORKLOAD, "S", "varprompt", 3)
     rng = np.random.default_rng(2)
@@ -27,6 +28,7 @@ def test_prompts_are_those_of_the_peers():
     assert len(benchmark.make_rows(benchmark.WORKLOAD, "S", "fixed", 1)[0]["prompt"].split()) == 128
 
 
+@pytest.mark.quick
 def test_a_run_says_what_it_measured(tmp_path, capsys):
     save_pretrained(tmp_path / "ckpt-tiny", tiny_policy())
     (tmp_path / "workload.json").write_text(json.dumps(WORKLOAD))
@@ -64,12 +66,14 @@ def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_boun
     assert result["decode_bandwidth_share"] == pytest.approx(read / median["rollout"] / 1e8, rel=0.02, abs=1e-4)
 
 
+@pytest.mark.quick
 def test_without_a_gpu_the_gpu_workload_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--device", "gpu"])
     assert "JAX sees no GPU here, only cpu" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_a_peer_that_fails_is_named():
     with pytest.raises(SystemExit, match="false"):
         benchmark.measure(["false"])

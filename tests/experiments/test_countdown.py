@@ -12,6 +12,7 @@ from experiments.countdown import build, expression_value, last_answer, make_pro
 from grpo_jax import from_pretrained
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -32,10 +33,12 @@ def test_expressions_are_counted_exactly(text, value):
     assert expression_value(text, [3, 5, 9]) == Fraction(value)
 
 
+@pytest.mark.quick
 def test_thirds_are_not_rounded():
     assert expression_value("8/(3-8/3)", [3, 3, 8, 8]) == 24
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     [
@@ -82,6 +85,7 @@ def test_what_breaks_the_rules_has_no_value(text):
     assert expression_value(text, [3, 5, 9]) is None
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
@@ -92,6 +96,7 @@ def test_a_hostile_text_is_read_at_once(text):
     assert last_answer("<answer>" * 10**5 + text) is None
 
 
+@pytest.mark.quick
 def test_some_numbers_may_be_left_where_that_is_the_rule():
     assert expression_value("9-5", [3, 5, 9]) is None
     assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
@@ -99,6 +104,7 @@ def test_some_numbers_may_be_left_where_that_is_the_rule():
     assert expression_value("5+5", [5, 5], use_all=False) == 10
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("numbers", [3, 4, 5, 6])
 def test_problems_differ_and_their_solutions_solve_them(numbers):
     problems = make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
@@ -114,11 +120,13 @@ def test_problems_differ_and_their_solutions_solve_them(numbers):
     assert problems != make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
 
 
+@pytest.mark.quick
 def test_more_problems_than_there_are_is_refused():
     with pytest.raises(ValueError, match="count is 1000, and there are hardly that many"):
         make_problems(0, 1000, numbers=2, largest=3, targets=range(1, 10))
 
 
+@pytest.mark.quick
 def test_rewards_look_at_the_last_answer():
     row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
     for completion, right, legal in [
@@ -135,6 +143,7 @@ def test_rewards_look_at_the_last_answer():
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
 
 
+@pytest.mark.quick
 def test_the_teacher_is_as_flawed_as_it_says():
     problems, draw, count = make_problems(0, 500, **countdown.SMALL), random.Random(0), 8000
     chosen = [draw.choice(problems) for _ in range(count)]
@@ -165,6 +174,7 @@ def test_the_script_ends_in_one_json_object_and_leaves_a_checkpoint(tmp_path, ca
     assert {policy.tokenizer.decode([i]) for i in ids} >= {"20", "19", "4", "15"}
 
 
+@pytest.mark.quick
 def test_a_checkpoint_is_asked_in_words():
     problem = {"numbers": [3, 5, 9], "target": 17, "solution": "(3+5)+9"}
     chat = countdown.asked_in_words(problem, chat=True)["prompt"]

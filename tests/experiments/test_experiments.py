@@ -63,6 +63,7 @@ def pytorch_greedy_completions(directory, prompts, length):
     return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 
+@pytest.mark.quick
 def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
     train, held_out = sort_digits.make_rows(0)
     prompts = [row["prompt"] for row in [*train, *held_out]]
@@ -75,6 +76,7 @@ def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
     assert sort_digits.make_rows(1)[1] != held_out
 
 
+@pytest.mark.quick
 def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
     draw, count = random.Random(0), 20_000
     rows, _ = sort_digits.make_rows(0)
@@ -99,6 +101,7 @@ def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
     assert seen["reversed"] / count == pytest.approx(0.54, abs=0.02)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("behaviour", sort_digits.BEHAVIOURS)
 def test_only_the_sorted_reply_is_right(behaviour, monkeypatch):
     monkeypatch.setattr(sort_digits, "BEHAVIOURS", {behaviour: 1.0})
@@ -110,6 +113,7 @@ def test_only_the_sorted_reply_is_right(behaviour, monkeypatch):
     assert set(sort_digits.well_formed(completions=replies)) == {1.0}
 
 
+@pytest.mark.quick
 def test_lessons_are_masked_to_the_reply_and_its_end():
     policy = sort_digits.make_policy(0, width=16, layers=1)
     rows, _ = sort_digits.make_rows(0, train_rows=20, held_out=1)
@@ -175,6 +179,7 @@ def test_exported_model_completes_100_held_out_prompts_as_pytorch_does(sorted_ru
     assert ours == theirs
 
 
+@pytest.mark.quick
 def test_stories_has_the_task_of_the_run_it_is_compared_with():
     train, held_out = stories.make_rows()
     assert (len(train), len(held_out)) == (256, 64)
@@ -206,6 +211,7 @@ def test_stories_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, 
         assert (tmp_path / "run" / name).stat().st_size > 0, name
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/stories260K is not there")
 def test_stories_without_a_model_fetches_and_converts_it(tmp_path, monkeypatch):
     asked = []
@@ -250,6 +256,7 @@ def test_greedy_completions_do_not_depend_on_the_seed_of_the_samples(sorted_run)
     assert runs[0][0]["greedy"] == pytest.approx(metrics["accuracy"])
 
 
+@pytest.mark.quick
 def test_a_run_directory_that_holds_something_is_refused(tmp_path):
     assert fresh_directory(tmp_path, "name") == tmp_path
     (tmp_path / "metrics.jsonl").touch()
@@ -257,6 +264,7 @@ def test_a_run_directory_that_holds_something_is_refused(tmp_path):
         fresh_directory(tmp_path, "name")
 
 
+@pytest.mark.quick
 def test_a_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert fresh_directory(None, "stories-0").resolve().parent == tmp_path / "runs"

@@ -18,6 +18,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.quick
 def test_a_problem_is_a_conversation_or_text():
     chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
     assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
@@ -31,6 +32,7 @@ def test_a_problem_is_a_conversation_or_text():
         ]
 
 
+@pytest.mark.quick
 def test_the_format_is_a_last_line_with_the_answer():
     right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
     wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
@@ -38,6 +40,7 @@ def test_the_format_is_a_last_line_with_the_answer():
     assert gsm8k.well_formed(completions=[problem["answer"] for problem in PROBLEMS]) == [1.0] * len(PROBLEMS)
 
 
+@pytest.mark.quick
 def test_settings_follow_the_flags():
     arguments = gsm8k.parse(["--data", "d"])
     assert (arguments.learning_rate, arguments.max_completion_length) == (1e-6, 300)
@@ -47,6 +50,7 @@ def test_settings_follow_the_flags():
     assert gsm8k.make_config(arguments).reward_weights == (1.0, 0.0, 0.0)
 
 
+@pytest.mark.quick
 def test_a_directory_without_the_files_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"there is no train.jsonl in it; give GSM8K's directory, or hub"):
         gsm8k.load_problems(str(tmp_path))

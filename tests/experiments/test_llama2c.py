@@ -98,6 +98,7 @@ def run_c_encode(pieces: list[tuple[str, float]], text: str) -> list[int]:
         ids[i : i + 2] = [vocab[joined[i]]]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [True, False], ids=["shared embedding", "own output matrix"])
 def test_converted_model_computes_what_run_c_computes(tmp_path, tied):
     weights = write_checkpoint(tmp_path / "model.bin", tied=tied)
@@ -111,6 +112,7 @@ def test_converted_model_computes_what_run_c_computes(tmp_path, tied):
     assert policy.pad_token_id == 0
 
 
+@pytest.mark.quick
 def test_tokenizer_encodes_as_run_c_and_decodes_to_the_text(tmp_path):
     write_tokenizer(tmp_path / "tok.bin")
     pieces = read_pieces(tmp_path / "tok.bin", SHAPE.vocab_size)
@@ -123,6 +125,7 @@ def test_tokenizer_encodes_as_run_c_and_decodes_to_the_text(tmp_path):
     assert tokenizer.model_max_length == SHAPE.max_seq_len
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("change", [b"\0\0\0\0", None], ids=["too long", "too short"])
 def test_a_file_of_another_size_is_refused(tmp_path, change):
     write_checkpoint(tmp_path / "model.bin", tied=True)
@@ -132,12 +135,14 @@ def test_a_file_of_another_size_is_refused(tmp_path, change):
         read_checkpoint(tmp_path / "model.bin")
 
 
+@pytest.mark.quick
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     write_tokenizer(tmp_path / "tok.bin")
     with pytest.raises(ValueError, match="more than the 260 pieces of the checkpoint"):
         read_pieces(tmp_path / "tok.bin", 260)
 
 
+@pytest.mark.quick
 def test_command_line(tmp_path):
     write_checkpoint(tmp_path / "model.bin", tied=True)
     write_tokenizer(tmp_path / "tok.bin")
@@ -145,6 +150,7 @@ def test_command_line(tmp_path):
     assert from_pretrained(tmp_path / "hf").model.config.num_layers == SHAPE.n_layers
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/stories260K is not there")
 def test_stories260K_converts_to_the_same_bytes(tmp_path):
     from safetensors.numpy import load_file

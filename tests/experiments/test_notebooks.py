@@ -69,6 +69,7 @@ def test_gsm8k(tmp_path):
     assert len(pictures(notebook)) == 1
 
 
+@pytest.mark.quick
 def test_a_cell_that_raises_fails(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in ("import os", "assert os.environ['PYTHONPATH'] == ''")]
     with pytest.raises(CellExecutionError, match="AssertionError"):
@@ -133,11 +134,13 @@ def make_clone(directory):
     return directory
 
 
+@pytest.mark.quick
 def test_the_first_cell_is_the_same_in_all_notebooks():
     assert len({install_cell(path) for path in NOTEBOOKS}) == 1
     assert len(NOTEBOOKS) == 3
 
 
+@pytest.mark.quick
 def test_the_first_cell_takes_the_clone_that_it_lies_in_or_beside(tmp_path, monkeypatch):
     clone = make_clone(tmp_path / "clone")
     for place in (clone / "experiments" / "notebooks", tmp_path):
@@ -148,6 +151,7 @@ def test_the_first_cell_takes_the_clone_that_it_lies_in_or_beside(tmp_path, monk
             assert sys.path[-1] == str(clone)
 
 
+@pytest.mark.quick
 def test_the_first_cell_takes_the_clone_that_it_is_told(tmp_path, monkeypatch):
     clone = make_clone(tmp_path / "clone")
     machine = Machine(monkeypatch, tmp_path / "elsewhere", {})
@@ -157,6 +161,7 @@ def test_the_first_cell_takes_the_clone_that_it_is_told(tmp_path, monkeypatch):
     assert machine.installs() == [[str(clone), "--quiet"]]  # there was no jax to be kept
 
 
+@pytest.mark.quick
 def test_the_first_cell_takes_the_release_where_there_is_no_clone(tmp_path, monkeypatch):
     make_clone(tmp_path / "release" / "grpo_jax-0.1.0")
     release = shutil.make_archive(str(tmp_path / "grpo_jax-0.1.0"), "gztar", tmp_path / "release")
@@ -169,6 +174,7 @@ def test_the_first_cell_takes_the_release_where_there_is_no_clone(tmp_path, monk
     assert sys.path[-1] == str(unpacked)
 
 
+@pytest.mark.quick
 def test_the_first_cell_stops_where_there_is_neither(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, tmp_path / "content", {"jax": "0.10.2"})
     with pytest.raises(RuntimeError, match="pip download failed: clone the repository and set SOURCE, above"):
@@ -176,6 +182,7 @@ def test_the_first_cell_stops_where_there_is_neither(tmp_path, monkeypatch):
     assert machine.installs() == []
 
 
+@pytest.mark.quick
 def test_the_first_cell_stops_if_jax_is_another_one(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, make_clone(tmp_path / "clone"), {"jax": "0.7.2"})
     machine.pip_brings = {"jax": "0.10.2"}
@@ -183,6 +190,7 @@ def test_the_first_cell_stops_if_jax_is_another_one(tmp_path, monkeypatch):
         machine.run_cell()
 
 
+@pytest.mark.quick
 def test_the_first_cell_installs_nothing_where_all_is_there(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, tmp_path, {"jax": "0.10.2", "grpo_jax": "0.1.0"})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -190,6 +198,7 @@ def test_the_first_cell_installs_nothing_where_all_is_there(tmp_path, monkeypatc
     assert machine.asked == []
 
 
+@pytest.mark.quick
 @named
 def test_what_is_committed_was_run_in_order_and_is_small(path):
     notebook = nbformat.read(path, as_version=4)
@@ -204,6 +213,7 @@ def test_what_is_committed_was_run_in_order_and_is_small(path):
     assert not re.search(r"/(home|tmp|root|work)/|Traceback|Warning", text)
 
 
+@pytest.mark.quick
 @named
 def test_links_of_a_notebook_lead_somewhere(path):
     text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")

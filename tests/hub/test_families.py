@@ -235,6 +235,7 @@ def greedy_of_case(case):
     return jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
 
 
+@pytest.mark.quick
 def test_there_is_a_case_for_each_family():
     assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)
 
@@ -296,6 +297,7 @@ def test_greedy_tokens_equal_generate(case, greedy_of_case):
         np.testing.assert_array_equal(greedy_of_case[0][b], out[0, n:].numpy())
 
 
+@pytest.mark.quick
 def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
     _, directory, policy = case
     before = torch_model(directory).state_dict()
@@ -399,18 +401,21 @@ BAD_VALUES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("architecture", "fields", "message"), BAD_VALUES)
 def test_an_unsupported_config_value_is_named(architecture, fields, message):
     with pytest.raises(ValueError, match=message):
         read_config({**SHAPE, "architectures": [architecture], **fields})
 
 
+@pytest.mark.quick
 def test_a_missing_config_key_is_named():
     raw = {key: value for key, value in raw_config("qwen2").items() if key != "hidden_size"}
     with pytest.raises(ValueError, match="'hidden_size' is missing; a Qwen2ForCausalLM"):
         read_config(raw)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("names", [["BertForMaskedLM"], [], None])
 def test_an_unsupported_architecture_lists_the_supported_ones(names):
     with pytest.raises(ValueError, match=r"'architectures' is .*Qwen2ForCausalLM.*Qwen3MoeForCausalLM"):

@@ -114,6 +114,7 @@ def test_a_fresh_policy_makes_the_round_trip(policy, tmp_path):
     assert (loaded.eos_token_ids, loaded.pad_token_id) == ((2,), 0)
 
 
+@pytest.mark.quick
 def test_tokenizer_and_generation_files_are_kept_as_they_came(policy, tmp_path):
     save_pretrained(tmp_path / "a", policy)
     odd = b'{"eos_token_id": [2, 5], "temperature":0.6,  "top_p": 0.95}'
@@ -156,6 +157,7 @@ def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path
     )
 
 
+@pytest.mark.quick
 def test_the_older_name_of_the_dtype_is_kept(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
@@ -175,6 +177,7 @@ def test_dtype_is_that_of_params_and_of_compute(checkpoint):
         assert hidden.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick
 def test_a_mesh_places_the_params_on_all_of_its_devices(checkpoint):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     policy = from_pretrained(checkpoint, mesh=mesh)
@@ -182,6 +185,7 @@ def test_a_mesh_places_the_params_on_all_of_its_devices(checkpoint):
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(policy.params)} == {4}
 
 
+@pytest.mark.quick
 def test_params_own_their_memory(checkpoint):
     """A donated step must not find buffers that numpy owns or that two leaves share."""
     params = from_pretrained(checkpoint).params
@@ -192,12 +196,14 @@ def test_params_own_their_memory(checkpoint):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(doubled))
 
 
+@pytest.mark.quick
 def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
     whole = from_pretrained(checkpoint).params
     monkeypatch.setattr(huggingface, "BLOCK", 100)
     assert equal(from_pretrained(checkpoint).params, whole)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("generation", "config", "eos", "pad"),
     [
@@ -211,11 +217,13 @@ def test_eos_and_pad_ids_come_from_the_first_place_that_has_them(generation, con
     assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
 
 
+@pytest.mark.quick
 def test_eos_and_pad_ids_come_from_the_tokenizer_last():
     policy = Policy(None, None, byte_level_tokenizer())
     assert (policy.eos_token_ids, policy.pad_token_id) == ((2,), 0)
 
 
+@pytest.mark.quick
 def test_replace_keeps_the_rest(policy):
     assert policy.replace(params=None).params is None
     assert policy.replace(params=None).tokenizer is policy.tokenizer
@@ -256,12 +264,14 @@ def test_a_real_checkpoint_tells_its_story():
 # Bad input: each message names what came and what to do.
 
 
+@pytest.mark.quick
 def test_a_directory_that_is_not_there(tmp_path):
     for name in (tmp_path / "nothing", str(tmp_path / "nothing"), "./nothing"):
         with pytest.raises(FileNotFoundError, match=r"nothing' is no directory; give one, or a hub name"):
             from_pretrained(name)
 
 
+@pytest.mark.quick
 def test_a_hub_name_that_cannot_be_fetched():
     with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is no local directory, and the hub did not give it"):
         from_pretrained("nobody/nothing")
@@ -279,11 +289,13 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
 
 
+@pytest.mark.quick
 def test_a_directory_without_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         from_pretrained(tmp_path)
 
 
+@pytest.mark.quick
 def test_a_config_that_is_not_json(checkpoint):
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):

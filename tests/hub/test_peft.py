@@ -35,6 +35,7 @@ def peft_and_base(kind, tmp_path):
     return torch, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")  # peft's own
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 @pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])
@@ -70,6 +71,7 @@ def test_we_load_adapters_of_peft(kind, options, tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.quick
 def test_adapters_are_not_added_twice_or_taken_for_weights(tmp_path):
     policy = lora_policy()
     save_lora(tmp_path / "adapter", policy)
@@ -83,11 +85,13 @@ def test_adapters_are_not_added_twice_or_taken_for_weights(tmp_path):
             plain()
 
 
+@pytest.mark.quick
 def test_a_directory_without_an_adapter(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
         load_lora(tmp_path, base_policy())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes", [{"peft_type": "IA3"}, {"bias": "all"}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}]
 )

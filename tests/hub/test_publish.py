@@ -59,6 +59,7 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
     assert last.tokenizer("ab")["input_ids"] == tiny_policy().tokenizer("ab")["input_ids"]
 
 
+@pytest.mark.quick
 def test_the_repository_has_the_name_of_the_run_or_the_one_given(tmp_path, monkeypatch):
     with serving(monkeypatch) as hub:
         opened(dataclasses.replace(CONFIG, hub_model_id=None, hub_revision="dev"), tmp_path / "my-run").end(
@@ -69,6 +70,7 @@ def test_the_repository_has_the_name_of_the_run_or_the_one_given(tmp_path, monke
     assert hub.private == {"me/my-run": None, "team/sums": None}
 
 
+@pytest.mark.quick
 def test_adapters_are_pushed_in_the_format_of_peft(tmp_path, monkeypatch):
     policy = add_lora(tiny_policy(), jax.random.key(0), rank=2)
     with serving(monkeypatch) as hub:

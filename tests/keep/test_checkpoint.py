@@ -89,6 +89,7 @@ def names_in(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.quick
 def test_the_newest_is_found_and_old_ones_go(tmp_path):
     write(tmp_path, 2, 4, 6, save_total_limit=2)
     assert names_in(tmp_path) == ["4", "6"]
@@ -117,6 +118,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
 BEST = {"metric_for_best_model": "reward", "save_total_limit": 1, "load_best_model_at_end": True}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("metrics", "step"), [([0.1, 0.9, 0.3], 4), ([0.1, 0.3, 0.9], 6)], ids=["earlier", "last"])
 def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, metrics, step):
     write(tmp_path, 2, 4, 6, metrics=metrics, **BEST)
@@ -129,6 +131,7 @@ def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, 
     assert all(leaf.is_deleted() == (step != 6) for leaf in jax.tree.leaves(last))
 
 
+@pytest.mark.quick
 def test_without_a_best_the_last_state_stays(tmp_path):
     last = state_at(4)
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
@@ -142,17 +145,20 @@ def test_without_a_best_the_last_state_stays(tmp_path):
         assert checkpoints.restore_best(last) is last
 
 
+@pytest.mark.quick
 def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
     settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
     assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
     assert write(tmp_path, 3, metrics=[0.9], evaluated=2, **settings) == (2, 0.5)
 
 
+@pytest.mark.quick
 def test_a_metric_that_does_not_exist_is_told(tmp_path):
     with pytest.warns(UserWarning, match=r"metric_for_best_model = 'rewrd' has not been measured up to step 2"):
         assert write(tmp_path, 2, metric_for_best_model="rewrd") is None
 
 
+@pytest.mark.quick
 def test_when_a_save_is_due(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
@@ -329,6 +335,7 @@ def test_what_a_kill_leaves_behind_is_ignored(tmp_path):
         assert checkpoints.restore(state_at(0))[1].step == 2
 
 
+@pytest.mark.quick
 def test_without_a_run_directory_nothing_is_written_or_found():
     with Checkpoints(None, GRPOConfig()) as checkpoints:
         checkpoints.save(state_at(2), Progress(step=2), None)

@@ -278,6 +278,7 @@ def lora(scale):
     return LoraModel({"w": np.ones((2, 2), np.float32)}, shaped(), scale=scale)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOConfig)])
 def test_each_field_is_harmless_or_refused_by_its_name(name):
     saved, present = about(), about()
@@ -292,6 +293,7 @@ def test_each_field_is_harmless_or_refused_by_its_name(name):
         assert lines[0].startswith(f"{name} = {present['config'][name]!r}: the run has {old!r}")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("saved", "present", "lines"),
     [
@@ -357,6 +359,7 @@ def test_differences(saved, present, lines):
     assert differences(about(**saved), about(**present), step=4) == lines
 
 
+@pytest.mark.quick
 def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     saved = about()
     del saved["config"]["max_kl_old"]
@@ -364,6 +367,7 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     assert differences(saved, about(max_kl_old=0.5), step=4) == ["max_kl_old = 0.5: the run has None"]
 
 
+@pytest.mark.quick
 def test_other_columns_of_the_same_prompts_are_told():
     """Reward functions read them; an object without a value of its own counts by its type."""
     rows = lambda *answers, image=None: [{"prompt": "p", "answer": x, "image": image or object()} for x in answers]
@@ -379,6 +383,7 @@ def test_other_columns_of_the_same_prompts_are_told():
     warn_of_changes(saved, about())
 
 
+@pytest.mark.quick
 def test_other_versions_and_devices_are_told():
     saved = about()
     saved["versions"]["jax"] = "0.1"

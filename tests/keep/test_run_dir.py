@@ -21,6 +21,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.quick
 def test_a_second_run_of_the_same_process_is_refused(tmp_path):
     with locked(tmp_path / "new" / "run"):
         holder = f"is in use by process {os.getpid()} on {socket.gethostname()}: wait for that run to end or end it"
@@ -30,6 +31,7 @@ def test_a_second_run_of_the_same_process_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.quick
 def test_another_process_holds_it_until_it_is_killed(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:
@@ -44,6 +46,7 @@ def test_another_process_holds_it_until_it_is_killed(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
 
 
+@pytest.mark.quick
 def test_where_there_is_no_lock_nothing_is_held(tmp_path, monkeypatch):
     with locked(None):
         pass
@@ -56,6 +59,7 @@ def test_where_there_is_no_lock_nothing_is_held(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.quick
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (

@@ -81,6 +81,7 @@ def test_definition(scale, aggregation, missing):
             np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
 
 
+@pytest.mark.quick
 def test_defaults():
     rewards = example()
     np.testing.assert_allclose(
@@ -88,6 +89,7 @@ def test_defaults():
     )
 
 
+@pytest.mark.quick
 def test_two_completions_by_hand():
     # G = 2: mean 1, deviations ±1, std with Bessel √2: A = ±1/(√2 + 1e-4).
     advantages = compute_advantages(jnp.array([[0.0, 2.0]]))
@@ -107,6 +109,7 @@ def test_rank_two_is_one_reward_function():
     )
 
 
+@pytest.mark.quick
 def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
     rewards = example(B=3, K=1)
     other = rewards.copy()
@@ -149,6 +152,7 @@ def test_shift_scale_and_permutations(scale, aggregation):
     )
 
 
+@pytest.mark.quick
 def test_zero_weight_is_no_reward_function():
     rewards = example()
     np.testing.assert_allclose(
@@ -182,6 +186,7 @@ def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregati
     assert both[1, 2] > 0.5
 
 
+@pytest.mark.quick
 def test_a_large_offset_does_not_cost_the_signal():
     small = np.array([[0.0, 1.0, 0.0, 1.0]])
     np.testing.assert_array_equal(compute_advantages(small + 2.0**20), compute_advantages(small))
@@ -195,6 +200,7 @@ def test_other_dtypes_are_computed_in_float32(dtype):
     np.testing.assert_array_equal(advantages, compute_advantages(rewards.astype(jnp.float32)))
 
 
+@pytest.mark.quick
 def test_rewards_are_data():
     gradient = jax.grad(lambda r: jnp.sum(compute_advantages(r, scale_rewards="none") ** 2))(jnp.array([[1.0, 0.0]]))
     np.testing.assert_array_equal(gradient, 0.0)
@@ -234,6 +240,7 @@ def test_zero_signal_groups_are_those_with_zero_advantages():
     np.testing.assert_array_equal(zero_signal_groups(rewards), expected)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("function", [compute_advantages, zero_signal_groups])
 def test_bad_arguments_are_named(function):
     rewards = jnp.zeros((2, 3, 2))

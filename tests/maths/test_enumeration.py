@@ -72,6 +72,7 @@ FORWARD = score_sum(-REF)  # ∇KL(ref‖π) = π − ref
 POLICY = score_sum(PI * REWARD)  # ∇J, J = E_π[R]
 
 
+@pytest.mark.quick
 def test_the_closed_forms_are_the_gradients_of_their_divergences():
     reverse = lambda x: np.sum(softmax(x) * np.log(softmax(x) / REF))
     forward = lambda x: np.sum(REF * np.log(REF / softmax(x)))
@@ -141,6 +142,7 @@ def test_kl_in_the_loss_off_policy(estimator, corrected, dtype):
     )
 
 
+@pytest.mark.quick
 def test_off_policy_only_the_corrected_estimators_follow_a_kl():
     right = {name for name, gradient in OFF_POLICY.items() if np.abs(gradient - REVERSE).max() < 1e-12}
     assert right == {("k1", True), ("k2", True), ("k3", True)}
@@ -149,12 +151,14 @@ def test_off_policy_only_the_corrected_estimators_follow_a_kl():
         assert np.abs(gradient - FORWARD).max() > 1e-2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
 def test_default_correction_is_right_at_every_level_for_one_token(level, dtype):
     assert_gradient(expected_loss(OLD, beta=1.0, importance_sampling_level=level), THETA, REVERSE, dtype)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", FORWARD), ("k2", REVERSE), ("k1", np.zeros(4))])
 def test_a_constant_ratio_in_front_is_right_for_k2_only(estimator, expected, dtype):
@@ -180,6 +184,7 @@ def test_kl_in_the_reward_is_the_reverse_kl_whatever_the_estimator(estimator, le
     assert_gradient(function, THETA, REVERSE, dtype)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kl_frozen_at_the_old_policy_is_off_by_a_kl_to_the_old_policy(dtype):
     """The usual implementation: d at the old log-probs, folded into the advantage. Here by the advantages."""
@@ -210,6 +215,7 @@ def test_unclipped_ratios_are_the_policy_gradient_off_policy(loss_type, level, d
     assert_gradient(function, THETA, -POLICY, dtype)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clipping_drops_the_clipped_actions_from_the_policy_gradient(dtype):
     A, w = REWARD - 0.7, PI / OLD
@@ -288,6 +294,7 @@ def game(request):
     return GAMES[request.param]
 
 
+@pytest.mark.quick
 def test_the_games_are_probability_spaces(game):
     for params in (PARAMS, PARAMS_OLD, PARAMS_REF):
         assert np.exp(game.total(params)).sum() == pytest.approx(1.0, abs=1e-15)
@@ -449,6 +456,7 @@ def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whol
     np.testing.assert_allclose(off_by(got, whole), documented, atol=1e-3)
 
 
+@pytest.mark.quick
 @off_policy
 def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(far):
     olds, refs, away = four_draws()

@@ -396,6 +396,7 @@ def test_equal_to_numpy_in_float32(loss_type):
         assert_equal_to_numpy(case(loss_type, level, EVERYTHING), jnp.float32, 1e-6)
 
 
+@pytest.mark.quick
 def test_the_settings_meet_every_branch():
     """The grid above proves little if no token is clipped, dropped or bounded in it."""
     seen = set()
@@ -469,6 +470,7 @@ def test_hand_table(loss_type, level):
             assert [float(x) for x in got] == pytest.approx(expected, rel=2e-6, abs=1e-6), (A, w)
 
 
+@pytest.mark.quick
 def test_without_delta_a_bad_token_that_became_likely_is_pushed_down_in_full():
     loss = lambda l: grpo_loss(l, jnp.full((1, 1), L_OLD), None, -jnp.ones(1), jnp.ones((1, 1)))[0]
     value, gradient = jax.value_and_grad(loss)(jnp.full((1, 1), L_OLD + math.log(4)))
@@ -476,6 +478,7 @@ def test_without_delta_a_bad_token_that_became_likely_is_pushed_down_in_full():
     assert float(gradient[0, 0]) == pytest.approx(4.0, rel=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("A", [1.0, -1.0])
 def test_on_the_edge_of_the_clip_the_gradient_is_whole(A):
     # ε = 0 makes the ratio 1 lie on both edges; jnp.minimum and jnp.clip would each halve the gradient there.
@@ -553,6 +556,7 @@ def test_old_log_probs_of_none_are_the_constant_log_probs(loss_type, level):
     assert float(none[2]["approx_kl_old"]) == 0.0
 
 
+@pytest.mark.quick
 def test_at_ratio_one_the_surrogates_have_one_gradient():
     gradients = {}
     for loss_type in TYPES:
@@ -581,6 +585,7 @@ def test_one_row_or_rows_of_one_length_make_reductions_agree():
     assert value(everything, short, "dapo") != pytest.approx(value(everything, short, "grpo"), rel=1e-2)
 
 
+@pytest.mark.quick
 def test_levels_agree_on_one_token_and_differ_on_more():
     first = MASK & (np.arange(T) == 0)
     l, old = jnp.asarray(data()["l"]), jnp.asarray(data()["old"])
@@ -693,6 +698,7 @@ def test_leading_axes_are_free():
     )
 
 
+@pytest.mark.quick
 def test_row_weights_may_keep_their_token_axis():
     l, A = jnp.asarray(data()["l"]), jnp.asarray(data()["A"])
     weights = jnp.asarray(data()["weights_row"])
@@ -702,6 +708,7 @@ def test_row_weights_may_keep_their_token_axis():
         assert float(one) == float(other)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mask_dtype", [bool, np.int32, np.float32])
 def test_masks_of_any_dtype(mask_dtype):
     l, A = jnp.asarray(data()["l"]), jnp.asarray(data()["A"])
@@ -730,6 +737,7 @@ def test_everything_but_log_probs_and_entropies_is_constant():
     assert moved == {"l", "H"}
 
 
+@pytest.mark.quick
 def test_metrics_carry_no_gradient():
     arrays, objective = everything_objective()
     gradients = jax.grad(lambda a: sum(objective(a)[1].values()))(arrays)
@@ -835,6 +843,7 @@ def test_weights_of_rows_reach_vespo_whatever_the_leading_axes():
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
 
 
+@pytest.mark.quick
 def test_metrics_merge_by_sum_and_maximum():
     first = MetricSums({"a_sum": jnp.float32(1.0), "tokens": jnp.float32(4.0)}, {"ratio_max": jnp.float32(2.0)})
     second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
@@ -944,6 +953,7 @@ def test_the_gradient_of_an_overflowing_ratio_and_kl_lives():
     assert float(gradient[0, 0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
 
 
+@pytest.mark.quick
 def test_a_token_excluded_by_old_and_new_policy_has_ratio_one():
     excluded = jnp.full((1, 1), -INF)
     metrics = grpo_loss(excluded, excluded, excluded, jnp.ones(1), jnp.ones((1, 1)))[1]
@@ -1083,6 +1093,7 @@ def test_the_off_policy_threshold_belongs_to_the_kept(drift, kept):
     assert float(run(1.0)) == -1.0
 
 
+@pytest.mark.quick
 def test_advantage_zero_is_kept_by_the_off_policy_mask_and_takes_vespos_positive_side():
     l, sampling = jnp.array([[-1.0]]), jnp.array([[-0.1]])
     metrics = grpo_loss(l, None, None, jnp.zeros(1), jnp.ones((1, 1)), sampling_log_probs=sampling,

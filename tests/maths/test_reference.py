@@ -13,6 +13,7 @@ REF = {"a": {"w": jnp.array([[0.0, 2.0], [4.0, -8.0]])}, "b": jnp.array([1.0, 1.
 NEW = {"a": {"w": jnp.array([[1.0, 2.0], [0.0, 8.0]])}, "b": jnp.array([-1.0, 3.0])}
 
 
+@pytest.mark.quick
 def test_alpha_weighs_the_new_params():
     mixed = mixup(REF, NEW, 0.25)
     chex.assert_trees_all_close(
@@ -20,12 +21,14 @@ def test_alpha_weighs_the_new_params():
     )
 
 
+@pytest.mark.quick
 def test_end_points_are_exact():
     chex.assert_trees_all_equal(mixup(REF, NEW, 1.0), NEW)
     chex.assert_trees_all_equal(mixup(REF, NEW, 0.0), REF)
     chex.assert_trees_all_equal(mixup(REF, NEW, 1), NEW)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_leaf_dtype_of_the_reference_is_kept(dtype):
     other = jnp.float32 if dtype != jnp.float32 else jnp.bfloat16
@@ -34,6 +37,7 @@ def test_leaf_dtype_of_the_reference_is_kept(dtype):
     np.testing.assert_array_equal(mixed["w"].astype(jnp.float32), 0.5)
 
 
+@pytest.mark.quick
 def test_arithmetic_is_float32_also_between_bfloat16_leaves():
     # 1.02 rounds to a bfloat16 once; step by step in bfloat16 (8 bits) another number comes out.
     ref, new, alpha = 1.0, 3.0, 0.01
@@ -53,6 +57,7 @@ def x64():
     return enable_x64()
 
 
+@pytest.mark.quick
 def test_float64_leaves_stay_float64():
     with x64():
         mixed = mixup({"w": jnp.array([1.0], jnp.float64)}, {"w": jnp.array([2.0], jnp.float64)}, 0.1)
@@ -60,11 +65,13 @@ def test_float64_leaves_stay_float64():
         assert float(mixed["w"][0]) == pytest.approx(1.1, abs=1e-15)
 
 
+@pytest.mark.quick
 def test_a_traced_alpha_gives_the_same():
     traced = jax.jit(mixup)(REF, NEW, jnp.float32(0.25))
     chex.assert_trees_all_close(traced, mixup(REF, NEW, 0.25), rtol=1e-7)
 
 
+@pytest.mark.quick
 def test_none_leaves_and_containers_are_kept():
     ref, new = {"w": (jnp.zeros(2), None), "bias": None}, {"w": (jnp.ones(2), None), "bias": None}
     mixed = mixup(ref, new, 0.5)
@@ -72,6 +79,7 @@ def test_none_leaves_and_containers_are_kept():
     np.testing.assert_array_equal(mixed["w"][0], 0.5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_result_shares_no_buffer_with_either(alpha):
     # A state in which two trees share a buffer cannot be donated.
@@ -80,6 +88,7 @@ def test_result_shares_no_buffer_with_either(alpha):
     assert not buffers[0] & (buffers[1] | buffers[2])
 
 
+@pytest.mark.quick
 def test_n_syncs_with_fixed_params_contract_by_one_minus_alpha_each():
     ref, new, alpha = REF, NEW, 0.3
     for step in range(1, 11):
@@ -89,6 +98,7 @@ def test_n_syncs_with_fixed_params_contract_by_one_minus_alpha_each():
     chex.assert_trees_all_close(distance, jax.tree.map(lambda x: x * 0.7**5, start), atol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("every", "synced"), [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [0, 2, 4, 6]), (3, [0, 3, 6]), (5, [0, 5])]
 )
@@ -101,6 +111,7 @@ def test_schedule(every, synced):
     assert moved == synced
 
 
+@pytest.mark.quick
 def test_schedule_is_traced_once_for_all_steps():
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -112,11 +123,13 @@ def test_schedule_is_traced_once_for_all_steps():
         chex.assert_trees_all_close(sync(REF, NEW, jnp.asarray(step)), expected, rtol=1e-7)
 
 
+@pytest.mark.quick
 def test_between_syncs_params_are_not_looked_at():
     ref = sync_reference({"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}, 1, every=2, alpha=0.5)
     np.testing.assert_array_equal(ref["w"], 1.0)
 
 
+@pytest.mark.quick
 def test_bad_arguments_are_named():
     w = jnp.zeros(2)
     for alpha in (-0.1, 1.1, 2):

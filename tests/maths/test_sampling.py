@@ -76,6 +76,7 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
     assert stats.kstest(tail / vocab, "uniform").pvalue > 1e-4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("shape", "axis"), [((100, 500), 0), ((5, 100, 100), 1)])
 def test_the_vocabulary_may_stand_anywhere(shape, axis):
     logits = jax.random.normal(jax.random.key(0), shape).at[3 if axis == 0 else np.s_[:, 3]].set(-jnp.inf)
@@ -94,6 +95,7 @@ def test_log_prob_is_that_of_the_processed_distribution(name):
         np.testing.assert_allclose(log_prob, np.log(reference_distribution(row, **SETTINGS[name])[token]), atol=5e-6)
 
 
+@pytest.mark.quick
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
     logits = jax.random.normal(jax.random.key(0), (6, 9))
     tokens, log_probs = sample_tokens(jax.random.key(1), logits, temperature=0)
@@ -141,12 +143,14 @@ def test_keys_by_row_make_rows_independent_of_each_other():
     assert float(log_probs[2, 1]) == pytest.approx(float(log_prob), abs=1e-6)
 
 
+@pytest.mark.quick
 def test_a_kept_token_survives_every_cut():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
     processed = process_logits(logits, Sampling(top_k=1, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
     np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

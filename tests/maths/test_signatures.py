@@ -60,6 +60,7 @@ PROMISED = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("function", "positional", "keywords"), PROMISED, ids=lambda x: getattr(x, "__name__", ""))
 def test_signature_is_the_promised_one(function, positional, keywords):
     parameters = inspect.signature(function).parameters
@@ -75,6 +76,7 @@ def test_signature_is_the_promised_one(function, positional, keywords):
     assert len(by_position) + len(by_keyword) == len(parameters), "no *args or **kwargs"
 
 
+@pytest.mark.quick
 def test_both_forms_of_the_loss_take_the_same_arguments():
     whole = {name: x.default for name, x in inspect.signature(grpo_loss).parameters.items()}
     parts = {name: x.default for name, x in inspect.signature(grpo_loss_terms).parameters.items() if name != "settings"}

@@ -79,6 +79,7 @@ def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
     assert met == lengths.sum()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("size", "reach"), [(16, 0), (12, 1)])
 def test_full_rows_look_no_further_back_than_their_own(size, reach):
     mask = np.ones((1, 2, 8), bool)
@@ -87,6 +88,7 @@ def test_full_rows_look_no_further_back_than_their_own(size, reach):
     assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].segments.reach == 2
 
 
+@pytest.mark.quick
 def test_infinite_keys_in_padding_give_finite_gradients():
     """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
     rng = np.random.default_rng(0)

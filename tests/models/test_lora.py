@@ -73,6 +73,7 @@ def test_fresh_adapters_and_none_are_the_base(kind):
     assert np.abs(logits(lora_policy(kind)) - logits(policy)).max() > 0.1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_merged_weights_compute_the_same(kind, tmp_path):
     policy = lora_policy(kind)
@@ -82,6 +83,7 @@ def test_merged_weights_compute_the_same(kind, tmp_path):
     np.testing.assert_allclose(logits(policy), logits(from_pretrained(tmp_path / "merged")), atol=1e-5)
 
 
+@pytest.mark.quick
 def test_one_projection_by_hand():
     """y = x W + s (x A) B for the one that is adapted, through an MLP that a hand can follow."""
     base = {"q_proj": {"kernel": jnp.eye(2)}}
@@ -90,6 +92,7 @@ def test_one_projection_by_hand():
     np.testing.assert_allclose(merged["q_proj"]["kernel"], [[2.5, 2.0], [3.0, 5.0]])
 
 
+@pytest.mark.quick
 def test_a_shared_prompt_goes_through_the_adapters_too():
     policy = lora_policy()
     merged = merge_lora(policy)

@@ -30,6 +30,7 @@ def test_value_and_gradients(product, plain, shape, i, o):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, scale_columns])
 def test_the_dtype_is_that_of_the_inputs(product):
     x, w = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((2, 2) if product is matmul else (2,), jnp.bfloat16)
@@ -61,6 +62,7 @@ def test_forwards_twice_and_mapped(product, plain, shape, how):
     jax.tree.map(close, derivatives(product), derivatives(plain))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
 def test_what_is_not_differentiated_costs_nothing(product):
     """The tangent of frozen weights is no product with zeros, nor their gradient one that is thrown away."""
@@ -71,6 +73,7 @@ def test_what_is_not_differentiated_costs_nothing(product):
             assert len(re.findall(r" dot\(", text)) <= 2, text
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("product", "shape"), [(case[0], case[2]) for case in CASES[:2]], ids=["rows", "transposed"])
 @pytest.mark.parametrize(("i", "o"), [(8, 4), (4, 8)])
 def test_a_wide_left_side_is_written_out_before_its_gradient(product, shape, i, o):
@@ -81,6 +84,7 @@ def test_a_wide_left_side_is_written_out_before_its_gradient(product, shape, i, 
     assert ("lhs_contracting_dims={1}" in dot) == (shape(i, o)[0] >= shape(i, o)[1]), dot
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, matmul_transposed, matmul_by_columns])
 def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
     """Σ of 256 + 1 ones is 257, which bfloat16 does not have; the gradients are in the operands' dtype all the same."""
@@ -92,6 +96,7 @@ def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
     np.testing.assert_array_equal(product(x, w).astype(jnp.float32), 256.0)
 
 
+@pytest.mark.quick
 def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():
     """XLA's own rewriting would turn it round: into x by the rows of the turned weights."""
     keys = jax.random.split(jax.random.key(0))

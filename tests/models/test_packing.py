@@ -13,6 +13,7 @@ def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
     return rng.integers(1, 100, (b, g, t)), np.arange(t) < lengths[..., None]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
 def test_every_token_stands_once(seed, size, block):
@@ -40,6 +41,7 @@ def test_every_token_stands_once(seed, size, block):
     assert shapes == [shapes[0]] * len(sequences), "one program for all sequences"
 
 
+@pytest.mark.quick
 def test_a_packed_sequence_gives_completions_back():
     tokens, mask = rows_of()
     for sequence in pack(tokens, mask, size=64, block=8):
@@ -51,6 +53,7 @@ def test_a_packed_sequence_gives_completions_back():
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
 
+@pytest.mark.quick
 def test_a_hole_in_a_mask_does_not_end_a_row():
     mask = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
     (sequence,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
@@ -58,12 +61,14 @@ def test_a_hole_in_a_mask_does_not_end_a_row():
     assert sequence.tokens[:3].tolist() == [0, 1, 2]
 
 
+@pytest.mark.quick
 def test_a_batch_without_tokens_is_one_empty_piece():
     (sequence,) = pack(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
     assert sequence.lengths.sum() == 0
     assert (sequence.segments.number == -1).all()
 
 
+@pytest.mark.quick
 def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
     tokens, mask = rows_of(shortest=30)
     with pytest.raises(ValueError, match="size must be a multiple of 8 and hold the longest completion, 40; got 32"):
@@ -72,12 +77,14 @@ def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
         pack(tokens, mask, size=44, block=8)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("tokens", "longest", "size"), [(1, 1, 64), (64, 64, 64), (65, 10, 128), (100, 300, 320)])
 def test_piece_size(tokens, longest, size):
     assert sequence_size(tokens, longest) == size
     assert size % BLOCK == 0
 
 
+@pytest.mark.quick
 def test_rows_that_end_at_random_leave_little_padding():
     """The benchmark's case: 8 × 8 rows that end with probability 1/64 at every token, at most 256."""
     shares = []
@@ -90,6 +97,7 @@ def test_rows_that_end_at_random_leave_little_padding():
     assert np.mean(shares) < 0.15
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
     tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
@@ -103,6 +111,7 @@ def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expect
         assert sequence.segments.reach == min(t // BLOCK, size // BLOCK - 1)
 
 
+@pytest.mark.quick
 def test_full_rows_leave_no_padding():
     mask = np.ones((8, 8, 128), bool)
     assert padding_share(pack(np.ones(mask.shape, int), mask, size=1024)) == 0

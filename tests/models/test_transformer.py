@@ -163,6 +163,7 @@ def test_one_state_a_row_where_keys_stand_already(config):
     np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
 
 
+@pytest.mark.quick
 def test_columns_of_logits_are_its_rows(config):
     model, params = make(config)
     hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
@@ -193,6 +194,7 @@ def test_a_shared_prompt_has_the_gradients_of_concatenated_sequences(config):
         np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.quick
 def test_rows_of_a_group_do_not_see_each_other(config):
     model, params = make(config)
     prompt, rows = batch()
@@ -259,6 +261,7 @@ def test_layers_that_are_traced_once_are_the_layers(config):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), once, each)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
 def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
     traced = []
@@ -355,12 +358,14 @@ def test_a_gradient_is_finite_where_a_row_is_one_token():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
 
 
+@pytest.mark.quick
 def test_tokens_of_another_rank_are_refused():
     model, params = make(PLAIN)
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\]; got shape \(3,\)"):
         model.apply({"params": params}, jnp.zeros(3, jnp.int32))
 
 
+@pytest.mark.quick
 def test_unknown_rope_kinds_are_refused():
     with pytest.raises(ValueError, match=r"rope kind 'spiral' is not supported.*'yarn'"):
         rope_frequencies(Rope(kind="spiral"), 8)
@@ -412,5 +417,6 @@ def test_experts_do_not_depend_on_their_neighbours():
     np.testing.assert_allclose(apply({"params": params}, tokens), alone, atol=1e-5)
 
 
+@pytest.mark.quick
 def test_count_parameters():
     assert count_parameters({"a": np.zeros((2, 3)), "b": {"c": np.zeros(4)}}) == 10

@@ -108,6 +108,7 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_an_update_holds_the_policy_once(beta, monkeypatch):
     """Params, two moments and gradients, and with beta the reference: no further copy, by XLA's account."""

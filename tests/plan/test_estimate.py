@@ -45,6 +45,7 @@ def test_what_is_held_is_what_was_counted_by_hand():
     assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
 
 
+@pytest.mark.quick
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
     found = _at_batch(model, GRPOConfig(max_completion_length=8), 8, "float32")
@@ -93,6 +94,7 @@ def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
     assert peak(fits) <= 1e6 < peak(fits + 8)
 
 
+@pytest.mark.quick
 def test_a_model_that_is_not_known_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ValueError, match="NoSuchForCausalLM"):

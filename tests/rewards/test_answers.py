@@ -90,11 +90,13 @@ WRITTEN = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("text", "number"), WRITTEN)
 def test_numbers_are_read_as_they_are_written(text, number):
     assert final_number(text) == Fraction(number)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     [
@@ -117,6 +119,7 @@ def test_no_number_is_none(text):
 
 
 # Wrong answers to a question whose answer is 18.
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     [
@@ -154,6 +157,7 @@ def test_a_wrong_answer_never_scores(text):
     assert number_reward()(completions=[text], answer=["18"]) == [0.0]
 
 
+@pytest.mark.quick
 def test_reward_reads_messages_numbers_and_whole_solutions_and_can_be_sent_to_a_worker():
     right = pickle.loads(pickle.dumps(number_reward("truth")))
     message = [{"role": "assistant", "content": "The answer is 1,018.0 dollars."}]
@@ -174,11 +178,13 @@ SOLUTIONS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("solution", "number"), SOLUTIONS)
 def test_solutions_in_the_form_of_gsm8k_are_read(solution, number):
     assert final_number(solution) == number
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not(split, count):

@@ -51,6 +51,7 @@ def length(completions):
 # --- the arguments
 
 
+@pytest.mark.quick
 def test_scores_land_on_their_prompt_completion_and_function():
     def ids(completion_ids):
         return [-len(row) for row in completion_ids]
@@ -61,6 +62,7 @@ def test_scores_land_on_their_prompt_completion_and_function():
     np.testing.assert_array_equal(rewards[..., 1], [[-1, -2, -3], [-4, -5, -6]])
 
 
+@pytest.mark.quick
 def test_a_function_gets_what_it_names_and_no_more():
     seen = {}
 
@@ -89,6 +91,7 @@ def test_a_function_gets_what_it_names_and_no_more():
     assert seen["trl"] == {"prompts", "completion_ids", "level"}
 
 
+@pytest.mark.quick
 def test_extras_take_metrics_and_columns_once():
     extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
 
@@ -111,6 +114,7 @@ def test_extras_take_metrics_and_columns_once():
         pickle.dumps(extras.log_metric)
 
 
+@pytest.mark.quick
 def test_extras_go_as_they_are_to_those_who_name_them():
     state = object()
 
@@ -124,6 +128,7 @@ def test_extras_go_as_they_are_to_those_who_name_them():
         check_reward_fns(by_step, ["prompt"])
 
 
+@pytest.mark.quick
 def test_methods_partials_and_objects_are_functions_too():
     class Judge:
         def __call__(self, completions, answer):
@@ -140,6 +145,7 @@ def test_methods_partials_and_objects_are_functions_too():
     assert {key.split("/")[1] for key in stats} == {"Judge", "method", "scaled", "unscored"}
 
 
+@pytest.mark.quick
 def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
     def same(completions, answer):
         return [float(truth == "mine") for truth in answer]
@@ -152,6 +158,7 @@ def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
     assert (rewards == 1).all()
 
 
+@pytest.mark.quick
 def test_a_function_that_changes_its_lists_changes_nobody_elses():
     def greedy(completions, answer):
         completions.clear()
@@ -164,6 +171,7 @@ def test_a_function_that_changes_its_lists_changes_nobody_elses():
     assert len(COLUMNS["answer"]) == N
 
 
+@pytest.mark.quick
 def test_names_are_distinct_and_stay_so():
     def reward():
         return None
@@ -176,6 +184,7 @@ def test_names_are_distinct_and_stay_so():
     ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("fns", "columns", "message"),
     [
@@ -199,11 +208,13 @@ def test_check_reward_fns_refuses_before_anything_runs(fns, columns, message):
         check_reward_fns(fns, columns)
 
 
+@pytest.mark.quick
 def test_check_reward_fns_says_nothing_of_a_far_name():
     with pytest.raises(ValueError, match=r"also given: prompts, completions, completion_ids\)$"):
         check_reward_fns(lambda zzzz: 0, ["answer"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -216,6 +227,7 @@ def test_compute_rewards_refuses(keywords, message):
         score(length, **keywords)
 
 
+@pytest.mark.quick
 def test_compute_rewards_refuses_groups_that_do_not_fit():
     inputs = {"prompts": ["p"] * 4, "completions": ["c"] * 4, "completion_ids": [[1]] * 4}
     with pytest.raises(ValueError, match="num_generations is 3, which does not divide the 4 completions"):
@@ -225,6 +237,7 @@ def test_compute_rewards_refuses_groups_that_do_not_fit():
 # --- what comes back
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "value",
     [
@@ -243,6 +256,7 @@ def test_all_kinds_of_numbers_are_rewards(value):
     np.testing.assert_array_equal(rewards.ravel(), [1, 0, 1, 0, 1, 0])
 
 
+@pytest.mark.quick
 def test_none_is_not_scored_and_not_zero():
     rewards, stats = score([returns([1.0, None, 0.0, None, None, 0.5]), returns([None, None, 1.0, 1.0, None, None])])
     np.testing.assert_array_equal(rewards[..., 0].ravel(), [1, np.nan, 0, np.nan, np.nan, 0.5])
@@ -253,6 +267,7 @@ def test_none_is_not_scored_and_not_zero():
     assert stats["rewards/unscored"] == pytest.approx(2 / 6)
 
 
+@pytest.mark.quick
 def test_stats_leave_out_what_has_no_value():
     _, stats = score([returns([None] * N), returns([None] * (N - 1) + [1.0])])
     assert "rewards/reward/mean" not in stats
@@ -324,6 +339,7 @@ ELEMENTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_function_that_fails_as_a_whole_stops_the_run(case):
     fn, message = WHOLE[case]
@@ -331,6 +347,7 @@ def test_a_function_that_fails_as_a_whole_stops_the_run(case):
         score([length, fn])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", ELEMENTS)
 def test_a_bad_value_names_function_prompt_and_completion(case):
     value, message = ELEMENTS[case]
@@ -339,6 +356,7 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
         score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
 
 
+@pytest.mark.quick
 def test_the_users_exception_is_kept_as_the_cause():
     error = KeyError("gold")
     with pytest.raises(RewardError) as caught:
@@ -346,11 +364,13 @@ def test_the_users_exception_is_kept_as_the_cause():
     assert caught.value.__cause__ is error
 
 
+@pytest.mark.quick
 def test_several_faults_are_counted_in_the_message():
     with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Mend"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_failing_function_can_be_scored_as_missing(case):
     fn, message = WHOLE[case]
@@ -364,6 +384,7 @@ def test_a_failing_function_can_be_scored_as_missing(case):
     assert stats["rewards/reward/missing"] == 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", ELEMENTS)
 def test_a_bad_value_can_be_scored_as_missing(case):
     value, message = ELEMENTS[case]
@@ -380,6 +401,7 @@ def test_a_bad_value_can_be_scored_as_missing(case):
         score(fns, on_error="none", loud_share=1 / 6)
 
 
+@pytest.mark.quick
 def test_ctrl_c_in_a_reward_function_is_not_a_fault_of_it():
     with pytest.raises(KeyboardInterrupt):
         score(raises(KeyboardInterrupt()), on_error="none")
@@ -398,6 +420,7 @@ def make_async(value, seconds=0.0):
     return judge
 
 
+@pytest.mark.quick
 def test_async_functions_run_together_and_keep_their_order():
     fns = [make_async([1.0] * N, 0.5), length, make_async([2.0] * N, 0.5), lambda completions: fns[0](completions)]
     started = time.perf_counter()
@@ -408,6 +431,7 @@ def test_async_functions_run_together_and_keep_their_order():
     assert stats["rewards/judge/seconds"] >= 0.5
 
 
+@pytest.mark.quick
 def test_async_functions_run_below_a_running_loop_as_in_a_notebook():
     async def cell():
         return score(make_async([1.0] * N))[0]
@@ -415,6 +439,7 @@ def test_async_functions_run_below_a_running_loop_as_in_a_notebook():
     assert asyncio.run(cell()).sum() == N
 
 
+@pytest.mark.quick
 def test_async_objects_keep_clients_bound_to_their_loop():
     class Judge:
         lock = None
@@ -432,6 +457,7 @@ def test_async_objects_keep_clients_bound_to_their_loop():
         assert score(judge)[0].sum() == N
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
 def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error):
     with pytest.raises(RewardError, match=f"reward function 'judge' raised {type(error).__name__}"):
@@ -441,12 +467,14 @@ def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error):
     np.testing.assert_array_equal(rewards[0, 0], [np.nan, 1])
 
 
+@pytest.mark.quick
 def test_sync_failure_beside_async_leaves_nothing_unawaited(recwarn):
     with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
         score([make_async([1.0] * N), raises(ValueError("no"))])
     assert not recwarn.list
 
 
+@pytest.mark.quick
 def test_sync_functions_run_in_the_thread_of_the_caller():
     # math-verify, for one, uses signal.alarm, which works in the main thread only.
     def thread(completions):
@@ -455,6 +483,7 @@ def test_sync_functions_run_in_the_thread_of_the_caller():
     assert score([thread, make_async([0.0] * N)])[0][..., 0].all()
 
 
+@pytest.mark.quick
 def test_rewards_enter_jax_as_they_are():
     rewards, _ = score(returns([1.0, None, 0.5, 0.0, 0.0, 1.0]))
     on_device = jax.device_put(rewards)

@@ -42,6 +42,7 @@ def score(fns, completions, *, prompts=None, on_error="raise", **columns):
 # --- from_row
 
 
+@pytest.mark.quick
 def test_from_row_sees_the_text_and_the_row_of_each_completion():
     seen = []
 
@@ -65,6 +66,7 @@ def divide(completion, row):
     return None if row["by"] is None else 6 / row["by"]
 
 
+@pytest.mark.quick
 def test_from_row_keeps_the_scores_beside_a_fault():
     assert score(combine_module.from_row(divide), ["x"] * 4, by=[1, 0, None, 3], on_error="none") == pytest.approx(
         [6, np.nan, np.nan, 2], nan_ok=True
@@ -77,6 +79,7 @@ def test_from_row_keeps_the_scores_beside_a_fault():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.quick
 def test_from_row_called_by_hand_raises_and_keeps_what_it_has():
     with pytest.raises(
         contract_module.PartialRewards, match="because of a fault: 1 of 3; completion 1 raised Zero"
@@ -86,12 +89,14 @@ def test_from_row_called_by_hand_raises_and_keeps_what_it_has():
     assert list(caught.value.faults) == [1]
 
 
+@pytest.mark.quick
 def test_from_row_also_looks_at_what_each_call_returns():
     values = iter([1.0, "x", float("inf"), None])
     scores = score(combine_module.from_row(lambda completion, row: next(values)), ["x"] * 4, on_error="none")
     assert scores == pytest.approx([1, np.nan, np.nan, np.nan], nan_ok=True)
 
 
+@pytest.mark.quick
 def test_from_row_judges_all_completions_together_when_async():
     @combine_module.from_row
     async def judge(completion, row):
@@ -112,6 +117,7 @@ def some(values):
     return lambda completions: list(values)
 
 
+@pytest.mark.quick
 def test_weighted_multiplies_and_keeps_what_is_not_scored():
     assert score(combine_module.weighted(some([1.0, None, -2.0]), -0.5), ["x"] * 3) == pytest.approx(
         [-0.5, np.nan, 1], nan_ok=True
@@ -119,6 +125,7 @@ def test_weighted_multiplies_and_keeps_what_is_not_scored():
     assert combine_module.weighted(some([1.0, None]), 3)(completions=["x"] * 2) == [3.0, None]
 
 
+@pytest.mark.quick
 def test_clipped_bounds_both_sides_or_one():
     values = [-3.0, 0.25, None, 9.0]
     assert combine_module.clipped(some(values), -1, 2)(completions=["x"] * 4) == [-1.0, 0.25, None, 2.0]
@@ -126,6 +133,7 @@ def test_clipped_bounds_both_sides_or_one():
     assert combine_module.clipped(some(values), high=0)(completions=["x"] * 4) == [-3.0, 0.0, None, 0.0]
 
 
+@pytest.mark.quick
 def test_gated_asks_the_second_only_about_what_passed():
     asked = []
 
@@ -143,6 +151,7 @@ def test_gated_asks_the_second_only_about_what_passed():
     )
 
 
+@pytest.mark.quick
 def test_gated_does_not_call_the_second_when_nothing_passed():
     def second(completions):
         raise AssertionError("not to be called")
@@ -150,6 +159,7 @@ def test_gated_does_not_call_the_second_when_nothing_passed():
     assert score(combine_module.gated(some([0.0, 0.0]), second), ["x", "y"]) == [0, 0]
 
 
+@pytest.mark.quick
 def test_combinators_ask_for_the_arguments_of_the_functions_inside():
     def first(completions, answer):
         return [0.0] * len(completions)
@@ -168,6 +178,7 @@ def test_combinators_ask_for_the_arguments_of_the_functions_inside():
         contract_module.check_reward_fns(combine_module.gated(first, lambda completions, answer=None: 0), ["prompt"])
 
 
+@pytest.mark.quick
 def test_extras_reach_the_functions_inside_a_combinator_whole():
     state = object()
     seen = []
@@ -202,6 +213,7 @@ def combined(fn):
     ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0"])
 def test_no_combinator_hides_a_bad_value(bad):
     for reward in combined(some([1.0, bad, 2.0])):
@@ -209,6 +221,7 @@ def test_no_combinator_hides_a_bad_value(bad):
             score(reward, ["x"] * 3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("outcome", [None, 1.0, [1.0], "abc"])
 def test_no_combinator_hides_a_bad_list(outcome):
     for reward in combined(lambda completions: outcome):
@@ -216,6 +229,7 @@ def test_no_combinator_hides_a_bad_list(outcome):
             score(reward, ["x"] * 3)
 
 
+@pytest.mark.quick
 def test_combinators_hand_partial_scores_on():
     by = [1, 0, 3]
     divided = combine_module.from_row(divide)
@@ -227,11 +241,13 @@ def test_combinators_hand_partial_scores_on():
             assert scores == pytest.approx([expected[0], np.nan, expected[1]], nan_ok=True)
 
 
+@pytest.mark.quick
 def test_faults_of_a_gate_that_nothing_passed_are_told():
     with pytest.raises(contract_module.RewardError, match=r"returned nan; .* for prompt 0 of the batch"):
         score(combine_module.gated(some([float("nan"), 0.0]), fives), ["x", "y"])
 
 
+@pytest.mark.quick
 def test_partial_scores_of_async_functions_are_handed_on():
     async def later(completion, row):
         return divide(completion, row)
@@ -242,6 +258,7 @@ def test_partial_scores_of_async_functions_are_handed_on():
     assert scores == pytest.approx([12, np.nan, 4], nan_ok=True)
 
 
+@pytest.mark.quick
 def test_faults_of_the_second_function_stand_where_their_completions_do():
     scores = score(
         combine_module.gated(some([0.0, 1.0, 1.0]), combine_module.from_row(divide)),
@@ -252,6 +269,7 @@ def test_faults_of_the_second_function_stand_where_their_completions_do():
     assert scores == pytest.approx([0, 3, np.nan], nan_ok=True)
 
 
+@pytest.mark.quick
 def test_combinators_of_async_functions_are_async():
     async def judge(completions):
         await asyncio.sleep(0.4)
@@ -275,6 +293,7 @@ def test_combinators_of_async_functions_are_async():
         score(combine_module.weighted(strict, 1.0), ["a"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -299,6 +318,7 @@ def test_factories_refuse(make, message):
 # --- shipped
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("form", [list, messages])
 def test_accuracy_compares_the_extracted_answer_with_the_column(form):
     tagged = lib.accuracy_reward("truth", r"<answer>(.*?)</answer>")
@@ -318,6 +338,7 @@ def last_word(text):
     return text.split()[-1] if text.split() else None
 
 
+@pytest.mark.quick
 def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
     texts = ["it is 12", "12", "", "13 "]
     assert score(lib.accuracy_reward(extract=last_word), texts, answer=[12] * 4) == [1, 1, 0, 0]
@@ -326,6 +347,7 @@ def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
     assert score(lib.accuracy_reward(), texts, answer=["13"] * 4) == [0, 0, 0, 1]
 
 
+@pytest.mark.quick
 def test_accuracy_asks_for_its_column_and_a_forgotten_call_is_noticed():
     with pytest.raises(ValueError, match="'accuracy' needs the argument 'solution', which is no column"):
         contract_module.check_reward_fns(lib.accuracy_reward("solution"), ["prompt", "answer"])
@@ -334,6 +356,7 @@ def test_accuracy_asks_for_its_column_and_a_forgotten_call_is_noticed():
             contract_module.check_reward_fns(factory, ["prompt", "answer"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("form", [list, messages])
 def test_format_matches_the_whole_completion_across_lines(form):
     reward = lib.format_reward(r"<think>.*</think>\s*<answer>.*</answer>\s*")
@@ -346,6 +369,7 @@ def test_format_matches_the_whole_completion_across_lines(form):
     assert score(reward, form(texts)) == [1, 0, 0, 0]
 
 
+@pytest.mark.quick
 def test_tags_count_marks_that_stand_exactly_once():
     reward = lib.tag_reward("a", "b")
     texts = ["<a></a><b></b>", "<a></a><b>", "<a><a></a><b></b>", "", "</b></a><b><a>"]
@@ -361,6 +385,7 @@ def overlong_by_the_paper(length, longest, cache):
     return -1.0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("longest", "cache"), [(10, 4), (10, 10), (10, 0), (1, 1)])
 def test_soft_overlong_is_the_papers_equation(longest, cache):
     ids = [[1] * length for length in range(longest + 4)]
@@ -369,6 +394,7 @@ def test_soft_overlong_is_the_papers_equation(longest, cache):
     assert min(expected) == -1
 
 
+@pytest.mark.quick
 def test_repetition_counts_n_grams():
     random.seed(0)
     for size in (1, 2, 3):
@@ -386,6 +412,7 @@ def test_repetition_counts_n_grams():
     assert lib.get_repetition_penalty_reward(3)(completion_ids=[[1, 2], [], [7] * 5]) == pytest.approx([0, 0, -2 / 3])
 
 
+@pytest.mark.quick
 def test_no_reward_is_minus_zero():
     rewards = [
         combine_module.weighted(some([0.0]), -1.0)(completions=["x"]),
@@ -409,12 +436,14 @@ SHIPPED = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("reward", SHIPPED, ids=contract_module.reward_names(SHIPPED))
 def test_all_of_them_pickle_and_score_the_same_after(reward):
     texts, columns = ["<answer>4</answer>", "4 4 4"], {"answer": ["4", "4"], "by": [1, 2]}
     assert score(pickle.loads(pickle.dumps(reward)), texts, **columns) == score(reward, texts, **columns)
 
 
+@pytest.mark.quick
 def test_names_are_fit_for_metrics():
     assert contract_module.reward_names(SHIPPED) == [
         "accuracy", "format", "tags", "soft_overlong", "repetition", "divide", "length", "length_2", "divide_2",
@@ -422,6 +451,7 @@ def test_names_are_fit_for_metrics():
     ]  # fmt: skip
 
 
+@pytest.mark.quick
 def test_completion_text_of_text_and_messages():
     assert lib.completion_text("a") == "a"
     assert lib.completion_text([{"role": "assistant", "content": "a"}, {"role": "tool", "content": None}]) == "a"

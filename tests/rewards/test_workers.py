@@ -118,16 +118,19 @@ def test_fault_matrix(misbehaving, how, on_error, capfd):
     assert int(jax.jit(lambda x: x + 1)(1)) == 2
 
 
+@pytest.mark.quick
 def test_none_from_a_worker_is_no_fault(misbehaving):
     scores, stats = score(misbehaving, how="a None")
     np.testing.assert_array_equal(scores, [np.nan, 2, 3, 4])
     assert stats["rewards/misbehave/errors"] == 0
 
 
+@pytest.mark.quick
 def test_the_matrix_has_all_there_is():
     assert FAULTS.keys() | {"a None"} == functions.ACTIONS.keys()
 
 
+@pytest.mark.quick
 def test_the_workers_traceback_is_kept(misbehaving):
     with pytest.raises(RewardError) as caught:
         score(misbehaving, how="raise")
@@ -139,6 +142,7 @@ def test_the_workers_traceback_is_kept(misbehaving):
 # --- calls and workers
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("keywords", "sizes"),
     [
@@ -180,12 +184,14 @@ def test_a_fault_costs_the_completions_of_its_call_only():
         score(fn, completions=["fine", "a", "ok", "exit"])
 
 
+@pytest.mark.quick
 def test_faults_stand_where_their_completions_do_whatever_the_cut():
     fn = isolated(functions.by_text, timeout=10, completions_per_call=2)
     with pytest.raises(RewardError, match=r"'by_text' returned nan; .* for prompt 1 of the batch, completion 1 of its"):
         score(fn, completions=["a", "bb", "c", "nan"])
 
 
+@pytest.mark.quick
 def test_extras_reach_every_call_whole():
     fn = isolated(functions.by_state, timeout=10, completions_per_call=1)
     inputs = {"prompts": ["p"] * 2, "completions": ["a", "bb"], "completion_ids": [[1]] * 2, "num_generations": 2}
@@ -193,6 +199,7 @@ def test_extras_reach_every_call_whole():
     assert rewards.ravel().tolist() == [8, 9]
 
 
+@pytest.mark.quick
 def test_the_worker_is_a_fresh_interpreter_without_jax(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     fn = isolated(functions.in_the_worker, timeout=10)
@@ -202,12 +209,14 @@ def test_the_worker_is_a_fresh_interpreter_without_jax(monkeypatch):
     assert fn(completions=COMPLETIONS)[1] == pid, "the worker stays for later calls"
 
 
+@pytest.mark.quick
 def test_no_fork_of_this_process(monkeypatch):
     # JAX warns of os.fork by a hook that runs at it, and warnings are errors here; so is this.
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     assert isolated(functions.length, timeout=10)(completions=["a"]) == [1]
 
 
+@pytest.mark.quick
 def test_what_the_function_prints_goes_to_standard_error(capsys):
     fn = isolated(functions.prints, timeout=10, max_output_bytes=1000)
     for text in ("the first", "one"):
@@ -215,6 +224,7 @@ def test_what_the_function_prints_goes_to_standard_error(capsys):
         assert capsys.readouterr().err == f"said {text}\n"
 
 
+@pytest.mark.quick
 def test_a_worker_that_died_while_idle_is_replaced_without_a_fault():
     fn = isolated(functions.in_the_worker, timeout=10)
     pid = int(fn(completions=COMPLETIONS)[1])
@@ -223,6 +233,7 @@ def test_a_worker_that_died_while_idle_is_replaced_without_a_fault():
     assert fn(completions=COMPLETIONS)[1] != pid
 
 
+@pytest.mark.quick
 def test_a_worker_that_dies_before_it_has_read_the_request_is_replaced_without_a_fault(monkeypatch):
     """Stopped, it looks alive when the request is sent, and is killed before it reads it."""
     fn = isolated(functions.in_the_worker, timeout=10)
@@ -239,6 +250,7 @@ def test_a_worker_that_dies_before_it_has_read_the_request_is_replaced_without_a
     assert fn(completions=COMPLETIONS)[1] != pid
 
 
+@pytest.mark.quick
 def test_workers_that_die_before_each_request_are_a_fault_after_the_second(monkeypatch):
     fn = isolated(functions.in_the_worker, timeout=10)
     killed = []
@@ -254,6 +266,7 @@ def test_workers_that_die_before_each_request_are_a_fault_after_the_second(monke
     assert len(set(killed)) == 2
 
 
+@pytest.mark.quick
 def test_a_signal_to_all_processes_of_a_run_lets_the_workers_finish():
     """The run finishes its step, for which it needs the rewards; what the function starts ends as ever."""
     assert isolated(functions.is_told_to_end, timeout=10)(completions=["a"]) == [-signal.SIGTERM]
@@ -276,6 +289,7 @@ def test_workers_end_with_the_function():
     assert not is_alive(pid)
 
 
+@pytest.mark.quick
 def test_closing_ends_the_workers_and_a_later_call_starts_new_ones():
     fn = isolated(functions.in_the_worker, timeout=10)
     pid = int(fn(completions=COMPLETIONS)[1])
@@ -317,6 +331,7 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 # --- as a reward function among others
 
 
+@pytest.mark.quick
 def test_it_asks_for_what_the_function_asks_for():
     fn = isolated(functions.whole_batch, timeout=10)
     with pytest.raises(ValueError, match="'whole_batch' needs the argument 'answer'"):
@@ -352,6 +367,7 @@ def decorated(fn):
     return wrapper
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("fn", "keywords", "message"),
     [
@@ -372,6 +388,7 @@ def test_isolated_refuses(fn, keywords, message):
         isolated(fn, **({"timeout": 1.0} | keywords))
 
 
+@pytest.mark.quick
 def test_an_argument_that_cannot_be_sent_is_named():
     fn = isolated(functions.whole_batch, timeout=10)
     with pytest.raises(RewardError, match="argument 'answer' cannot be sent to the worker process of 'whole_batch'"):

@@ -65,6 +65,7 @@ def test_the_rows_of_this_test_end_at_very_different_times():
     assert 0 < np.asarray(sampled().ended).mean() < 1
 
 
+@pytest.mark.quick
 def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
     c = jax.device_get(sampled())
     for tokens, mask, log_probs, ended in zip(
@@ -79,6 +80,7 @@ def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
         assert (log_probs[:length] < 0).all()
 
 
+@pytest.mark.quick
 def test_log_probs_are_those_of_scoring_the_same_tokens():
     model, params = model_and_params()
     found = scored(model, params, make_prompts(PROMPTS), sampled())
@@ -104,6 +106,7 @@ def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
     np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("tied", "top_k", "columns"), [(True, 0, True), (True, 2, False), (False, 0, False)])
 def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns):
     shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
@@ -154,6 +157,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
 
 
+@pytest.mark.quick
 def test_kernels_stand_as_they_are_on_several_devices():
     _, params = model_and_params()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -208,6 +212,7 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
     assert places == 1 or any(np.unique(rows.start).size > 1 for rows in steps), "no group came later than another"
 
 
+@pytest.mark.quick
 def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
     class Enough(Exception):
         pass
@@ -257,6 +262,7 @@ def eos_at(completions, t):
     return np.isin(np.asarray(completions.tokens[:, :, t]), EOS) & np.asarray(completions.mask[:, :, t])
 
 
+@pytest.mark.quick
 def test_another_key_gives_other_samples_and_rows_of_a_group_differ():
     assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
     first = np.asarray(sampled().tokens)[:, :, :3]
@@ -284,6 +290,7 @@ def test_one_token_completions():
     np.testing.assert_array_equal(completions.ended, eos_at(sampled(), 0))
 
 
+@pytest.mark.quick
 def test_an_eos_as_the_first_token_belongs_to_the_completion():
     first = np.asarray(sampled().tokens[..., 0])
     ended = np.isin(first, EOS)
@@ -339,6 +346,7 @@ def test_long_prompts_keep_rows_with_their_group():
     assert layouts <= {(b, g) for b in (8, 4, 2, 1) for g in (8, 4, 2, 1)}, layouts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("weights", "moves"), [(0, 3), (20, 3), (2000, 0)])
 def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(weights, moves):
     """Weights are read whatever the rows: 20 and 1.5 a row is a model of 5M parameters on a CPU."""
@@ -353,6 +361,7 @@ def test_rows_are_moved_together_only_where_the_weights_leave_something_to_save(
     assert len(layouts) == 1 + moves, layouts
 
 
+@pytest.mark.quick
 def test_a_mesh_counts_the_rows_of_one_device():
     """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
     alive = np.zeros((8, 8), bool)

@@ -238,11 +238,13 @@ def refusal(**given):
     return str(caught.value)
 
 
+@pytest.mark.quick
 def test_what_is_right_passes():
     assert door().task.reward_fns == [short]
     assert len(BAD) + len(FILES) >= 60
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
 def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
     monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled"))
@@ -252,6 +254,7 @@ def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
     assert len(text) < 500, "and is read to its end"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("content", "words"), FILES, ids=[words[:50] for _, words in FILES])
 def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -259,12 +262,14 @@ def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
     assert words.replace("{}", str(path)) in refusal(dataset=path)
 
 
+@pytest.mark.quick
 def test_a_file_from_windows_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
     assert door(dataset=path).task.data.rows == ROWS
 
 
+@pytest.mark.quick
 def test_all_faults_of_a_run_are_listed_at_once():
     """Of five arguments, and two of some."""
     fns = [lambda completions, gold: 0, lambda completions, hint: 0]
@@ -291,6 +296,7 @@ def test_all_faults_of_a_run_are_listed_at_once():
     assert text.count("\n  ") == 3, "a model that is missing hides no other fault"
 
 
+@pytest.mark.quick
 def test_the_users_own_exception_comes_through():
     def rows():
         yield ROWS[0]
@@ -302,6 +308,7 @@ def test_the_users_own_exception_comes_through():
         door(dataset=(1 / 0 for _ in range(1)))
 
 
+@pytest.mark.quick
 def test_nothing_was_compiled_for_all_that(caplog):
     with jax.log_compiles():
         refusal(dataset=[])

@@ -51,6 +51,7 @@ def test_rows_rewards_and_advantages_belong_together():
     assert experience.cursor == 4
 
 
+@pytest.mark.quick
 def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
     seen = {}
 
@@ -63,6 +64,7 @@ def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
     assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
 
 
+@pytest.mark.quick
 def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
     run = run_of(beta=0.1)
     batch = collected(run, keep_reference=True).batch
@@ -70,6 +72,7 @@ def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
     np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
 
 
+@pytest.mark.quick
 def test_completions_come_from_the_old_policy_where_one_is_kept():
     run = run_of(num_iterations=2)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
@@ -80,6 +83,7 @@ def test_completions_come_from_the_old_policy_where_one_is_kept():
     )
 
 
+@pytest.mark.quick
 def test_truncated_completions_leave_the_loss_by_choice():
     plain, masked = collected(run_of()).batch, collected(run_of(mask_truncated_completions=True)).batch
     ended = np.array([row["ended"] for row in collected(run_of()).rows]).reshape(4, 4)
@@ -87,6 +91,7 @@ def test_truncated_completions_leave_the_loss_by_choice():
     np.testing.assert_array_equal(masked.mask, np.asarray(plain.mask) & ended[:, :, None])
 
 
+@pytest.mark.quick
 def test_metrics_of_a_rollout_by_hand():
     experience = collected(run_of())
     lengths = np.asarray(experience.batch.mask.sum(-1)).astype(float)
@@ -106,6 +111,7 @@ def silent_for(*numbers):
     return fn
 
 
+@pytest.mark.quick
 def test_silent_groups_are_replaced_by_further_prompts():
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
     experience = collected(run)
@@ -117,6 +123,7 @@ def test_silent_groups_are_replaced_by_further_prompts():
     assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
 
 
+@pytest.mark.quick
 def test_metrics_with_refills_by_hand():
     """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
     sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
@@ -145,6 +152,7 @@ def test_metrics_with_refills_by_hand():
     assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 once more"
 
 
+@pytest.mark.quick
 def test_what_refills_cost_is_added_up():
     def fails_on_four(completion_ids, number):
         return [float(i % 4) if n in (0, 2, 5) else float("nan") if n == 4 else 0.5 for i, n in enumerate(number)]
@@ -155,6 +163,7 @@ def test_what_refills_cost_is_added_up():
     assert m["rewards/fails_on_four/missing"] == 0, "of the first round"
 
 
+@pytest.mark.quick
 def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
     hints = Hints(GRPOConfig(dynamic_sampling=True))
     experience = collected(run_of(silent_for(0, 1, 2, 3), dynamic_sampling=True))
@@ -164,6 +173,7 @@ def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
     assert "100 % of the groups" in said[0]
 
 
+@pytest.mark.quick
 def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():
     run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True, max_refills=1)
     experience = collected(run)
@@ -177,6 +187,7 @@ def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():
     assert experience.cursor == 8
 
 
+@pytest.mark.quick
 def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
     """Prompt number 4 since the start of the run: the same completions, sampled as a refill or as a first choice."""
     refilled = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).batch
@@ -185,6 +196,7 @@ def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
     np.testing.assert_array_equal(refilled.tokens[2, :, :longest], direct.tokens[0, :, :longest])
 
 
+@pytest.mark.quick
 def test_scores_that_are_missing_leave_the_mean_alone():
     def half(completions):
         return [None if i % 2 else float(i) for i in range(len(completions))]
@@ -194,6 +206,7 @@ def test_scores_that_are_missing_leave_the_mean_alone():
     np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("longest", "largest", "expected"),
     [(64, 64, 64), (33, 64, 64), (32, 64, 32), (9, 64, 16), (3, 64, 8), (5, 96, 12), (70, 100, 100), (50, 100, 50)],
@@ -202,6 +215,7 @@ def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
     assert bucket_length(longest, largest) == expected
 
 
+@pytest.mark.quick
 def test_a_task_is_frozen():
     run = run_of()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -210,6 +224,7 @@ def test_a_task_is_frozen():
     assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.task.data.token_ids
 
 
+@pytest.mark.quick
 def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
     events = []
     score = PackedUpdater.score
@@ -227,6 +242,7 @@ def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
     assert events == ["rewards", "scores"], "there the rewards choose what is scored"
 
 
+@pytest.mark.quick
 def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
     run, theirs = run_of(), tiny_policy(seed=1).params

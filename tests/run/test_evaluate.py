@@ -27,6 +27,7 @@ def only_first(completions, answer):
     return [1.0 if truth == "ab" else None for truth in answer]
 
 
+@pytest.mark.quick
 def test_means_rows_and_lengths_agree():
     metrics, rows = evaluate(
         tiny_policy(), ROWS, [length, only_first], temperature=1.0, num_generations=3, max_completion_length=6
@@ -98,6 +99,7 @@ def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
     assert sizes == [8, 8], "before the first step and after the last"
 
 
+@pytest.mark.quick
 def test_other_params_and_another_seed_give_other_samples():
     policy = tiny_policy()
     settings = {"temperature": 1.0, "max_completion_length": 6}
@@ -107,6 +109,7 @@ def test_other_params_and_another_seed_give_other_samples():
     assert texts() != texts(seed=1)
 
 
+@pytest.mark.quick
 def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
     with pytest.raises(ValueError, match="'truth', which is no column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
@@ -127,6 +130,7 @@ def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatc
         evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
     right = np.array(list(itertools.product([0, 1], repeat=5)))
@@ -137,6 +141,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
     assert pass_at_k(right.astype(bool), 1) == pytest.approx(0.5)
 
 
+@pytest.mark.quick
 def test_pass_at_k_of_many_samples_stays_exact():
     assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25)
 

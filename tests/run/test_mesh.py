@@ -93,6 +93,7 @@ def test_a_run_goes_on_on_other_devices(tmp_path, monkeypatch):
     chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, on_one_device()[0].opt_state), atol=1e-6)
 
 
+@pytest.mark.quick
 def test_a_mesh_of_the_users_own_is_that_of_the_policy():
     policy = tiny_policy()
     mesh = make_mesh({"data": 2, "fsdp": 2})
@@ -185,6 +186,7 @@ def test_a_run_decodes_so_many_at_a_time_and_learns_the_same(monkeypatch):
     assert read == [(8, 2)] * 4
 
 
+@pytest.mark.quick
 def test_fewer_completions_than_a_group_on_each_device_are_refused():
     message = (
         r"rollout_batch_size = 28: does not hold a group of num_generations = 4 on each of the 8 devices that"
@@ -199,6 +201,7 @@ def test_fewer_completions_than_a_group_on_each_device_are_refused():
                  batch_size=15)  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
@@ -211,12 +214,14 @@ def test_meshes_that_cannot_be(axes, message):
         make_mesh(axes)
 
 
+@pytest.mark.quick
 def test_several_processes_share_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"2 × 1 × 1 devices are needed, and there are 8; make .* exactly 8, since"):
         make_mesh({"data": 2})
 
 
+@pytest.mark.quick
 def test_a_run_that_does_not_fit_the_devices_is_refused():
     with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
         run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)

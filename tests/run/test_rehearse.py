@@ -99,6 +99,7 @@ def test_what_looks_wrong_is_said():
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
 
 
+@pytest.mark.quick
 def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
@@ -126,12 +127,14 @@ def test_numbers_that_look_wrong(monkeypatch):
     ]
 
 
+@pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
     update = updater().lower(state(), batch())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
     assert lower_decode(updater().model, params(), batch().prompts, 2, 4, sampling=Sampling()) is None
 
 
+@pytest.mark.quick
 def test_the_old_door_warns_and_hands_on_all_arguments(tmp_path, monkeypatch):
     given = []
     loop = importlib.import_module("grpo_jax.run.train")

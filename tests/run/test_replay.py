@@ -52,6 +52,7 @@ def states(monkeypatch):
     return seen
 
 
+@pytest.mark.quick
 def test_a_skipped_update_is_kept_and_replayed(tmp_path, states, capsys):
     calls = itertools.count(1)
 
@@ -111,6 +112,7 @@ def test_too_many_in_a_row_end_the_run_with_nothing_lost(tmp_path, states, monke
     assert len(list((tmp_path / "bad_batches").iterdir())) == 3, "no more are kept"
 
 
+@pytest.mark.quick
 def test_a_full_disk_costs_the_evidence_and_not_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -122,6 +124,7 @@ def test_a_full_disk_costs_the_evidence_and_not_the_run(tmp_path, monkeypatch):
         BadBatches(tmp_path, SimpleNamespace(task=SimpleNamespace(config=None))).note(None, None, step=3, index=0)
 
 
+@pytest.mark.quick
 def test_replay_says_where_it_looked(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no bad batch is kept in '.*': give a run directory"):
         replay(tmp_path, tiny_policy())

@@ -26,6 +26,7 @@ def lengths(completion_ids):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+@pytest.mark.quick
 def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
     """Beside a sequence of the public pure functions, made by hand."""
     collecting = sys.modules["grpo_jax.run.collect"]

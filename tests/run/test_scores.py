@@ -58,6 +58,7 @@ def of_few(completion_ids, number, log_metric, log_extra):
     return [0.1 * n if n in (0, 3) else None for n in number]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("processes", "rows"), [(2, 4), (2, 5), (3, 5), (3, 2), (2, 1)])
 def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
     (one,), _ = run(monkeypatch, 1, rows, length, of_few)
@@ -75,6 +76,7 @@ def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
         assert found.stats.keys() == one.stats.keys()
 
 
+@pytest.mark.quick
 def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
     def fails_on_odd_rows(completion_ids, number, log_metric, log_extra):
         return [float("nan") if n % 2 else 1.0 for n in number]

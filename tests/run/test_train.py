@@ -67,6 +67,7 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_another_seed_does_not(
     assert not np.array_equal(one.params["norm"]["scale"], other.params["norm"]["scale"])
 
 
+@pytest.mark.quick
 def test_the_callers_policy_is_left_as_it_was():
     policy = tiny_policy()
     before = jax.tree.map(np.array, policy.params)
@@ -76,6 +77,7 @@ def test_the_callers_policy_is_left_as_it_was():
     assert not np.array_equal(state.params["norm"]["scale"], before["norm"]["scale"])
 
 
+@pytest.mark.quick
 def test_after_warm_up_an_iteration_compiles_nothing():
     programs = (
         packed._read_some,
@@ -146,6 +148,7 @@ def test_files_of_a_run(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+@pytest.mark.quick
 def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     refused = []
 
@@ -158,6 +161,7 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     assert refused == [1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("resume", "message"),
     [("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of 'auto', 'must', 'never'")],
@@ -194,6 +198,7 @@ def no_eos():
     return policy.replace(tokenizer=tokenizer, config=config, generation_config={})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -227,11 +232,13 @@ def test_bad_arguments_are_named(change, message, monkeypatch):
         run(**change)
 
 
+@pytest.mark.quick
 def test_a_config_of_another_kind_is_named():
     with pytest.raises(ValueError, match="config must be a GRPOConfig; got dict"):
         train(tiny_policy(), ROWS, lower_case, {"max_steps": 1})
 
 
+@pytest.mark.quick
 def test_a_tokenizer_of_another_vocabulary_is_named():
     policy = tiny_policy()
     shape = dataclasses.replace(policy.model.config, vocab_size=40)

@@ -87,6 +87,7 @@ def test_a_model_of_ones_own_learns_by_the_same_loop():
     assert np.mean(rewards[-3:]) > 0.8
 
 
+@pytest.mark.quick
 def test_a_function_as_a_model():
     """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
     base = tiny_policy()
@@ -100,6 +101,7 @@ def test_a_function_as_a_model():
     chex.assert_trees_all_close(state.params, direct.params, atol=1e-4)
 
 
+@pytest.mark.quick
 def test_conversations_reach_the_reward_as_messages():
     policy = tiny_policy()
     tokenizer = tiny_tokenizer().__class__(

@@ -46,7 +46,8 @@ def main():
     run_dir = arguments.run_dir
     config = GRPOConfig(**SETTINGS, max_steps=arguments.steps, rollout_ahead=arguments.rollout_ahead)
     devices = 4 // (arguments.num_processes or 1)
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    # The last of a flag counts: the settings of the tests, but for the number of devices.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
 

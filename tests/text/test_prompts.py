@@ -47,6 +47,7 @@ def assistant(text):
 # --- make_prompts
 
 
+@pytest.mark.quick
 def test_make_prompts_pads_on_the_right():
     prompts = lib.make_prompts([[5, 6, 7], (8,), np.array([9, 10])])
     chex.assert_trees_all_equal(prompts.tokens, jnp.array([[5, 6, 7], [8, 0, 0], [9, 10, 0]], jnp.int32))
@@ -54,6 +55,7 @@ def test_make_prompts_pads_on_the_right():
     assert prompts.tokens.dtype == prompts.lengths.dtype == jnp.int32
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("keywords", "length"),
     [({}, 3), ({"pad_to_multiple_of": 8}, 8), ({"length": 5}, 5), ({"length": 5, "pad_to_multiple_of": 4}, 8)],
@@ -65,6 +67,7 @@ def test_make_prompts_lengths_for_few_compiled_shapes(keywords, length):
     assert prompts.lengths.tolist() == [3, 1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("token_ids", "keywords", "message"),
     [
@@ -111,6 +114,7 @@ class RandomAccess:
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
 
 
+@pytest.mark.quick
 def test_load_rows_reads_every_kind_of_dataset_the_same(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
@@ -119,6 +123,7 @@ def test_load_rows_reads_every_kind_of_dataset_the_same(tmp_path):
         assert rows_module.load_rows(kind) == ROWS
 
 
+@pytest.mark.quick
 def test_load_rows_reads_iterables_without_a_length():
     class Stream:
         def __iter__(self):
@@ -127,6 +132,7 @@ def test_load_rows_reads_iterables_without_a_length():
     assert rows_module.load_rows(Stream()) == ROWS
 
 
+@pytest.mark.quick
 def test_load_rows_reads_datasets_of_hugging_face_the_same():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     stored = datasets.Dataset.from_list(ROWS)
@@ -135,6 +141,7 @@ def test_load_rows_reads_datasets_of_hugging_face_the_same():
         rows_module.load_rows(datasets.DatasetDict({"train": stored}))
 
 
+@pytest.mark.quick
 def test_load_rows_reads_sources_of_grain_the_same():
     grain = pytest.importorskip("grain", reason="grain is not installed")
     source = grain.MapDataset.source(ROWS)
@@ -144,6 +151,7 @@ def test_load_rows_reads_sources_of_grain_the_same():
         rows_module.load_rows(source.repeat())
 
 
+@pytest.mark.quick
 def test_load_rows_refuses_a_source_that_repeats_for_ever_and_takes_the_gaps_of_grain():
     """As grain's `MapDataset` is, for places where it is not installed."""
 
@@ -159,12 +167,14 @@ def test_load_rows_refuses_a_source_that_repeats_for_ever_and_takes_the_gaps_of_
         rows_module.load_rows(RandomAccess([ROWS[0], None]))
 
 
+@pytest.mark.quick
 def test_load_rows_gives_rows_of_its_own():
     rows = [{"prompt": "a"}]
     rows_module.load_rows(rows)[0]["prompt"] = "b"
     assert rows == [{"prompt": "a"}]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
@@ -188,11 +198,13 @@ def test_load_rows_refuses(dataset, message):
         rows_module.load_rows(dataset)
 
 
+@pytest.mark.quick
 def test_load_rows_names_the_argument_of_its_caller():
     with pytest.raises(ValueError, match=r"^eval_dataset is empty"):
         rows_module.load_rows([], argument="eval_dataset")
 
 
+@pytest.mark.quick
 def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n', encoding="utf-8")
@@ -210,6 +222,7 @@ def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
 # --- encode_prompts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bos", [False, True])
 def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
     tokenizer = make_tokenizer(bos=bos)
@@ -218,6 +231,7 @@ def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
     assert encoded.dropped == []
 
 
+@pytest.mark.quick
 def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     tokenizer = make_tokenizer()
     rows = [
@@ -236,6 +250,7 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     assert encoded.token_ids[0][0] == tokenizer.bos_token_id
 
 
+@pytest.mark.quick
 def test_chat_template_kwargs_reach_the_template():
     tokenizer = make_tokenizer()
     rows = [{"prompt": [user("hi")]}]
@@ -246,6 +261,7 @@ def test_chat_template_kwargs_reach_the_template():
     assert bare.decode(lib.encode_prompts(rows, bare, chat_template_kwargs=other).token_ids[0]) == "hi?"
 
 
+@pytest.mark.quick
 def test_long_prompts_are_dropped_and_named_never_cut():
     rows = [{"prompt": "a" * length, "n": length} for length in (3, 9, 4, 12)]
     encoded = lib.encode_prompts(rows, make_tokenizer(), max_prompt_length=4, on_long_prompt="drop")
@@ -254,6 +270,7 @@ def test_long_prompts_are_dropped_and_named_never_cut():
     assert encoded.dropped == [1, 3]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("prompt_texts", "keywords", "message"),
     [
@@ -273,11 +290,13 @@ def test_encode_prompts_refuses(prompt_texts, keywords, message):
         lib.encode_prompts([{"prompt": text} for text in prompt_texts], make_tokenizer(), **keywords)
 
 
+@pytest.mark.quick
 def test_all_prompts_too_long_is_an_error_that_does_not_advise_dropping():
     with pytest.raises(ValueError, match=r"raise max_prompt_length$"):
         lib.encode_prompts([{"prompt": "aaa"}], make_tokenizer(), max_prompt_length=2)
 
 
+@pytest.mark.quick
 def test_a_tokenizer_that_knows_nothing_of_the_text_is_noticed():
     deaf = make_tokenizer(characters="xyz")
     with pytest.raises(
@@ -286,16 +305,19 @@ def test_a_tokenizer_that_knows_nothing_of_the_text_is_noticed():
         lib.encode_prompts([{"prompt": "xy"}, {"prompt": "abc"}], deaf)
 
 
+@pytest.mark.quick
 def test_messages_without_a_chat_template_say_what_to_do():
     with pytest.raises(ValueError, match=r"row 0: .*no chat template: set tokenizer.chat_template"):
         lib.encode_prompts([{"prompt": [user("hi")]}], make_tokenizer(chat_template=None))
 
 
+@pytest.mark.quick
 def test_encode_prompts_names_the_argument_of_its_caller():
     with pytest.raises(ValueError, match="eval_dataset row 0: the tokenizer encodes"):
         lib.encode_prompts([{"prompt": ""}], make_tokenizer(), argument="eval_dataset")
 
 
+@pytest.mark.quick
 def test_a_template_that_refuses_names_the_row():
     rows = [{"prompt": [user("hi")]}, {"prompt": [{"role": "tool", "content": "x"}]}]
     with pytest.raises(ValueError, match=r"row 1: the chat template refused .*no tools here.*'role': 'tool'"):
@@ -305,6 +327,7 @@ def test_a_template_that_refuses_names_the_row():
 # --- prompt_indices
 
 
+@pytest.mark.quick
 def test_every_epoch_is_a_permutation_and_epochs_differ():
     entries = lib.prompt_indices(0, 300, num_rows=100, seed=3)
     orders = [[row for epoch, row in entries if epoch == wanted] for wanted in range(3)]
@@ -316,6 +339,7 @@ def test_every_epoch_is_a_permutation_and_epochs_differ():
     assert entries != lib.prompt_indices(0, 300, num_rows=100, seed=4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
     whole = lib.prompt_indices(0, 60, num_rows=7, seed=0, shuffle=shuffle)
@@ -325,10 +349,12 @@ def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
     assert lib.prompt_indices(5, 0, num_rows=7, seed=0) == []
 
 
+@pytest.mark.quick
 def test_shuffle_off_keeps_the_order_of_the_dataset():
     assert lib.prompt_indices(4, 4, num_rows=3, seed=9, shuffle=False) == [(1, 1), (1, 2), (2, 0), (2, 1)]
 
 
+@pytest.mark.quick
 def test_orders_are_uniform():
     # 6000 permutations of 3: each of the 6 orders is expected 1000 times, standard deviation 29; 150 is five of them.
     counts = {}
@@ -339,12 +365,14 @@ def test_orders_are_uniform():
     assert all(abs(count - 1000) < 150 for count in counts.values())
 
 
+@pytest.mark.quick
 def test_the_order_of_a_seed_does_not_change_between_releases():
     # A run that is resumed after an upgrade must find this order: changing it breaks every checkpoint.
     second_epoch = [(1, 7), (1, 6), (1, 1), (1, 5), (1, 4), (1, 2), (1, 0), (1, 3)]
     assert lib.prompt_indices(8, 8, num_rows=8, seed=5) == second_epoch
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -378,6 +406,7 @@ def padded_batch(tokenizer, texts):
 TEXTS = [["one", "two!"], ["three", "4"], ["", "sechs"]]
 
 
+@pytest.mark.quick
 def test_completions_come_back_in_prompt_major_order_without_padding():
     tokenizer = make_tokenizer()
     tokens, mask = padded_batch(tokenizer, TEXTS)
@@ -389,11 +418,13 @@ def test_completions_come_back_in_prompt_major_order_without_padding():
     assert ids[4] == [tokenizer.eos_token_id]
 
 
+@pytest.mark.quick
 def test_completion_token_ids_refuses_other_shapes():
     with pytest.raises(ValueError, match=r"tokens is \(2, 3\) and mask is \(2, 3\): both are \[B, G, T\]"):
         completions_module.completion_token_ids(np.zeros((2, 3), int), np.ones((2, 3), bool))
 
 
+@pytest.mark.quick
 def test_reward_inputs_of_text_prompts():
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"p{n}", "answer": n, "tags": [n, n]} for n in range(3)]
@@ -404,6 +435,7 @@ def test_reward_inputs_of_text_prompts():
     assert inputs["completion_ids"][3] == [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
 
 
+@pytest.mark.quick
 def test_reward_inputs_of_conversations_join_to_the_conversation():
     tokenizer = make_tokenizer()
     parts = [{"type": "text", "text": "So"}]

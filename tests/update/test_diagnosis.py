@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("term", CASES)
 def test_the_first_term_that_is_not_finite_is_named(term):
     spoilt, of_params, reward, place, words = CASES[term]
@@ -90,16 +91,19 @@ def test_the_first_term_that_is_not_finite_is_named(term):
         assert metrics["update_skipped"] == 1
 
 
+@pytest.mark.quick
 def test_a_ratio_that_no_input_could_spoil_is_looked_at_too(monkeypatch):
     monkeypatch.setitem(diagnosis.RATIOS, "token", lambda l, log_ratio, mask: jnp.where(log_ratio > 0, jnp.inf, 1.0))
     assert diagnose(state(), batch(), updater()).term == "ratio"
 
 
+@pytest.mark.quick
 def test_gradients_that_are_finite_one_by_one_and_too_large_together():
     found = diagnose(state(), batch(advantages=((0, 0), 1e25)), updater())
     assert (found.term, found.value, found.parameter) == ("gradient", INF, "bias")
 
 
+@pytest.mark.quick
 def test_what_is_masked_and_what_the_loss_bounds_is_no_fault():
     fine = batch(sampling_log_probs=((0, 0, 2), NAN), ref_log_probs=((0, 0, 1), -INF))
     assert diagnose(state(), fine, updater(), rows=rows()) is None
@@ -107,12 +111,14 @@ def test_what_is_masked_and_what_the_loss_bounds_is_no_fault():
     assert metrics["update_skipped"] == 0
 
 
+@pytest.mark.quick
 def test_how_many_are_bad_is_counted():
     found = diagnose(state(), batch(advantages=((slice(None), 0), NAN)), updater())
     assert found.count == 2
     assert "(2 of this term are not finite)" in str(found)
 
 
+@pytest.mark.quick
 def test_an_earlier_term_explains_the_later_ones():
     """All is spoilt; mended one by one from the front, the next in line is named."""
     spoilt = {"advantages": ((0, 0), NAN), "sampling_log_probs": ((0, 0, 0), NAN), "ref_log_probs": ((0, 0, 0), NAN)}

@@ -71,6 +71,7 @@ def test_parts_add_up_to_the_whole(settings, counted):
     chex.assert_trees_all_close(merged, finalize_metrics(sums), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_without_a_reference_there_is_no_kl():
     batch, log_probs, entropies = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
@@ -80,6 +81,7 @@ def test_without_a_reference_there_is_no_kl():
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
 
 
+@pytest.mark.quick
 def test_the_entropy_has_a_gradient_only_as_a_bonus():
     batch, log_probs, entropies = case()
     for coef, moves in ((0.0, False), (0.3, True)):
@@ -98,6 +100,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
     assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     batch, log_probs, entropies = case()
@@ -111,11 +114,13 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
         np.testing.assert_allclose(state.params["w"], [1, 1] if skipped else [0, -1])
 
 
+@pytest.mark.quick
 def test_sampler_and_scorer_share_their_settings():
     config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
     assert sampling_of(config) == Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
 def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
     config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)

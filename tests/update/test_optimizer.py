@@ -11,6 +11,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -26,6 +27,7 @@ def test_schedules(settings, expected):
     np.testing.assert_allclose([schedule(step) for step in range(6)], expected, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_the_gradient_is_clipped_by_its_global_norm_before_adam():
     config = GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=1.0, adam_epsilon=1.0)
     optimizer = make_optimizer(config, 10)
@@ -38,6 +40,7 @@ def test_the_gradient_is_clipped_by_its_global_norm_before_adam():
     np.testing.assert_allclose(updates["w"], [-0.1 * 30 / 31, -0.1 * 40 / 41], rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_weight_decay_is_decoupled():
     config = GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5)
     optimizer = make_optimizer(config, 10)
@@ -46,6 +49,7 @@ def test_weight_decay_is_decoupled():
     np.testing.assert_allclose(updates["w"], [-0.1 * 0.5 * 2.0], rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_one_config_gives_one_object_so_that_jit_knows_it_again():
     assert make_optimizer(GRPOConfig(), 10) is make_optimizer(GRPOConfig(), 10)
     assert make_optimizer(GRPOConfig(), 10) is not make_optimizer(GRPOConfig(), 11)

@@ -24,6 +24,7 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.random.key(0).dtype]
 
 
+@pytest.mark.quick
 def test_no_two_trees_share_a_buffer_with_each_other_or_with_the_caller():
     state = state_of(keep_old=True, keep_reference=True, keep_initial=True)
     trees = [PARAMS, state.params, state.old_params, state.ref_params, state.initial_params]
@@ -31,6 +32,7 @@ def test_no_two_trees_share_a_buffer_with_each_other_or_with_the_caller():
     assert len(held) == len(set(held)) == 10
 
 
+@pytest.mark.quick
 def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
     state = state_of(keep_old=True, keep_reference=True, keep_initial=True)
     step = jax.jit(
@@ -44,12 +46,14 @@ def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
     assert len(held) == len(set(held))
 
 
+@pytest.mark.quick
 def test_what_is_not_needed_is_not_held():
     state = state_of()
     assert (state.old_params, state.ref_params, state.initial_params) == (None, None, None)
     assert begin_iteration(state) is state
 
 
+@pytest.mark.quick
 def test_begin_iteration_takes_the_snapshot():
     state = state_of(keep_old=True)
     state = finish_update(state, GRADS, jnp.array(True), OPTIMIZER)
@@ -57,6 +61,7 @@ def test_begin_iteration_takes_the_snapshot():
     chex.assert_trees_all_equal(begin_iteration(state).old_params, state.params)
 
 
+@pytest.mark.quick
 def test_an_update_that_is_not_ok_changes_nothing_but_the_counts():
     before = state_of(keep_reference=True)
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), GRADS)
@@ -69,6 +74,7 @@ def test_an_update_that_is_not_ok_changes_nothing_but_the_counts():
     assert not np.array_equal(good.params["a"]["w"], before.params["a"]["w"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_the_reference_follows_after_every_nth_step(every):
     state = state_of(keep_reference=True)
@@ -89,6 +95,7 @@ def move(state, grads, ok=True, *, optimizer):
     return finish_update(state, grads, jnp.asarray(ok), optimizer)
 
 
+@pytest.mark.quick
 def test_updates_below_the_resolution_of_the_params_add_up():
     """From 1 down the next bfloat16 is 1 − 2⁻⁸, about 0.996: steps of 0.0005 are lost, unless there are masters."""
     optimizer, grads = optax.sgd(0.0005), {"b": jnp.ones(64, jnp.bfloat16)}
@@ -121,6 +128,7 @@ def test_params_are_the_rounded_params_of_a_float32_run():
     chex.assert_trees_all_equal(same.master_params, state.master_params)
 
 
+@pytest.mark.quick
 def test_masters_are_held_where_they_are_needed_and_cost_four_bytes():
     """A bfloat16 parameter, its master and two moments of Adam: 2 + 4 + 8 bytes, by XLA's account of the step."""
     optimizer = optax.adam(1e-3)

@@ -153,6 +153,7 @@ def test_groups_that_only_fill_the_batch_change_nothing(loss_type):
     assert float(others["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
+@pytest.mark.quick
 def test_score_gives_the_log_probs_of_any_params():
     model, params = model_and_params()
     b = batch()
@@ -176,6 +177,7 @@ def test_on_policy_is_the_ratio_of_one():
     assert float(others["ratio_max"]) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.quick
 def test_sampler_gap_is_the_largest_distance_of_log_probs():
     _, params = model_and_params()
     b = batch()
@@ -183,6 +185,7 @@ def test_sampler_gap_is_the_largest_distance_of_log_probs():
     assert float(step(b, config())[1]["sampler_gap"]) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_an_advantage_that_is_not_finite_skips_the_update(bad):
     _, params = model_and_params()
@@ -216,6 +219,7 @@ def test_the_adaptive_coefficient_starts_at_nothing_and_follows_the_entropy():
     assert (float(state.entropy_coef), float(state.entropy_bonus)) == (pytest.approx(0.15), 0.0)
 
 
+@pytest.mark.quick
 def test_every_loss_field_of_the_config_reaches_the_loss():
     changed = config(epsilon=0.11, epsilon_high=0.33, delta=4.0, kl_estimator="k2", off_policy_mask_threshold=0.5)
     settings = loss_settings(changed)

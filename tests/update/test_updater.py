@@ -24,6 +24,7 @@ class Bare:
         return self.model.apply(variables, tokens)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("bare", "devices", "kind"),
     [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PaddedUpdater), (True, 0, PaddedUpdater)],
@@ -38,6 +39,7 @@ def test_what_is_packed(bare, devices, kind):
     assert choose_updater(model, GRPOConfig(num_iterations=2), micro=(4, G)).on_policy is False
 
 
+@pytest.mark.quick
 def test_both_kinds_have_the_same_numbers():
     model, params = tiny_model()
     b, results = batch(), []

@@ -32,6 +32,7 @@ def console(terminal=False):
     return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
 
 
+@pytest.mark.quick
 def test_the_numbers_in_words():
     assert format_metrics(METRICS) == (NUMBERS, SECONDS)
     assert format_metrics({}) == ("", "")
@@ -40,6 +41,7 @@ def test_the_numbers_in_words():
     assert format_metrics({"tokens_per_second": 12.345, "kl": 1e-7})[0] == "KL 1e-07 · tokens/s 12.3"
 
 
+@pytest.mark.quick
 def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left():
     now = [0.0]
     out = console()
@@ -57,6 +59,7 @@ def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left()
     ]
 
 
+@pytest.mark.quick
 def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
     shown = []
 
@@ -80,6 +83,7 @@ def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
     assert out.file.getvalue() == ""
 
 
+@pytest.mark.quick
 def test_hours_left_and_nothing_done_yet():
     now = [0.0]
     out = console()
@@ -94,6 +98,7 @@ def test_hours_left_and_nothing_done_yet():
     ]
 
 
+@pytest.mark.quick
 def test_a_long_line_is_not_broken():
     out = Console(file=io.StringIO(), width=40, force_jupyter=False)
     display = Display(console=out)
@@ -102,6 +107,7 @@ def test_a_long_line_is_not_broken():
     assert out.file.getvalue().count("\n") == 1
 
 
+@pytest.mark.quick
 def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     out = console(terminal=True)
 
@@ -124,6 +130,7 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     assert SECONDS in screen
 
 
+@pytest.mark.quick
 def test_a_narrow_terminal_gets_one_line_a_row():
     out = Console(file=io.StringIO(), force_terminal=True, width=30, force_jupyter=False, color_system=None)
     with Display(console=out) as display:
@@ -132,6 +139,7 @@ def test_a_narrow_terminal_gets_one_line_a_row():
     assert "\n  reward 0.500 · KL 0.00123 ·…\n  5.0 s: rollout 2.1, update …\n" in out.file.getvalue()
 
 
+@pytest.mark.quick
 def test_quiet_shows_nothing(capsys):
     with Display(quiet=True) as display:
         display.start(total_steps=4)
@@ -141,6 +149,7 @@ def test_quiet_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.quick
 def test_standard_output_stays_the_programs_own():
     code = (
         "from grpo_jax.watch.display import Display\n"
@@ -168,6 +177,7 @@ def rows():
     ] + [{"prompt": [{"role": "user", "content": "hi"}], "completion": "ho", "rewards": {}, "advantage": float("nan")}]
 
 
+@pytest.mark.quick
 def test_completions_are_shown_as_they_are_side_by_side():
     out = console()
     Display(console=out).completions(rows())
@@ -182,6 +192,7 @@ def test_completions_are_shown_as_they_are_side_by_side():
     ]
 
 
+@pytest.mark.quick
 def test_as_many_completions_as_asked_for():
     out = console()
     Display(console=out).completions(rows(), limit=2)

@@ -77,6 +77,7 @@ SIGNS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "lines", "at", "parts"), SIGNS, ids=[sign[0] for sign in SIGNS])
 def test_a_hint_speaks_at_its_sign_and_once(name, lines, at, parts):
     ((index, message),) = said(lines)
@@ -86,6 +87,7 @@ def test_a_hint_speaks_at_its_sign_and_once(name, lines, at, parts):
         assert part in message
 
 
+@pytest.mark.quick
 def test_every_hint_has_a_sign_here_and_names_fields_that_there_are():
     assert [sign[0] for sign in SIGNS] == list(HINTS)
     fields = set(GRPOConfig.__dataclass_fields__)
@@ -96,6 +98,7 @@ def test_every_hint_has_a_sign_here_and_names_fields_that_there_are():
         assert named & fields
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
 def test_a_healthy_run_gets_none(run):
     lines = [line for line in HEALTHY if line["run"] == run]
@@ -104,6 +107,7 @@ def test_a_healthy_run_gets_none(run):
     assert said(lines + lines[-5:] * 4) == []  # and it may stay where it ended
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lines", "config"),
     [
@@ -128,6 +132,7 @@ def test_no_hint_where_none_is_due(lines, config):
     assert said(lines, config) == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "platform", "precision", "limit"),
     [
@@ -150,6 +155,7 @@ def test_the_gap_that_rounding_explains_is_that_of_the_products(monkeypatch, dty
         assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
+@pytest.mark.quick
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):

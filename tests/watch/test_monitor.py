@@ -23,6 +23,7 @@ def lines(run_dir, name="metrics.jsonl"):
     return list(read_lines(run_dir / name))
 
 
+@pytest.mark.quick
 def test_lines_go_to_files_and_callbacks_alike(tmp_path):
     seen = []
     with Monitor(tmp_path, CONFIG, callbacks=[lambda step, m: seen.append((step, m))], quiet=True) as monitor:
@@ -40,6 +41,7 @@ def test_lines_go_to_files_and_callbacks_alike(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.quick
 def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
     done = []
     tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
@@ -53,6 +55,7 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
 
 
+@pytest.mark.quick
 def test_completions_are_shown_at_the_first_step_where_that_is_logged(tmp_path, capsys):
     row = {"prompt": "what", "completion": "this", "rewards": {"r": 1.0}, "advantage": 0.0}
     for first in (False, True):
@@ -64,6 +67,7 @@ def test_completions_are_shown_at_the_first_step_where_that_is_logged(tmp_path, 
             assert ("this" in capsys.readouterr().err) == first
 
 
+@pytest.mark.quick
 def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
@@ -73,6 +77,7 @@ def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
     assert not (tmp_path / "report.png").exists()
 
 
+@pytest.mark.quick
 def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
@@ -92,6 +97,7 @@ def cut_off(monitor, steps):
         monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})  # no tokens, no pace to judge
 
 
+@pytest.mark.quick
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
     """It was killed before its first one, or somebody has removed them."""
     monkeypatch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
@@ -113,6 +119,7 @@ def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp
         assert [line["step"] for line in lines(tmp_path, name)] == [0, 2]
 
 
+@pytest.mark.quick
 def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG) as monitor:
         monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
@@ -132,6 +139,7 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
+@pytest.mark.quick
 def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
     slow, texts = "a reward is slow", [f"a number {i}" for i in range(2 * MOST_WARNINGS)]
     with warnings.catch_warnings(record=True) as caught:
@@ -157,6 +165,7 @@ def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
     assert len(more) == MOST_WARNINGS - 3
 
 
+@pytest.mark.quick
 def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
     with Monitor(None, CONFIG) as monitor:
         monitor.start(STATE, Progress(step=3), total_steps=9, num_rows=4, num_dropped=7, resumed=True)

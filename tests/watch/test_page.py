@@ -81,6 +81,7 @@ def run_dir(tmp_path_factory):
     return writer.run_dir
 
 
+@pytest.mark.quick
 def test_what_is_embedded_is_what_the_files_hold(run_dir):
     data = embedded(run_dir)
     rows = [
@@ -108,6 +109,7 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     assert "epsilon" not in changed
 
 
+@pytest.mark.quick
 def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
     parsed = Parsed(html_report(run_dir))
     tags = [tag for tag, _ in parsed.tags]
@@ -118,6 +120,7 @@ def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
     assert policy.startswith("default-src 'none'")
 
 
+@pytest.mark.quick
 def test_equal_prompts_in_a_row_are_groups_of_their_own(tmp_path):
     writer = RunWriter(tmp_path)
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
@@ -125,6 +128,7 @@ def test_equal_prompts_in_a_row_are_groups_of_their_own(tmp_path):
     assert [len(group["rows"]) for group in embedded(tmp_path)["steps"][0]["groups"]] == [2, 2, 2]
 
 
+@pytest.mark.quick
 def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
     writer = RunWriter(tmp_path)
     steps = range(1, 5001)
@@ -146,10 +150,12 @@ def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
     assert data["kept"] == "completions.jsonl has all 5,806 of 30 steps"
 
 
+@pytest.mark.quick
 def test_a_run_with_nothing_in_it_has_a_page(tmp_path):
     assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
 
 
+@pytest.mark.quick
 def test_a_torn_last_line_is_left_out(tmp_path):
     writer = RunWriter(tmp_path)
     writer.completions(1, [completion(0)])
@@ -203,6 +209,7 @@ BROWSERS = ("chromium", "google-chrome", "chrome")
 no_browser = not (shutil.which("chromedriver") and any(map(shutil.which, BROWSERS)))
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
 def test_the_page_in_a_real_browser(run_dir, tmp_path):
     page = tmp_path / "report.html"

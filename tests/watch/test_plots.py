@@ -62,6 +62,7 @@ def png(figure):
     return buffer.getvalue()
 
 
+@pytest.mark.quick
 def test_every_panel_of_a_full_run_is_there_with_its_curves():
     figure = draw_report(run(), title="demo")
     assert panels(figure) == {
@@ -80,6 +81,7 @@ def test_every_panel_of_a_full_run_is_there_with_its_curves():
     assert png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 def test_curves_hold_the_values_at_their_steps():
     figure = draw_report(run())
     steps, values = curve(figure, "Held-out prompts", "accuracy")
@@ -92,6 +94,7 @@ def test_curves_hold_the_values_at_their_steps():
     np.testing.assert_allclose(values, 0.02)
 
 
+@pytest.mark.quick
 def test_raw_values_lie_under_the_smoothed_curve():
     rng = np.random.default_rng(0)
     rewards = rng.normal(size=100)
@@ -102,6 +105,7 @@ def test_raw_values_lie_under_the_smoothed_curve():
     assert np.std(smoothed.get_ydata()) < 0.6 * np.std(rewards)
 
 
+@pytest.mark.quick
 def test_gaps_and_missing_metrics_leave_a_run_readable():
     lines = run()
     lines[5]["reward"] = None
@@ -121,6 +125,7 @@ def test_no_lines_no_metrics_and_one_line_are_pictures_too():
         assert png(draw_report(lines)).startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 def test_a_sum_that_is_its_only_reward_is_shown_once():
     lines = [{"step": step, "reward": 0.1 * step, "rewards/accuracy/mean": 0.1 * step} for step in range(5)]
     assert panels(draw_report(lines)) == {"Reward": ["accuracy"]}
@@ -128,11 +133,13 @@ def test_a_sum_that_is_its_only_reward_is_shown_once():
     assert panels(draw_report(lines)) == {"Reward": ["weighted sum", "accuracy"]}
 
 
+@pytest.mark.quick
 def test_a_run_without_a_reference_has_no_kl_panel():
     lines = [{**line, "kl": 0.0, "kl_initial": None} for line in run()]
     assert "KL divergence" not in panels(draw_report(lines))
 
 
+@pytest.mark.quick
 def test_times_are_seconds_of_one_step_without_those_that_compiled():
     lines = [{"step": 0, "eval/accuracy": 0.1}]
     lines += [{"step": 10 * i, "seconds/rollout": 20.0, "seconds/update": 10.0} for i in range(1, 31)]
@@ -156,6 +163,7 @@ def test_any_name_of_a_reward_function_is_drawn(name):
     assert len(panels(figure)["Reward"]) == 2
 
 
+@pytest.mark.quick
 def test_a_long_run_is_drawn_in_seconds():
     rng = np.random.default_rng(0)
     lines = [
@@ -177,6 +185,7 @@ def test_a_long_run_is_drawn_in_seconds():
     assert curve(figure, "Held-out prompts", "a")[0] == [777]  # a lone value is not thinned out
 
 
+@pytest.mark.quick
 def test_smoothing_by_another_road():
     rng = np.random.default_rng(0)
     values = rng.normal(size=30)
@@ -191,6 +200,7 @@ def test_smoothing_by_another_road():
     assert smooth(np.array([2.0]), width=5.0) == [2.0]
 
 
+@pytest.mark.quick
 def test_pyplot_is_left_alone():
     import sys
 

@@ -3,9 +3,12 @@
 import json
 import math
 
+import pytest
+
 from grpo_jax.watch.progress import Progress
 
 
+@pytest.mark.quick
 def test_counts_and_means_of_a_window():
     progress = Progress()
     progress.collected(8, {"num_tokens": 100, "reward": 0.25})
@@ -17,6 +20,7 @@ def test_counts_and_means_of_a_window():
     assert progress.log_line() == {"num_tokens": 150, "reward": 0.75, "num_prompts": 16}
 
 
+@pytest.mark.quick
 def test_a_value_that_is_not_finite_leaves_the_others_their_mean():
     progress = Progress()
     for value in (1.0, math.nan, 3.0, math.inf):
@@ -26,6 +30,7 @@ def test_a_value_that_is_not_finite_leaves_the_others_their_mean():
     assert math.isnan(line["kl"])
 
 
+@pytest.mark.quick
 def test_json_gives_the_same_progress_back_in_the_middle_of_a_window():
     progress = Progress(step=3, cursor=24, updates_done=1, evaluated=2, tokens=7)
     progress.updated({"loss": 0.1})

@@ -41,6 +41,7 @@ class Fake(types.ModuleType):
         self.done.append(("finish",))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_run_of_wandb_or_trackio(name, monkeypatch):
     package = Fake(name)
@@ -54,6 +55,7 @@ def test_a_run_of_wandb_or_trackio(name, monkeypatch):
     ]
 
 
+@pytest.mark.quick
 def test_a_run_that_fails_is_closed_too(monkeypatch):
     package = Fake("wandb")
     monkeypatch.setitem(sys.modules, "wandb", package)
@@ -89,6 +91,7 @@ def report(config, run_dir, step=0):
     return len(opened)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("names", [["tensorboard", "wandb", "trackio"], "all"], ids=str)
 def test_the_trackers_that_are_asked_for_are_opened_under_the_name_of_the_run(names, packages, tmp_path):
     config = GRPOConfig(report_to=names, run_name="sums-1", project="sums")
@@ -103,6 +106,7 @@ def test_the_trackers_that_are_asked_for_are_opened_under_the_name_of_the_run(na
     ]
 
 
+@pytest.mark.quick
 def test_a_run_that_goes_on_goes_on_in_its_trackers(packages, tmp_path):
     config = GRPOConfig(report_to=["tensorboard", "wandb", "trackio"])
     report(config, tmp_path)
@@ -117,6 +121,7 @@ def test_a_run_that_goes_on_goes_on_in_its_trackers(packages, tmp_path):
     assert "id" not in packages["wandb"].done[-3][1]
 
 
+@pytest.mark.quick
 def test_where_transformers_variables_are_set_they_count(packages, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "of the shell")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "elsewhere"))
@@ -125,6 +130,7 @@ def test_where_transformers_variables_are_set_they_count(packages, tmp_path, mon
     assert packages["tensorboardX"].done[-1][1] == str(tmp_path / "elsewhere")
 
 
+@pytest.mark.quick
 def test_a_run_of_wandb_that_is_active_is_used_and_left_open(packages, tmp_path):
     packages["wandb"].run = packages["wandb"]
     report(GRPOConfig(report_to="wandb"), tmp_path)
@@ -132,6 +138,7 @@ def test_a_run_of_wandb_that_is_active_is_used_and_left_open(packages, tmp_path)
     assert not (tmp_path / trackers.RUNS).exists()
 
 
+@pytest.mark.quick
 def test_one_that_cannot_be_opened_closes_those_before_it(packages, tmp_path, monkeypatch):
     monkeypatch.setattr(packages["trackio"], "init", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -139,6 +146,7 @@ def test_one_that_cannot_be_opened_closes_those_before_it(packages, tmp_path, mo
     assert packages["wandb"].done[-1] == ("finish",)
 
 
+@pytest.mark.quick
 def test_what_cannot_be_opened_is_said_before_the_run(packages, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to = 'tensorboard': there is no directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
@@ -159,6 +167,7 @@ class Screen(types.ModuleType):
         self.DisplayHandle = lambda: types.SimpleNamespace(display=self.shown.append, update=self.shown.append)
 
 
+@pytest.mark.quick
 def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypatch):
     screen, now, drawn = Screen(), [0.0], []
     monkeypatch.setitem(sys.modules, "IPython.display", screen)
@@ -176,6 +185,7 @@ def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypat
     assert width < 1.5 * height + 200  # one panel of the two that could be drawn
 
 
+@pytest.mark.quick
 def test_a_live_plot_without_a_line_draws_nothing(monkeypatch):
     screen = Screen()
     monkeypatch.setitem(sys.modules, "IPython.display", screen)
@@ -183,6 +193,7 @@ def test_a_live_plot_without_a_line_draws_nothing(monkeypatch):
     assert len(screen.shown) == 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("open_tracker", "package"),
     [
@@ -238,6 +249,7 @@ def scalars(path):
     return found
 
 
+@pytest.mark.quick
 def test_a_real_event_file_of_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     feed(trackers.tensorboard(tmp_path))

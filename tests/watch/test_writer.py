@@ -25,6 +25,7 @@ def lines_of(writer, name="metrics.jsonl"):
     return list(read_lines(writer.path(name)))
 
 
+@pytest.mark.quick
 def test_plain_makes_json_of_what_jax_and_numpy_hold():
     value = {
         "bf16": jnp.bfloat16(0.5),
@@ -52,6 +53,7 @@ def test_plain_makes_json_of_what_jax_and_numpy_hold():
     assert [type(result[name]) for name in ("bf16", "int", "numpy", "flag")] == [float, int, float, bool]
 
 
+@pytest.mark.quick
 def test_a_line_is_on_disk_when_the_call_returns_and_is_strict_json(tmp_path):
     writer = RunWriter(tmp_path / "new" / "run")
     writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf")})
@@ -59,6 +61,7 @@ def test_a_line_is_on_disk_when_the_call_returns_and_is_strict_json(tmp_path):
     assert text == '{"step": 3, "reward": 0.5, "kl": null, "ratio_max": null}\n'
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a device that is always full: Linux")
 def test_a_full_disk_names_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -66,6 +69,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         RunWriter(tmp_path).metrics(1, {"reward": 0.5})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_an_evaluation_that_the_checkpoint_does_not_have_is_cut(tmp_path, evaluated):
     writer = RunWriter(tmp_path)
@@ -75,6 +79,7 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_cut(tmp_path, evalua
     assert len(lines_of(writer, "metrics.jsonl")) == 2 + evaluated
 
 
+@pytest.mark.quick
 def test_completions_keep_any_text(tmp_path):
     writer = RunWriter(tmp_path)
     rows = [
@@ -99,6 +104,7 @@ def test_completions_keep_any_text(tmp_path):
     assert len(writer.path("completions.jsonl").read_bytes().splitlines()) == 2
 
 
+@pytest.mark.quick
 def test_truncate_drops_later_lines_of_both_files_and_keeps_the_rest_as_they_are(tmp_path):
     writer = RunWriter(tmp_path)
     for step in (0, 5, 10, 15):
@@ -116,6 +122,7 @@ def test_truncate_drops_later_lines_of_both_files_and_keeps_the_rest_as_they_are
     assert lines_of(writer) == lines_of(writer, "completions.jsonl") == []
 
 
+@pytest.mark.quick
 def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
     whole = '{"step": 1, "reward": 0.5}\n{"step": 2, "text": "数}"}\n'.encode()
     first = whole.index(b"\n") + 1
@@ -129,6 +136,7 @@ def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
         assert [line["step"] for line in lines_of(writer)] == [*[1, 2][:kept], 3], whole[:end]
 
 
+@pytest.mark.quick
 def test_lines_that_are_no_metrics_end_the_file(tmp_path):
     for text in (b"null\n", b"[1]\n", b'{"reward": 1}\n', b'{"step": "1"}\n', b"\xff\xfe\n", b"\x00\x00\x00"):
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text + b'{"step": 2}\n')
@@ -138,6 +146,7 @@ def test_lines_that_are_no_metrics_end_the_file(tmp_path):
         assert writer.path("metrics.jsonl").read_bytes() == b'{"step": 1}\n'
 
 
+@pytest.mark.quick
 def test_a_killed_writer_leaves_a_file_that_goes_on(tmp_path):
     code = (
         "import sys; from grpo_jax.watch.writer import RunWriter\n"
@@ -157,10 +166,12 @@ def test_a_killed_writer_leaves_a_file_that_goes_on(tmp_path):
     assert [line["step"] for line in lines_of(writer)] == list(range(12))
 
 
+@pytest.mark.quick
 def test_reading_a_run_that_has_not_begun(tmp_path):
     assert list(read_lines(tmp_path / "metrics.jsonl")) == []
 
 
+@pytest.mark.quick
 def test_config_json_says_what_ran_and_comes_back(tmp_path):
     config = GRPOConfig(beta=0.04, reward_weights=[1, 2])
     writer = RunWriter(tmp_path)
@@ -175,6 +186,7 @@ def test_config_json_says_what_ran_and_comes_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
+@pytest.mark.quick
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer = RunWriter(None)
@@ -188,6 +200,7 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
         writer.path("metrics.jsonl")
 
 
+@pytest.mark.quick
 def test_a_directory_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run_dir = '.*file': cannot be written to \(File exists\); give a directory"):
@@ -196,6 +209,7 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path):
         RunWriter(tmp_path / "file" / "run")
 
 
+@pytest.mark.quick
 def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"reward": 1.0})
@@ -223,6 +237,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.quick
 def test_phases_count_each_second_once():
     clock = Clock()
     phases = Phases(clock)
@@ -241,6 +256,7 @@ def test_phases_count_each_second_once():
     assert phases.take() == {"seconds/total": 3}
 
 
+@pytest.mark.quick
 def test_a_phase_that_raises_is_closed_and_one_that_is_open_is_split():
     clock = Clock()
     phases = Phases(clock)
@@ -260,6 +276,7 @@ def test_a_phase_that_raises_is_closed_and_one_that_is_open_is_split():
     assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
 
 
+@pytest.mark.quick
 def test_callbacks_get_plain_numbers_and_copies_of_their_own():
     seen = []
 
@@ -272,6 +289,7 @@ def test_callbacks_get_plain_numbers_and_copies_of_their_own():
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
 
 
+@pytest.mark.quick
 def test_a_callback_that_raises_is_named():
     def tracker(step, metrics):
         raise ConnectionError("no network")
@@ -282,12 +300,14 @@ def test_a_callback_that_raises_is_named():
     assert caught.value.__notes__[0].endswith("at step 4")
 
 
+@pytest.mark.quick
 def test_a_callback_that_is_no_function_is_refused():
     with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
         check_callbacks([print, "wandb"])
     assert check_callbacks(iter([print])) == (print,)
 
 
+@pytest.mark.quick
 def test_held_out_scores():
     scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
     assert {name: held_out(name) for name in scores} == scores
@@ -295,6 +315,7 @@ def test_held_out_scores():
     assert held_out("evaluation") is None
 
 
+@pytest.mark.quick
 def test_the_banner_by_hand():
     config = GRPOConfig(
         num_generations=4,
@@ -322,6 +343,7 @@ def test_the_banner_by_hand():
     )
 
 
+@pytest.mark.quick
 def test_the_modules_import_neither_matplotlib_nor_rich_nor_jax():
     code = (
         "import sys, types; sys.modules['grpo_jax'] = package = types.ModuleType('grpo_jax')\n"
@@ -333,6 +355,7 @@ def test_the_modules_import_neither_matplotlib_nor_rich_nor_jax():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.quick
 def test_two_writers_in_threads_do_not_tear_each_others_lines(tmp_path):
     writer = RunWriter(tmp_path)
     rows = [{"completion": "x" * 500}] * 20
