@@ -23,7 +23,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # they take a third of the time. What XLA itself makes of a program (fusions, operations, bytes), which tests count,
 # comes before that and is the same.
 _FAST = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*(f"--xla_{flag}" for flag in _FAST), os.environ.get("XLA_FLAGS", "")])
+_FLAGS = " ".join(f"--xla_{flag}" for flag in _FAST)
+if _FLAGS not in os.environ.get(
+    "XLA_FLAGS", ""
+):  # mutation.py reads this file twice, and chex wants its own flag first
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 import chex  # noqa: E402
 import jax  # noqa: E402
