@@ -24,9 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # comes before that and is the same.
 _FAST = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_use_fusion_emitters=false")
 _FLAGS = " ".join(f"--xla_{flag}" for flag in _FAST)
-if _FLAGS not in os.environ.get(
-    "XLA_FLAGS", ""
-):  # mutation.py reads this file twice, and chex wants its own flag first
+if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what chex has added where chex looks for it
     os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 import chex  # noqa: E402
