@@ -16,13 +16,14 @@ same code is the ordinary causal attention. Softmax is float32 whatever the comp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30
-"""A score no softmax can see, finite so that a query that sees nothing stays finite."""
+from grpo_jax.models.fused import MASKED, NOBODY, How, Marks, Sight, fused_attention, look
 
 
 @flax.struct.dataclass
@@ -204,3 +205,76 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
     out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     return out / total.astype(v.dtype)
+
+
+def see(
+    tokens: tuple[int, int, int],
+    prefix: Prefix | None,
+    segments: Segments | None,
+    how: How,
+    *,
+    windows: Iterable[int | None],
+    group: int,
+) -> Sight:
+    """What completions [B, G, T] see that are read as a whole, or a packed sequence [1, 1, N]; for `attend`.
+
+    Args:
+      tokens: (B, G, T) or (1, 1, N).
+      prefix: the prompts' keys and lengths, or None.
+      segments: of the packed sequence, or None.
+      how: of the fused attention.
+      windows: those of the decoder's layers.
+      group: R, query heads that share a key head.
+    """
+    b, g, t = tokens
+    n = g * t
+    whole = lambda x: jnp.broadcast_to(x, (b, n)).astype(jnp.int32)
+    index = jnp.arange(n)[None]
+    lengths = jnp.zeros(b, jnp.int32) if prefix is None else prefix.lengths
+    if segments is None:
+        number, prompt, position = index // t, jnp.full((1, 1), NOBODY - 1), lengths[:, None] + index % t
+    else:
+        of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[0])
+        number, prompt = segments.number[None], NOBODY - 1 - of_prompt[None]
+        position = (lengths[of_prompt] + segments.position)[None]
+    queries = keys = Marks(*map(whole, (number, prompt, position, index)))
+    if prefix is not None:
+        own, p = keys, prefix.layers[0][1].shape[2]
+        # Each row of `tokens` has its own prompt; a packed sequence has the prompts of the whole batch, one by one.
+        numbers = jnp.zeros(b, jnp.int32) if segments is None else jnp.arange(len(lengths))
+        at = jnp.arange(p)[None]
+        number = jnp.where(at < lengths[:, None], NOBODY - 1 - numbers[:, None], NOBODY)
+        prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
+        both = lambda prompt, own: jnp.concatenate([prompt.reshape(b, -1), own], axis=1)
+        keys = jax.tree.map(both, Marks(*prompts), own)
+    return look(queries, keys, how, windows, group)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
+    sight: Sight,
+    how: How,
+) -> jax.Array:
+    """`group_attention` or `packed_attention` of completions that are read as a whole, tile by tile.
+
+    Args:
+      q: [B, H_kv, G, T, R, d], or [1, H_kv, 1, N, R, d].
+      k, v: [B, H_kv, G, T, d], or [1, H_kv, 1, N, d].
+      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
+      sight: what `see` returned for them.
+      how: as it was given to `see`, with scale, window and soft cap.
+
+    Returns:
+      The shape of q.
+    """
+    b, h, g, t, r, d = q.shape
+    k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
+    if prefix is not None:
+        # [B, H, P, d] as they are, or for a packed sequence [1, H, B · P, d].
+        of_rows = lambda x: x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
+        k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
+        v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
+    return fused_attention(q.reshape(b, h, g * t, r, d), k, v, sight, how).reshape(q.shape)

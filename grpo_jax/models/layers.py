@@ -67,6 +67,8 @@ class TransformerConfig:
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
+      attention: "auto", or how attention to whole sequences is computed: "einsum" writes the scores out, "tiles" and
+        "triton" are those of `fused`. Decoding and steps with a cache always write them out: they are small.
     """
 
     vocab_size: int
@@ -104,6 +106,7 @@ class TransformerConfig:
     dtype: str = "float32"
     remat: bool = False
     remat_policy: str = "nothing_saveable"
+    attention: str = "auto"
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

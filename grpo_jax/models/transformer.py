@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from grpo_jax.models.attention import Cache, Prefix, Segments, group_attention, packed_attention
+from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_attention, packed_attention, see
 from grpo_jax.models.experts import MixtureOfExperts
+from grpo_jax.models.fused import How, Sight, implementation
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
@@ -37,6 +38,7 @@ class Context(flax.struct.PyTreeNode):
       start: [B] slot in which the completions of each prompt begin, or None.
       segments: of a packed sequence, or None.
       last: [B] the only token whose state is wanted, or None.
+      sight: what they see, for a fused attention; None for scores that are written out.
     """
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]
@@ -46,6 +48,7 @@ class Context(flax.struct.PyTreeNode):
     start: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
+    sight: Sight | None = None
 
     def pick(self, x: jax.Array) -> jax.Array:
         """Token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; all tokens where it is None."""
@@ -97,7 +100,10 @@ class Attention(nn.Module):
             v = jax.lax.dynamic_update_slice_in_dim(own_values, v, context.index, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
-        if context.segments is None:
+        if context.sight is not None:
+            fused = How.of(implementation(c.attention), d)._replace(**how)
+            y = attend(q, k, v, context.prefix, context.sight, fused)
+        elif context.segments is None:
             index = context.index if last is None else context.index + last
             y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
         else:
@@ -243,7 +249,7 @@ class Transformer(nn.Module):
           the new ones written, or both [B, H_kv, G, T, d] where there was none.
         """
         c = self.config
-        b, _, t = tokens.shape
+        b, g, t = tokens.shape
         chex.assert_shape([x for x in (start, last) if x is not None], (b,))
         positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
         if segments is not None and prefix is not None:
@@ -260,7 +266,12 @@ class Transformer(nn.Module):
             for rope in ropes:
                 check_rope_length(rope, longest)
         tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
-        context = Context(tables, index=index, start=start, segments=segments)
+        sight, chosen = None, implementation(c.attention)
+        if cache is None and chosen != "einsum":
+            how = How.of(chosen, c.head_dim)
+            windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
+            sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
+        context = Context(tables, index=index, start=start, segments=segments, sight=sight)
         x = self.embed_tokens(tokens)
         own = []
         for i in range(c.num_layers):
@@ -269,6 +280,7 @@ class Transformer(nn.Module):
                 cache=None if cache is None else cache[i],
                 # Nothing comes after the last layer: there the other tokens give keys and values, and no more.
                 last=last if i == c.num_layers - 1 else None,
+                sight=sight if last is None or i < c.num_layers - 1 else None,
             )
             x, kv = self._layer(i)(x, here)
             own.append(kv)

@@ -1,0 +1,471 @@
+"""Attention whose memory grows with the length and not with its square: scores exist for one tile at a time.
+
+`attention` writes the scores [queries, keys] out, which is fastest while they are small. Here a tile of queries goes
+through the tiles of keys that it may see, and of the scores only their running maximum and sum are kept (Milakov &
+Gimelshein 2018; Dao et al. 2022). The backward pass computes the scores again from the log-sum-exp.
+
+```
+                     keys of the prompts │ own keys, in the order of the queries
+                        p0   p1   p2     │  c0   c1   c2   c3
+    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ a tile with something to see
+               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · one that is left out
+               p2, c3   ·    ·    ■      │  ·    ·    ·    ■
+```
+
+What a query sees is said by `Marks`, not by a mask [queries, keys]: of its own segment the keys at or before its
+position, and the keys of its prompt. One softmax runs over both, and no prompt is copied for its completions.
+
+The same tiles are computed by one of two implementations: "tiles", plain JAX for any platform, and "triton", a kernel
+for NVIDIA GPUs from Ampere on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+MASKED = -1e30
+NOBODY = -1
+"""The number of what no token sees and what sees nothing: padding."""
+
+
+def implementation(name: str) -> str:
+    """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the platform.
+
+    "auto" is "einsum" on CPUs, where that is fastest; "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0);
+    and "tiles" elsewhere.
+
+    Example:
+      >>> implementation("tiles")
+      'tiles'
+    """
+    if name != "auto":
+        return name
+    chosen: Any = jax.config
+    device = chosen.jax_default_device or jax.devices()[0]
+    platform = getattr(device, "platform", device)
+    if platform in ("gpu", "cuda"):
+        capability = getattr(device, "compute_capability", None)
+        return "triton" if capability is not None and float(capability) >= 8.0 else "tiles"
+    return "einsum" if platform == "cpu" else "tiles"
+
+
+class Marks(flax.struct.PyTreeNode):
+    """Who each of N tokens is.
+
+    Attributes:
+      number: [A, N] int32: of an own token its segment, of a prompt's −2 − the prompt's number; or `NOBODY`.
+      prompt: [A, N] int32: of an own token −2 − the number of its prompt; not looked at in keys.
+      position: [A, N] int32, counted from the first token of the prompt.
+      index: [A, N] int32: an own token's place among the own tokens; −1 in a prompt.
+    """
+
+    number: jax.Array
+    prompt: jax.Array
+    position: jax.Array
+    index: jax.Array
+
+    def each(self, function: Any) -> Marks:
+        """`function` of each of the arrays and of what stands there for padding."""
+        nobody = Marks(NOBODY, NOBODY, 0, -1)  # type: ignore[arg-type]
+        return jax.tree.map(function, self, nobody)
+
+
+class Tiles(flax.struct.PyTreeNode):
+    """Which tiles of keys a tile of queries goes through, and the other way round.
+
+    Attributes:
+      keys: [A, X, Y] int32, for each tile of queries the tiles of keys, those that it may see first.
+      key_count: [A, X] int32, how many those are.
+      queries: [A, Y, X] int32, for each tile of keys the tiles of queries, those that may see it first.
+      query_count: [A, Y] int32.
+    """
+
+    keys: jax.Array
+    key_count: jax.Array
+    queries: jax.Array
+    query_count: jax.Array
+
+
+class Sight(flax.struct.PyTreeNode):
+    """What the queries of a forward pass see, the same in all layers of one window.
+
+    Attributes:
+      queries: [A, N].
+      keys: [A, S], those of the prompts first.
+      tiles: of each window that some layer has.
+    """
+
+    queries: Marks
+    keys: Marks
+    tiles: dict[str, Tiles]
+
+
+class How(NamedTuple):
+    """What of an attention is static: the implementation and its tiles, and what is done to the scores.
+
+    Attributes:
+      implementation: "tiles", "triton", or "interpreted": the kernels of "triton", step by step on any platform.
+      rows: queries of a tile; the R heads that share a key head are R queries.
+      columns: keys of a tile.
+      scale, window, soft_cap: as in `attention.group_attention`.
+    """
+
+    implementation: str
+    rows: int
+    columns: int
+    scale: float = 1.0
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, implementation: str, head_dim: int) -> How:
+        """With tiles that the implementation can hold."""
+        if implementation == "tiles":
+            return cls(implementation, 1024, 512)
+        return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32)))
+
+
+def look(queries: Marks, keys: Marks, how: How, windows: Iterable[int | None], group: int) -> Sight:
+    """The `Sight` of queries [A, N] over keys [A, S], for R = `group` heads a key head and some windows."""
+    padded = _padded(_repeated(queries, group), how.rows), _padded(keys, how.columns)
+    return Sight(queries, keys, {str(window): _find_tiles(*padded, how, window) for window in windows})
+
+
+def _find_tiles(queries: Marks, keys: Marks, how: How, window: int | None) -> Tiles:
+    """The tiles in which some query may see some key; a tile too many costs time and changes nothing."""
+    rows, columns = how.rows, how.columns
+    far = jnp.iinfo(jnp.int32).max
+
+    def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        cut = lambda x: x.reshape(x.shape[0], -1, size)
+        return cut(jnp.where(where, x, far)).min(axis=-1), cut(jnp.where(where, x, -far)).max(axis=-1)
+
+    meet = lambda a, b: (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
+    there, own, shared = queries.number != NOBODY, keys.number >= 0, keys.number < NOBODY
+    at, slots = ends(queries.index, there, rows), ends(keys.index, own, columns)
+    same_segment = meet(ends(queries.number, there, rows), ends(keys.number, own, columns))
+    same_segment &= slots[0][:, None] <= at[1][:, :, None]
+    same_prompt = meet(ends(queries.prompt, there, rows), ends(keys.number, shared, columns))
+    if window is not None:
+        first = ends(queries.position, there, rows)[0][:, :, None] - window
+        same_segment &= ends(keys.position, own, columns)[1][:, None] > first
+        same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
+    seen = same_segment | same_prompt
+    order = lambda seen: jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
+    count = lambda seen: seen.sum(axis=-1, dtype=jnp.int32)
+    turned = seen.swapaxes(1, 2)
+    return Tiles(order(seen), count(seen), order(turned), count(turned))
+
+
+def _repeated(marks: Marks, group: int) -> Marks:
+    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), marks)
+
+
+def _padded(marks: Marks, size: int) -> Marks:
+    more = -marks.number.shape[1] % size
+    return marks.each(lambda x, nobody: jnp.pad(x, ((0, 0), (0, more)), constant_values=nobody))
+
+
+def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: How) -> jax.Array:
+    """Softmax of the scores that `sight` leaves, times the values.
+
+    Held constant in the gradient: what is seen. Backwards only: forward mode raises, as of any `jax.custom_vjp`.
+
+    Args:
+      q: [A, H_kv, N, R, d]; R query heads share a key head.
+      k: [A, H_kv, S, d].
+      v: [A, H_kv, S, d].
+      sight: marks of N queries and S keys, and the tiles of `how.window`.
+      how: with the sizes that the tiles were found for.
+
+    Returns:
+      [A, H_kv, N, R, d] in the dtype of v. A query that sees nothing gets zeros.
+    """
+    a, h, n, r, d = q.shape
+    chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
+    chex.assert_shape(sight.queries.number, (a, n))
+    rows, keys = _padded(_repeated(sight.queries, r), how.rows), _padded(sight.keys, how.columns)
+    width = _power_of_two(d) if how.implementation == "triton" else d
+    fill = lambda x, size: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
+    q = fill(q.reshape(a, h, n * r, d), how.rows)
+    k, v = fill(k, how.columns), fill(v, how.columns)
+    out = _attend(how, q, k, v, rows, keys, sight.tiles[str(how.window)])
+    return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
+
+
+def _power_of_two(d: int) -> int:
+    return max(16, 1 << (d - 1).bit_length())
+
+
+# One tile of scores, in arrays of two dimensions: the mathematics of both implementations.
+
+
+def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], how: How) -> jax.Array:
+    """Which of some keys (number, position) each of some queries (number, prompt, position) sees."""
+    (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
+    distance = position - key_position
+    seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NOBODY)
+    return seen if how.window is None else seen & (distance < how.window)
+
+
+def _product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Σ over one axis of each, in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, how: How) -> jax.Array:
+    scores = _product(q, k, (1, 1)) * how.scale
+    if how.soft_cap is not None:
+        scores = how.soft_cap * jnp.tanh(scores / how.soft_cap)
+    return jnp.where(seen, scores, MASKED)
+
+
+def _add_tile(sums, q, k, v, seen, how):
+    """The running (sum of values, maximum, sum of weights) of some queries with a tile of keys more."""
+    values, top, total = sums
+    scores = _scores(q, k, seen, how)
+    higher = jnp.maximum(top, scores.max(axis=1))
+    fade = jnp.exp(top - higher)
+    weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
+    values = values * fade[:, None] + _product(weights.astype(v.dtype), v, (1, 0))
+    return values, higher, total * fade + weights.sum(axis=1)
+
+
+def _finished(sums, dtype):
+    """Outputs and log-sum-exps; where nothing was seen, zeros and a log-sum-exp that leaves no weight."""
+    values, top, total = sums
+    some = total > 0
+    return (values / jnp.where(some, total, 1.0)[:, None]).astype(dtype), jnp.where(
+        some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED
+    )
+
+
+def _tile_gradients(q, k, v, g, lse, delta, seen, how):
+    """Weights of a tile, and the gradient of its scores before `scale`, both in float32."""
+    scores = _scores(q, k, seen, how)
+    weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
+    slope = weights * (_product(g, v, (1, 1)) - delta[:, None])
+    if how.soft_cap is not None:
+        slope = jnp.where(seen, slope * (1 - (scores / how.soft_cap) ** 2), 0.0)
+    return weights, slope * how.scale
+
+
+# In plain JAX: all A and H together, tile by tile.
+
+
+def _over_heads(function: Any, *shared: bool) -> Any:
+    """A function of one head's tile, of arrays [A, H, ...]; those that are `shared` are [A, ...]."""
+    return jax.vmap(jax.vmap(function, in_axes=tuple(None if x else 0 for x in shared)))
+
+
+def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    """Tile `at` [A] of arrays [A, N] or [A, H, N, ...]."""
+    axis = 0 if x.ndim == 2 else 1
+    return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis))(x, at)
+
+
+def _row_marks(marks: Marks, at: jax.Array, size: int) -> tuple[jax.Array, ...]:
+    return tuple(_take(x, at, size) for x in (marks.number, marks.prompt, marks.position))
+
+
+def _key_marks(marks: Marks, at: jax.Array, size: int) -> tuple[jax.Array, ...]:
+    return tuple(_take(x, at, size) for x in (marks.number, marks.position))
+
+
+def _visible(rows, keys, valid, how):
+    """[A, rows, columns] of a pair of tiles."""
+    return jax.vmap(lambda rows, keys: _seen(rows, keys, how))(rows, keys) & valid[:, None, None]
+
+
+def _plain_forward(how, q, k, v, rows, keys, tiles):
+    a, h, _, d = q.shape
+
+    def of_rows(x):
+        at = jnp.full(a, x)
+        own, marks = _take(q, at, how.rows), _row_marks(rows, at, how.rows)
+
+        def add(j, sums):
+            which = tiles.keys[:, x, j]
+            seen = _visible(marks, _key_marks(keys, which, how.columns), j < tiles.key_count[:, x], how)
+            tile = (_take(k, which, how.columns), _take(v, which, how.columns))
+            one = lambda sums, q, k, v, seen: _add_tile(sums, q, k, v, seen, how)
+            return _over_heads(one, False, False, False, False, True)(sums, own, *tile, seen)
+
+        start = (jnp.zeros((a, h, how.rows, d)), jnp.full((a, h, how.rows), MASKED), jnp.zeros((a, h, how.rows)))
+        sums = jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, start)
+        return _over_heads(lambda sums: _finished(sums, v.dtype), False)(sums)
+
+    out, lse = jax.lax.map(of_rows, jnp.arange(tiles.keys.shape[1]))
+    return jnp.moveaxis(out, 0, 2).reshape(q.shape), jnp.moveaxis(lse, 0, 2).reshape(q.shape[:3])
+
+
+def _plain_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
+    a, h, _, d = q.shape
+    gradients = _over_heads(lambda *given: _tile_gradients(*given, how), *[False] * 6, True)
+    product = lambda x, y, contract: _over_heads(lambda x, y: _product(x, y, contract), False, False)(x, y)
+
+    def of_rows(x):
+        at = jnp.full(a, x)
+        own, marks = [_take(y, at, how.rows) for y in (q, g, lse, delta)], _row_marks(rows, at, how.rows)
+
+        def add(j, dq):
+            which = tiles.keys[:, x, j]
+            seen = _visible(marks, _key_marks(keys, which, how.columns), j < tiles.key_count[:, x], how)
+            tile = (_take(k, which, how.columns), _take(v, which, how.columns))
+            _, slope = gradients(own[0], *tile, *own[1:], seen)
+            return dq + product(slope.astype(k.dtype), tile[0], (1, 0))
+
+        return jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, jnp.zeros((a, h, how.rows, d)))
+
+    def of_keys(y):
+        at = jnp.full(a, y)
+        own, marks = [_take(x, at, how.columns) for x in (k, v)], _key_marks(keys, at, how.columns)
+
+        def add(j, sums):
+            which = tiles.queries[:, y, j]
+            seen = _visible(_row_marks(rows, which, how.rows), marks, j < tiles.query_count[:, y], how)
+            tile = [_take(x, which, how.rows) for x in (q, g, lse, delta)]
+            weights, slope = gradients(tile[0], *own, *tile[1:], seen)
+            dk = product(slope.astype(q.dtype), tile[0], (0, 0))
+            return sums[0] + dk, sums[1] + product(weights.astype(g.dtype), tile[1], (0, 0))
+
+        start = (jnp.zeros((a, h, how.columns, d)),) * 2
+        return jax.lax.fori_loop(0, tiles.query_count[:, y].max(), add, start)
+
+    together = lambda x, like: jnp.moveaxis(x, 0, 2).reshape(like.shape)
+    dq = jax.lax.map(of_rows, jnp.arange(tiles.keys.shape[1]))
+    dk, dv = jax.lax.map(of_keys, jnp.arange(tiles.queries.shape[1]))
+    return together(dq, q), together(dk, k), together(dv, v)
+
+
+# As kernels for NVIDIA GPUs: one program a tile, which goes through its tiles of the other kind.
+
+
+def _forward_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse, *, how):
+    own, marks = q[...], (number[...], prompt[...], position[...])
+
+    def add(j, sums):
+        at = pl.ds(tiles[j] * how.columns, how.columns)
+        seen = _seen(marks, (key[at], key_position[at]), how)
+        return _add_tile(sums, own, k[at, :], v[at, :], seen, how)
+
+    start = (jnp.zeros(own.shape), jnp.full(how.rows, MASKED), jnp.zeros(how.rows))
+    sums = jax.lax.fori_loop(0, count[...], add, start)
+    out[...], lse[...] = _finished(sums, out.dtype)
+
+
+def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq, *, how):
+    own, marks = (q[...], g[...], lse[...], delta[...]), (number[...], prompt[...], position[...])
+
+    def add(j, total):
+        at = pl.ds(tiles[j] * how.columns, how.columns)
+        tile = k[at, :]
+        seen = _seen(marks, (key[at], key_position[at]), how)
+        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, how)
+        return total + _product(slope.astype(tile.dtype), tile, (1, 0))
+
+    dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
+
+
+def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, how):
+    own, marks = (k[...], v[...]), (key[...], key_position[...])
+
+    def add(j, sums):
+        at = pl.ds(tiles[j] * how.rows, how.rows)
+        queries, upstream = q[at, :], g[at, :]
+        seen = _seen((number[at], prompt[at], position[at]), marks, how)
+        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, how)
+        more = _product(slope.astype(queries.dtype), queries, (0, 0))
+        return sums[0] + more, sums[1] + _product(weights.astype(upstream.dtype), upstream, (0, 0))
+
+    sums = jax.lax.fori_loop(0, count[...], add, (jnp.zeros(own[0].shape),) * 2)
+    dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)
+
+
+def _call(kernel, how, inputs, outputs, *, by_rows):
+    """A kernel over all tiles of queries, or of keys: `inputs` as (array, what it is cut by, shared by the heads)."""
+    a, h, m, _ = inputs[0][0].shape
+    count = m // how.rows if by_rows else inputs[1][0].shape[2] // how.columns
+    size = {"rows": how.rows, "columns": how.columns}
+
+    def spec(shape, cut, shared):
+        # Along the tiles of this kernel: one tile. The other kind: all, of which the kernel takes what it needs.
+        mine = cut == ("rows" if by_rows else "columns") or cut == "tile"
+        length = 1 if cut == "tile" else size[cut] if mine else shape[1 if shared else 2]
+        rest = shape[2:] if shared else shape[3:]
+        block = (None, *([] if shared else [None]), None if cut == "tile" else length, *rest)
+        place = lambda i, j: ((i // h,) if shared else (i // h, i % h)) + ((j if mine else 0),) + (0,) * len(rest)
+        return pl.BlockSpec(block, place)
+
+    return pl.pallas_call(
+        functools.partial(kernel, how=how),
+        grid=(a * h, count),
+        in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
+        out_specs=[spec(x.shape, cut, False) for x, cut in outputs],
+        out_shape=[x for x, _ in outputs],
+        interpret=how.implementation == "interpreted",
+        name=kernel.__name__.strip("_"),
+        **({} if how.implementation == "interpreted" else {"compiler_params": _compiler_params()}),
+    )(*(x for x, *_ in inputs))
+
+
+def _compiler_params() -> Any:
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=4, num_stages=2)
+
+
+def _inputs(q, k, v, rows, keys, tiles, *, by_rows):
+    lists = (tiles.keys, tiles.key_count) if by_rows else (tiles.queries, tiles.query_count)
+    marks = [(x, "rows", True) for x in (rows.number, rows.prompt, rows.position)]
+    marks += [(x, "columns", True) for x in (keys.number, keys.position)]
+    arrays = [(q, "rows", False), (k, "columns", False), (v, "columns", False)]
+    return arrays + marks + [(x, "tile", True) for x in lists]
+
+
+def _kernel_forward(how, q, k, v, rows, keys, tiles):
+    like = jax.ShapeDtypeStruct
+    outputs = [(like(q.shape, v.dtype), "rows"), (like(q.shape[:3], jnp.float32), "rows")]
+    return _call(_forward_kernel, how, _inputs(q, k, v, rows, keys, tiles, by_rows=True), outputs, by_rows=True)
+
+
+def _kernel_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    more = [(x, "rows", False) for x in (g, lse, delta)]
+    inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=True) + more
+    (dq,) = _call(_query_kernel, how, inputs, [(like(q), "rows")], by_rows=True)
+    inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=False) + more
+    dk, dv = _call(_key_kernel, how, inputs, [(like(k), "columns"), (like(v), "columns")], by_rows=False)
+    return dq, dk, dv
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how, q, k, v, rows, keys, tiles):
+    return _attend_forward(how, q, k, v, rows, keys, tiles)[0]
+
+
+def _attend_forward(how, q, k, v, rows, keys, tiles):
+    forward = _plain_forward if how.implementation == "tiles" else _kernel_forward
+    out, lse = forward(how, q, k, v, rows, keys, tiles)
+    return out, (q, k, v, rows, keys, tiles, out, lse)
+
+
+def _attend_backward(how, kept, g):
+    *given, out, lse = kept
+    delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
+    backward = _plain_backward if how.implementation == "tiles" else _kernel_backward
+    gradients = backward(how, *given, g, lse, delta)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, given[:3], strict=True)), None, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,140 @@
+"""Fused attention: the values and gradients of the scores written out, in memory that is linear in the length."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax import Completions, completion_log_probs, make_prompts
+from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
+from grpo_jax.models.fused import How, implementation
+from grpo_jax.models.packing import pack
+from grpo_jax.models.transformer import Transformer
+
+KINDS = ["tiles", "interpreted"]
+P, LENGTHS = 7, jnp.array([4, 7])
+
+
+def arrays(*shapes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def assert_same(ours, plain, given):
+    """Values, and the gradients of a weighted sum with respect to all that is given."""
+    (weights,) = arrays(jax.eval_shape(plain, *given).shape, seed=1)
+    whole = lambda f: jax.jit(jax.value_and_grad(lambda *x: (f(*x) * weights).sum(), tuple(range(len(given)))))
+    np.testing.assert_allclose(jax.jit(ours)(*given), jax.jit(plain)(*given), atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole(ours)(*given)[1], whole(plain)(*given)[1]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "group", "d", "shared"),
+    [
+        (None, None, 1, 8, True),
+        (None, None, 3, 8, False),
+        (5, None, 2, 12, True),  # a head size that is no power of two
+        (5, 2.0, 2, 16, True),
+        (2, None, 1, 8, False),
+        (None, 2.0, 4, 160, True),  # tiles of the size for wide heads
+    ],
+)
+def test_completions_side_by_side(kind, window, soft_cap, group, d, shared):
+    b, h, g, t = 2, 2, 3, 20  # 60 tokens of 1 to 4 heads: over several tiles
+    how = How.of(kind, d)._replace(rows=16, columns=16, scale=d**-0.5, window=window, soft_cap=soft_cap)
+    settings = {"scale": how.scale, "window": window, "soft_cap": soft_cap}
+    given = arrays((b, h, g, t, group, d), (b, h, g, t, d), (b, h, g, t, d), (b, h, d, P), (b, h, P, d))
+    prefix = lambda pk, pv: (pk, pv, LENGTHS) if shared else None
+
+    def plain(q, k, v, pk, pv):
+        return group_attention(q, k.swapaxes(-1, -2), v, prefix(pk, pv), index=0, **settings)
+
+    def ours(q, k, v, pk, pv):
+        prompts = Prefix(((pk, pv),), LENGTHS) if shared else None
+        sight = see((b, g, t), prompts, None, how, windows={window}, group=group)
+        return attend(q, k, v, prefix(pk, pv), sight, how)
+
+    assert_same(ours, plain, given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_sequences(kind, window):
+    """Segments of several prompts, and padding between and behind them."""
+    h, group, d, size = 2, 2, 8, 48
+    mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
+    sequence = pack(np.ones(mask.shape, int), mask, size=size, block=4)[0]
+    segments = jax.tree.map(jnp.asarray, sequence.segments)
+    assert len(set(np.asarray(segments.prompt))) == 2, "two prompts in one sequence"
+    there = jnp.asarray(segments.number >= 0).reshape(1, 1, 1, size, 1, 1)
+    how = How.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
+    given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
+
+    def plain(q, k, v, pk, pv):
+        return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window)
+
+    def ours(q, k, v, pk, pv):
+        sight = see((1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, how, windows={window}, group=group)
+        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, how)
+
+    assert_same(ours, plain, given)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
+def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
+    """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
+    how, t = How("tiles", 16, 16), 128
+    sight = see((1, 1, t), None, None, how, windows=set(windows), group=1)
+    for window in set(windows):
+        expected = [min(x + 1, 2 if window else x + 1) for x in range(t // 16)]
+        assert sight.tiles[str(window)].key_count.tolist() == [expected]
+        assert int(sight.tiles[str(window)].query_count.sum()) == sum(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"windows": (3, 20), "attention_soft_cap": 5.0}, {"remat": True, "qk_norm": "head"}],
+    ids=["plain", "windows", "remat"],
+)
+def test_log_probs_and_gradients_of_a_model(kind, shape):
+    model, params = tiny_model(**shape)
+    fused = Transformer(dataclasses.replace(model.config, attention=kind))
+    tokens = jax.random.randint(jax.random.key(0), (3, 4, 6), 0, 24)
+    mask = jnp.arange(6)[None, None] < jnp.array([6, 2, 5, 1]).reshape(1, 4, 1) * jnp.ones((3, 1, 1), int)
+    rows = Completions(tokens, mask, jnp.zeros(tokens.shape), jnp.ones((3, 4), bool))
+    prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def of(model, params):
+        return jax.value_and_grad(lambda params: completion_log_probs(model, params, prompts, rows).sum() / 100)(params)
+
+    (value, grads), (expected, reference) = of(fused, params), of(model, params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, reference)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    """XLA's own count of the temporaries of a gradient; written out, four times the tokens take sixteen times."""
+
+    def temporaries(kind, t):
+        config = dataclasses.replace(tiny_model(layers=1)[0].config, attention=kind)
+        model, params = Transformer(config), tiny_model(layers=1)[1]
+        loss = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")[0].sum()
+        tokens = jax.ShapeDtypeStruct((1, 1, t), jnp.int32)
+        return jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries("tiles", 8192) < 5 * temporaries("tiles", 2048)
+    assert temporaries("einsum", 4096) > 8 * temporaries("einsum", 1024)
+    assert temporaries("tiles", 4096) < temporaries("einsum", 4096) / 8
+
+
+def test_a_cpu_writes_scores_out():
+    assert implementation("auto") == "einsum"
