@@ -95,7 +95,7 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
         reach = t // block - 1
     else:
         reach = min(-(-(t - 1) // block), size // block - 1)
-    most = max(8, size // 8)
+    most = max(8, min(size // 8, 32 * size // t))  # [S, T] is as long as the tokens, and not as long as their square
     # Of each sequence: the completions of each prompt, their tokens, and the blocks that all of them take.
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []
