@@ -192,6 +192,7 @@ TESTED_ELSEWHERE = {
     "hub.policy": "hub/test_huggingface.py",
     "hub.tensors": "hub/test_families.py",
     "maths.checks": "maths/test_losses.py",
+    "models.sight": "models/test_fused.py",
     "maths.log_probs": "models/test_scoring.py",
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
@@ -119,8 +120,11 @@ def init_policy(
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
 
 
-def with_settings(model: Model, config: GRPOConfig) -> Model:
-    """The model with the config's compute dtype and recomputation; a model of the user's own is left as it is."""
+def with_settings(model: Model, config: GRPOConfig, devices: Sequence[Any] = ()) -> Model:
+    """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
+
+    A model of the user's own is left as it is.
+    """
     if not isinstance(model, Transformer | LoraModel):
         return model
     shape = dataclasses.replace(
@@ -128,6 +132,7 @@ def with_settings(model: Model, config: GRPOConfig) -> Model:
         dtype=config.compute_dtype,
         remat=config.gradient_checkpointing,
         remat_policy=config.gradient_checkpointing_policy,
+        attention=implementation(model.config.attention, devices),
     )
     decoder = Transformer(shape)
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder

@@ -195,12 +195,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(model: Model) -> dict[str, Any]:
-    """What a model of this library is besides its arrays; the config decides its dtype and recomputation."""
+    """What a model of this library is besides its arrays; config and devices decide the rest."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(model.config)
-    for name in ("dtype", "remat", "remat_policy", "initializer_range"):
+    for name in ("dtype", "remat", "remat_policy", "initializer_range", "attention"):
         del shape[name]
     return json.loads(json.dumps({**shape, **lora}))
 

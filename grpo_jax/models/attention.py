@@ -23,7 +23,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.fused import MASKED, NOBODY, How, Marks, Sight, fused_attention, look
+from grpo_jax.models.fused import MASKED, fused_attention
+from grpo_jax.models.sight import NOBODY, How, Marks, Sight, look
 
 
 @flax.struct.dataclass

@@ -4,17 +4,6 @@
 through the tiles of keys that it may see, and of the scores only their running maximum and sum are kept (Milakov &
 Gimelshein 2018; Dao et al. 2022). The backward pass computes the scores again from the log-sum-exp.
 
-```
-                     keys of the prompts │ own keys, in the order of the queries
-                        p0   p1   p2     │  c0   c1   c2   c3
-    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ a tile with something to see
-               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · one that is left out
-               p2, c3   ·    ·    ■      │  ·    ·    ·    ■
-```
-
-What a query sees is said by `Marks`, not by a mask [queries, keys]: of its own segment the keys at or before its
-position, and the keys of its prompt. One softmax runs over both, and no prompt is copied for its completions.
-
 The same tiles are computed by one of two implementations: "tiles", plain JAX for any platform, and "triton", a kernel
 for NVIDIA GPUs from Ampere on.
 """
@@ -22,156 +11,17 @@ for NVIDIA GPUs from Ampere on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from grpo_jax.models.sight import NOBODY, How, Marks, Sight, padded, repeated
+
 MASKED = -1e30
-NOBODY = -1
-"""The number of what no token sees and what sees nothing: padding."""
-
-
-def implementation(name: str) -> str:
-    """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the platform.
-
-    "auto" is "einsum" on CPUs, where that is fastest; "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0);
-    and "tiles" elsewhere.
-
-    Example:
-      >>> implementation("tiles")
-      'tiles'
-    """
-    if name != "auto":
-        return name
-    chosen: Any = jax.config
-    device = chosen.jax_default_device or jax.devices()[0]
-    platform = getattr(device, "platform", device)
-    if platform in ("gpu", "cuda"):
-        capability = getattr(device, "compute_capability", None)
-        return "triton" if capability is not None and float(capability) >= 8.0 else "tiles"
-    return "einsum" if platform == "cpu" else "tiles"
-
-
-class Marks(flax.struct.PyTreeNode):
-    """Who each of N tokens is.
-
-    Attributes:
-      number: [A, N] int32: of an own token its segment, of a prompt's −2 − the prompt's number; or `NOBODY`.
-      prompt: [A, N] int32: of an own token −2 − the number of its prompt; not looked at in keys.
-      position: [A, N] int32, counted from the first token of the prompt.
-      index: [A, N] int32: an own token's place among the own tokens; −1 in a prompt.
-    """
-
-    number: jax.Array
-    prompt: jax.Array
-    position: jax.Array
-    index: jax.Array
-
-    def each(self, function: Any) -> Marks:
-        """`function` of each of the arrays and of what stands there for padding."""
-        nobody = Marks(NOBODY, NOBODY, 0, -1)  # type: ignore[arg-type]
-        return jax.tree.map(function, self, nobody)
-
-
-class Tiles(flax.struct.PyTreeNode):
-    """Which tiles of keys a tile of queries goes through, and the other way round.
-
-    Attributes:
-      keys: [A, X, Y] int32, for each tile of queries the tiles of keys, those that it may see first.
-      key_count: [A, X] int32, how many those are.
-      queries: [A, Y, X] int32, for each tile of keys the tiles of queries, those that may see it first.
-      query_count: [A, Y] int32.
-    """
-
-    keys: jax.Array
-    key_count: jax.Array
-    queries: jax.Array
-    query_count: jax.Array
-
-
-class Sight(flax.struct.PyTreeNode):
-    """What the queries of a forward pass see, the same in all layers of one window.
-
-    Attributes:
-      queries: [A, N].
-      keys: [A, S], those of the prompts first.
-      tiles: of each window that some layer has.
-    """
-
-    queries: Marks
-    keys: Marks
-    tiles: dict[str, Tiles]
-
-
-class How(NamedTuple):
-    """What of an attention is static: the implementation and its tiles, and what is done to the scores.
-
-    Attributes:
-      implementation: "tiles", "triton", or "interpreted": the kernels of "triton", step by step on any platform.
-      rows: queries of a tile; the R heads that share a key head are R queries.
-      columns: keys of a tile.
-      scale, window, soft_cap: as in `attention.group_attention`.
-    """
-
-    implementation: str
-    rows: int
-    columns: int
-    scale: float = 1.0
-    window: int | None = None
-    soft_cap: float | None = None
-
-    @classmethod
-    def of(cls, implementation: str, head_dim: int) -> How:
-        """With tiles that the implementation can hold."""
-        if implementation == "tiles":
-            return cls(implementation, 1024, 512)
-        return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32)))
-
-
-def look(queries: Marks, keys: Marks, how: How, windows: Iterable[int | None], group: int) -> Sight:
-    """The `Sight` of queries [A, N] over keys [A, S], for R = `group` heads a key head and some windows."""
-    padded = _padded(_repeated(queries, group), how.rows), _padded(keys, how.columns)
-    return Sight(queries, keys, {str(window): _find_tiles(*padded, how, window) for window in windows})
-
-
-def _find_tiles(queries: Marks, keys: Marks, how: How, window: int | None) -> Tiles:
-    """The tiles in which some query may see some key; a tile too many costs time and changes nothing."""
-    rows, columns = how.rows, how.columns
-    far = jnp.iinfo(jnp.int32).max
-
-    def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        cut = lambda x: x.reshape(x.shape[0], -1, size)
-        return cut(jnp.where(where, x, far)).min(axis=-1), cut(jnp.where(where, x, -far)).max(axis=-1)
-
-    meet = lambda a, b: (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
-    there, own, shared = queries.number != NOBODY, keys.number >= 0, keys.number < NOBODY
-    at, slots = ends(queries.index, there, rows), ends(keys.index, own, columns)
-    same_segment = meet(ends(queries.number, there, rows), ends(keys.number, own, columns))
-    same_segment &= slots[0][:, None] <= at[1][:, :, None]
-    same_prompt = meet(ends(queries.prompt, there, rows), ends(keys.number, shared, columns))
-    if window is not None:
-        first = ends(queries.position, there, rows)[0][:, :, None] - window
-        same_segment &= ends(keys.position, own, columns)[1][:, None] > first
-        same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
-    seen = same_segment | same_prompt
-    order = lambda seen: jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
-    count = lambda seen: seen.sum(axis=-1, dtype=jnp.int32)
-    turned = seen.swapaxes(1, 2)
-    return Tiles(order(seen), count(seen), order(turned), count(turned))
-
-
-def _repeated(marks: Marks, group: int) -> Marks:
-    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), marks)
-
-
-def _padded(marks: Marks, size: int) -> Marks:
-    more = -marks.number.shape[1] % size
-    return marks.each(lambda x, nobody: jnp.pad(x, ((0, 0), (0, more)), constant_values=nobody))
+"""A score no softmax can see, finite so that a query that sees nothing stays finite."""
 
 
 def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: How) -> jax.Array:
@@ -192,7 +42,7 @@ def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how:
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
     chex.assert_shape(sight.queries.number, (a, n))
-    rows, keys = _padded(_repeated(sight.queries, r), how.rows), _padded(sight.keys, how.columns)
+    rows, keys = padded(repeated(sight.queries, r), how.rows), padded(sight.keys, how.columns)
     width = _power_of_two(d) if how.implementation == "triton" else d
     fill = lambda x, size: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
     q = fill(q.reshape(a, h, n * r, d), how.rows)
@@ -250,7 +100,7 @@ def _finished(sums, dtype):
     )
 
 
-def _tile_gradients(q, k, v, g, lse, delta, seen, how):
+def _tile_gradients(q, k, v, g, lse, delta, seen, *, how):
     """Weights of a tile, and the gradient of its scores before `scale`, both in float32."""
     scores = _scores(q, k, seen, how)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
@@ -311,7 +161,7 @@ def _plain_forward(how, q, k, v, rows, keys, tiles):
 
 def _plain_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
     a, h, _, d = q.shape
-    gradients = _over_heads(lambda *given: _tile_gradients(*given, how), *[False] * 6, True)
+    gradients = _over_heads(functools.partial(_tile_gradients, how=how), *[False] * 6, True)
     product = lambda x, y, contract: _over_heads(lambda x, y: _product(x, y, contract), False, False)(x, y)
 
     def of_rows(x):
@@ -371,7 +221,7 @@ def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, c
         at = pl.ds(tiles[j] * how.columns, how.columns)
         tile = k[at, :]
         seen = _seen(marks, (key[at], key_position[at]), how)
-        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, how)
+        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, how=how)
         return total + _product(slope.astype(tile.dtype), tile, (1, 0))
 
     dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
@@ -384,7 +234,7 @@ def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, cou
         at = pl.ds(tiles[j] * how.rows, how.rows)
         queries, upstream = q[at, :], g[at, :]
         seen = _seen((number[at], prompt[at], position[at]), marks, how)
-        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, how)
+        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, how=how)
         more = _product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + _product(weights.astype(upstream.dtype), upstream, (0, 0))
 
@@ -455,7 +305,7 @@ def _attend(how, q, k, v, rows, keys, tiles):
 
 
 def _attend_forward(how, q, k, v, rows, keys, tiles):
-    forward = _plain_forward if how.implementation == "tiles" else _kernel_forward
+    forward: Any = _plain_forward if how.implementation == "tiles" else _kernel_forward
     out, lse = forward(how, q, k, v, rows, keys, tiles)
     return out, (q, k, v, rows, keys, tiles, out, lse)
 
@@ -463,7 +313,7 @@ def _attend_forward(how, q, k, v, rows, keys, tiles):
 def _attend_backward(how, kept, g):
     *given, out, lse = kept
     delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
-    backward = _plain_backward if how.implementation == "tiles" else _kernel_backward
+    backward: Any = _plain_backward if how.implementation == "tiles" else _kernel_backward
     gradients = backward(how, *given, g, lse, delta)
     return *(x.astype(like.dtype) for x, like in zip(gradients, given[:3], strict=True)), None, None, None
 

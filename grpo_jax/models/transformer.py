@@ -21,10 +21,10 @@ from flax.traverse_util import unflatten_dict
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_attention, packed_attention, see
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.fused import How, Sight, implementation
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
+from grpo_jax.models.sight import How, Sight, implementation
 
 
 class Context(flax.struct.PyTreeNode):

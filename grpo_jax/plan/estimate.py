@@ -14,7 +14,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import PaddedUpdater, choose_updater
+from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.names import short
 
 # How LLVM's optimizer and the code for fusions turn out has next to no part in what a program holds (0.3 % at most, as
@@ -144,6 +144,47 @@ def plan(
     return Plan(**json.loads(done.stdout.splitlines()[-1]))
 
 
+def programs(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+    config: GRPOConfig,
+    *,
+    prompt_length: int,
+    devices: Sequence[Any],
+    param_dtype: str = "float32",
+) -> dict[str, jax.stages.Lowered]:
+    """The largest program of each phase that `train` would run on some devices, lowered.
+
+    Devices without hardware will do, as `jax.experimental.topologies` makes them: `compile()` is then the program of
+    that machine, and says what it holds (`memory_analysis`) and calls (`as_text`). No weight is read.
+
+    Args:
+      model: as in `plan`.
+      config: the settings. Its mesh takes as many of the devices as it needs; without one, the first.
+      prompt_length: P, tokens that prompts are padded to.
+      devices: of one platform.
+      param_dtype: "float32" or "bfloat16", of the params as they are loaded.
+
+    Returns:
+      "rollout", a burst of the decode; "update"; and with `beta` "reference". All for completions that are T long.
+
+    Raises:
+      ValueError: a model or settings that make no sense, or too few devices.
+
+    Example:
+      >>> tiny = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+      ...         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+      >>> found = programs(tiny, GRPOConfig(max_completion_length=8), prompt_length=8, devices=jax.devices("cpu"))
+      >>> sorted(found)
+      ['rollout', 'update']
+      >>> found["update"].compile().memory_analysis().temp_size_in_bytes > 0
+      True
+    """
+    raw = model if isinstance(model, Mapping) else _read_model(model)
+    run = _Run.of(raw, config, prompt_length, param_dtype, devices)
+    lowered = {"rollout": run.lower_rollout(), "update": run.lower_update()}
+    return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
+
+
 def _environment(config: GRPOConfig) -> dict[str, str]:
     """Variables of a process in which the mesh's devices are pretended."""
     devices = math.prod((config.mesh or {}).values())
@@ -217,9 +258,16 @@ class _Run:
     state: Any
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str) -> _Run:
-        """The run of a config.json and a config."""
-        mesh, optimizer = make_mesh(config.mesh or {}), make_optimizer(config, 1000)
+    def of(
+        cls,
+        raw: Mapping[str, Any],
+        config: GRPOConfig,
+        prompt_length: int,
+        param_dtype: str,
+        devices: Sequence[Any] | None = None,
+    ) -> _Run:
+        """The run of a config.json and a config, on the first of some devices."""
+        mesh, optimizer = make_mesh(config.mesh or {}, devices), make_optimizer(config, 1000)
         shape = read_config(raw, dtype=config.compute_dtype)
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
         make = functools.partial(
@@ -256,7 +304,7 @@ class _Run:
     @functools.cached_property
     def model(self) -> Any:
         """The decoder with the settings of the config."""
-        return with_settings(Transformer(self.shape), self.config)
+        return with_settings(Transformer(self.shape), self.config, list(self.mesh.devices.flat))
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -289,21 +337,18 @@ class _Run:
 
     def rollout_parts(self, params: int) -> dict[str, int]:
         """Bytes that the rollout adds on each device, whose params take `params` of its arguments."""
-        given = (self.model, self.state.params, self._prompts(self.sizes.prompts), self.group, self.length)
-        lowered = lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
-        stats = lowered.compile().memory_analysis()
+        stats = self.lower_rollout().compile().memory_analysis()
         return {"KV cache": stats.argument_size_in_bytes - params, "decode temporaries": stats.temp_size_in_bytes}
 
     def update_parts(self) -> dict[str, int]:
         """Bytes that an update adds on each device."""
-        state, sizes = self.state, self.sizes
-        tokens = sizes.micro_prompts * sizes.micro_completions * self.length
-        stats = self.updater.lower(state, self.batch, tokens=tokens).compile().memory_analysis()
+        state = self.state
+        stats = self.lower_update().compile().memory_analysis()
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         # On one device it is the program of a packed sequence, which is given the params and the gradients so far.
         taken = _on_device(state if self.several else state.params)
         parts = {"gradients, activations and batch": max(0, given - taken) + stats.temp_size_in_bytes}
-        if kept := self.updater.kept_bytes(state, self.batch, tokens=tokens):
+        if kept := self.updater.kept_bytes(state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept
         return parts
 
@@ -315,10 +360,25 @@ class _Run:
 
     def reference_parts(self) -> dict[str, int]:
         """Bytes that scoring under the reference adds on each device."""
-        batch, updater = self.batch, self.updater
-        padded = PaddedUpdater(updater.model, self.config, updater.micro)
-        scored = padded.lower_score(self.state.params, batch.prompts, batch.tokens, batch.mask)
-        return {"reference temporaries": scored.compile().memory_analysis().temp_size_in_bytes}
+        return {"reference temporaries": self.lower_reference().compile().memory_analysis().temp_size_in_bytes}
+
+    @property
+    def tokens(self) -> int:
+        """Of a packed sequence, the most."""
+        return self.sizes.micro_prompts * self.sizes.micro_completions * self.length
+
+    def lower_rollout(self) -> Any:
+        """The decode of all completions of an iteration with a full cache."""
+        given = (self.model, self.state.params, self._prompts(self.sizes.prompts), self.group, self.length)
+        return lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
+
+    def lower_update(self) -> Any:
+        """The update of a minibatch, or of one packed sequence of it."""
+        return self.updater.lower(self.state, self.batch, tokens=self.tokens)
+
+    def lower_reference(self) -> Any:
+        """The same of what scores completions under the reference."""
+        return self.updater.lower_score(self.state.params, self.batch, tokens=self.tokens)
 
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""

@@ -18,6 +18,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import raise_all, show
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
+from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import Policy, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.models.lora import LoraModel
@@ -84,7 +85,7 @@ def prepare(
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
-        model = with_settings(policy.model, config)
+        model = with_settings(policy.model, config, list(mesh.devices.flat if mesh else devices_of(policy.params)))
         shape = model.config if isinstance(model, Transformer | LoraModel) else None
         longest = max(map(len, data.token_ids)) if data else 1
         longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])

@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of
+from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
 from grpo_jax.hub.policy import Policy, with_settings
 from grpo_jax.run.prepare import Run
@@ -141,7 +142,8 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
         state, batch = _read(arrays, policy)
     sizes = of_run.sizes()
     how: dict[str, Any] = {"micro": (sizes.micro_prompts, sizes.micro_completions), "on_policy": of_run.on_policy}
-    updater = choose_updater(with_settings(policy.model, config), config, mesh=mesh_of(state.params), **how)
+    model = with_settings(policy.model, config, list(devices_of(state.params)))
+    updater = choose_updater(model, config, mesh=mesh_of(state.params), **how)
     found = diagnose(state, batch, updater, rows=about["rows"])
     print(f"{directory}: {found or 'loss and gradient are finite'}")
     return found

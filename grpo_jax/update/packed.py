@@ -82,7 +82,7 @@ class PackedUpdater:
 
         `tokens` of a packed sequence are those of the present device unless they are given.
         """
-        sequences = self._full_sequences(state, batch, tokens)
+        sequences = self._full_sequences(state.params, batch, tokens)
         count, read, _ = self._shapes_read(state, batch, sequences)
         read = jax.eval_shape(_join, [read] * count)
         entropies = batch.sampling_log_probs if self.config.top_entropy_quantile < 1 else None
@@ -91,9 +91,20 @@ class PackedUpdater:
         given = (zeros, state, read, batch, sequences[0], totals, dropout_key(self.model, state), 0)
         return _add_sequence.lower(*given, model=self.model, config=self.config, on_policy=self.on_policy)
 
+    def lower_score(self, params: Params, batch: Batch, *, tokens: int | None = None) -> Any:
+        """The largest program of `score`, lowered in the same way."""
+        sequences = self._full_sequences(params, batch, tokens)
+        count = _count_reads(batch.prompts, sequences)
+        read_some = functools.partial(_read_some, count=count, backward=False)
+        read, _ = jax.eval_shape(read_some, params, batch.prompts, None, self.model, 0)
+        read = jax.eval_shape(_join, [read] * count)
+        scores = (jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32),) * 2
+        how = {"model": self.model, "sampling": sampling_of(self.config), "with_entropy": False}
+        return _score_sequence.lower(scores, params, read, batch.prompts.lengths, batch.mask, sequences[0], **how)
+
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
         """Bytes that `update` holds beside the program of `lower`: activations of all prompts, for the way back."""
-        count, _, kept = self._shapes_read(state, batch, self._full_sequences(state, batch, tokens))
+        count, _, kept = self._shapes_read(state, batch, self._full_sequences(state.params, batch, tokens))
         return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
 
     def _pack(self, params: Params, tokens: Any, mask: Any, most: int | None = None) -> list[PackedSequence]:
@@ -105,10 +116,10 @@ class PackedUpdater:
                 most = min(most, CPU_TOKENS)
         return pack(np.asarray(tokens), np.asarray(mask), size=sequence_size(most, longest))
 
-    def _full_sequences(self, state: TrainState, batch: Batch, tokens: int | None) -> list[PackedSequence]:
+    def _full_sequences(self, params: Params, batch: Batch, tokens: int | None) -> list[PackedSequence]:
         """The packed sequences of a batch whose completions are all T long."""
         full = np.ones(batch.mask.shape, bool)
-        return self._pack(state.params, full.astype(np.int32), full, tokens)
+        return self._pack(params, full.astype(np.int32), full, tokens)
 
     def _shapes_read(self, state: TrainState, batch: Batch, sequences: list[PackedSequence]) -> tuple[int, Any, Any]:
         """How many times prompts are read, and the shapes of what `_read_some` returns each time."""

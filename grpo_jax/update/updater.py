@@ -46,8 +46,12 @@ class Updater(Protocol):
         """The largest program of `update`, lowered; only shapes are looked at."""
         ...
 
+    def lower_score(self, params: Params, batch: Batch, *, tokens: int | None = None) -> Any:
+        """The largest program of `score`, likewise."""
+        ...
+
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-        """Bytes that `update` holds beside that program."""
+        """Bytes that `update` holds beside the program of `lower`."""
         ...
 
 
@@ -93,10 +97,10 @@ class PaddedUpdater:
         at = split((prompts, tokens, mask), self.mesh)
         return _jit_score_batch(params, *at, model=self.model, sampling=sampling_of(self.config), micro=self.micro)
 
-    def lower_score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Any:
+    def lower_score(self, params: Params, batch: Batch, *, tokens: int | None = None) -> Any:
         """The program of `score`, lowered; only shapes are looked at."""
         how: dict[str, Any] = {"model": self.model, "sampling": sampling_of(self.config), "micro": self.micro}
-        return _jit_score_batch.lower(params, prompts, tokens, mask, **how)
+        return _jit_score_batch.lower(params, batch.prompts, batch.tokens, batch.mask, **how)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is consumed."""

@@ -11,8 +11,8 @@ from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
-from grpo_jax.models.fused import How, implementation
 from grpo_jax.models.packing import pack
+from grpo_jax.models.sight import How, implementation
 from grpo_jax.models.transformer import Transformer
 
 KINDS = ["tiles", "interpreted"]
@@ -64,6 +64,7 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared):
     assert_same(ours, plain, given)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 4])
 def test_packed_sequences(kind, window):
@@ -87,6 +88,7 @@ def test_packed_sequences(kind, window):
     assert_same(ours, plain, given)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
 def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
     """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
@@ -136,5 +138,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert temporaries("tiles", 4096) < temporaries("einsum", 4096) / 8
 
 
+@pytest.mark.quick
 def test_a_cpu_writes_scores_out():
     assert implementation("auto") == "einsum"

@@ -1,0 +1,173 @@
+"""What the queries of a fused attention see: marks of tokens, and the tiles in which there is something to see.
+
+```
+                     keys of the prompts │ own keys, in the order of the queries
+                        p0   p1   p2     │  c0   c1   c2   c3
+    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ a tile with something to see
+               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · one that is left out
+               p2, c3   ·    ·    ■      │  ·    ·    ·    ■
+```
+
+A query sees of its own segment the keys at or before its position, and the keys of its prompt. `Marks` say so, and not
+a mask [queries, keys], so no prompt is copied for its completions and nothing grows with the square of the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+NOBODY = -1
+"""The number of what no token sees and what sees nothing: padding."""
+
+
+def implementation(name: str, devices: Sequence[Any] = ()) -> str:
+    """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the devices.
+
+    "auto" is "einsum" on CPUs, where that is fastest; "triton" on one NVIDIA GPU from Ampere on (compute capability
+    8.0); and "tiles" elsewhere: on a mesh, where the partitioner cuts plain JAX, on older GPUs and on TPUs.
+
+    Args:
+      name: "auto", or what is returned.
+      devices: those that compute; none for the default device.
+
+    Example:
+      >>> implementation("auto", jax.devices("cpu")), implementation("tiles")
+      ('einsum', 'tiles')
+    """
+    if name != "auto":
+        return name
+    first = devices[0] if len(devices) else _default_device()
+    if first.platform == "cpu":
+        return "einsum"
+    kernel = first.platform in ("gpu", "cuda") and len(devices) <= 1
+    return "triton" if kernel and float(getattr(first, "compute_capability", 0)) >= 8 else "tiles"
+
+
+def _default_device() -> Any:
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+
+
+class Marks(flax.struct.PyTreeNode):
+    """Who each of N tokens is.
+
+    Attributes:
+      number: [A, N] int32: of an own token its segment, of a prompt's −2 − the prompt's number; or `NOBODY`.
+      prompt: [A, N] int32: of an own token −2 − the number of its prompt; not looked at in keys.
+      position: [A, N] int32, counted from the first token of the prompt.
+      index: [A, N] int32: an own token's place among the own tokens; −1 in a prompt.
+    """
+
+    number: jax.Array
+    prompt: jax.Array
+    position: jax.Array
+    index: jax.Array
+
+    def each(self, function: Any) -> Marks:
+        """`function` of each of the arrays and of what stands there for padding."""
+        nobody = Marks(NOBODY, NOBODY, 0, -1)  # type: ignore[arg-type]
+        return jax.tree.map(function, self, nobody)
+
+
+class Tiles(flax.struct.PyTreeNode):
+    """Which tiles of keys a tile of queries goes through, and the other way round.
+
+    Attributes:
+      keys: [A, X, Y] int32, for each tile of queries the tiles of keys, those that it may see first.
+      key_count: [A, X] int32, how many those are.
+      queries: [A, Y, X] int32, for each tile of keys the tiles of queries, those that may see it first.
+      query_count: [A, Y] int32.
+    """
+
+    keys: jax.Array
+    key_count: jax.Array
+    queries: jax.Array
+    query_count: jax.Array
+
+
+class Sight(flax.struct.PyTreeNode):
+    """What the queries of a forward pass see, the same in all layers of one window.
+
+    Attributes:
+      queries: [A, N].
+      keys: [A, S], those of the prompts first.
+      tiles: of each window that some layer has.
+    """
+
+    queries: Marks
+    keys: Marks
+    tiles: dict[str, Tiles]
+
+
+class How(NamedTuple):
+    """What of an attention is static: the implementation and its tiles, and what is done to the scores.
+
+    Attributes:
+      implementation: "tiles", "triton", or "interpreted": the kernels of "triton", step by step on any platform.
+      rows: queries of a tile; the R heads that share a key head are R queries.
+      columns: keys of a tile.
+      scale, window, soft_cap: as in `attention.group_attention`.
+    """
+
+    implementation: str
+    rows: int
+    columns: int
+    scale: float = 1.0
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, implementation: str, head_dim: int) -> How:
+        """With tiles that the implementation can hold."""
+        if implementation == "tiles":
+            return cls(implementation, 1024, 512)
+        return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32)))
+
+
+def look(queries: Marks, keys: Marks, how: How, windows: Iterable[int | None], group: int) -> Sight:
+    """The `Sight` of queries [A, N] over keys [A, S], for R = `group` heads a key head and some windows."""
+    marks = padded(repeated(queries, group), how.rows), padded(keys, how.columns)
+    return Sight(queries, keys, {str(window): _find_tiles(*marks, how, window) for window in windows})
+
+
+def _find_tiles(queries: Marks, keys: Marks, how: How, window: int | None) -> Tiles:
+    """The tiles in which some query may see some key; a tile too many costs time and changes nothing."""
+    rows, columns = how.rows, how.columns
+    far = jnp.iinfo(jnp.int32).max
+
+    def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        cut = lambda x: x.reshape(x.shape[0], -1, size)
+        return cut(jnp.where(where, x, far)).min(axis=-1), cut(jnp.where(where, x, -far)).max(axis=-1)
+
+    meet = lambda a, b: (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
+    there, own, shared = queries.number != NOBODY, keys.number >= 0, keys.number < NOBODY
+    at, slots = ends(queries.index, there, rows), ends(keys.index, own, columns)
+    same_segment = meet(ends(queries.number, there, rows), ends(keys.number, own, columns))
+    same_segment &= slots[0][:, None] <= at[1][:, :, None]
+    same_prompt = meet(ends(queries.prompt, there, rows), ends(keys.number, shared, columns))
+    if window is not None:
+        first = ends(queries.position, there, rows)[0][:, :, None] - window
+        same_segment &= ends(keys.position, own, columns)[1][:, None] > first
+        same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
+    seen = same_segment | same_prompt
+    order = lambda seen: jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
+    count = lambda seen: seen.sum(axis=-1, dtype=jnp.int32)
+    turned = seen.swapaxes(1, 2)
+    return Tiles(order(seen), count(seen), order(turned), count(turned))
+
+
+def repeated(marks: Marks, group: int) -> Marks:
+    """Each token's marks R times, for its R query heads."""
+    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), marks)
+
+
+def padded(marks: Marks, size: int) -> Marks:
+    """Marks of a whole number of tiles, by tokens that nobody sees and that see nobody."""
+    more = -marks.number.shape[1] % size
+    return marks.each(lambda x, nobody: jnp.pad(x, ((0, 0), (0, more)), constant_values=nobody))
