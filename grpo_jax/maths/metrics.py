@@ -26,8 +26,7 @@ def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str,
     thousands its last digits. (Two sums in a row would not help, XLA makes one of them; and a barrier between them lets
     the devices of a mesh wait for one another for ever, on CPUs.)
     """
-    dtype = jnp.result_type(*metrics.values())
-    values = jnp.where(mask[None], jnp.stack([sg(x).astype(dtype) for x in metrics.values()]), 0)
+    values = jnp.where(mask[None], sg(jnp.stack(list(metrics.values()))), 0)
     while (length := values.shape[-1]) > 1:
         half = length // 2
         pairs = values[..., :half] + values[..., half : 2 * half]

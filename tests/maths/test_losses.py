@@ -17,6 +17,7 @@ from grpo_jax.maths.metrics import (
     batch_totals,
     finalize_metrics,
     merge_metrics,
+    token_totals,
     top_entropy_threshold,
     update_entropy_coef,
 )
@@ -874,6 +875,11 @@ def test_top_entropy_of_nothing_is_harmless():
                                entropies=jnp.full((2, 3), NAN), top_entropy_quantile=0.5, entropy_coef=0.1)  # fmt: skip
     assert float(value) == 0.0
     assert float(metrics["selected_tokens"]) == 0.0
+
+
+def test_totals_carry_no_gradient():
+    gradient = jax.grad(lambda x: token_totals({"x": x, "y": x**2}, jnp.ones((2, 3), bool))["y"])(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(gradient, 0.0)
 
 
 def test_the_threshold_carries_no_gradient():
