@@ -28,8 +28,9 @@ NOBODY = -1
 def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the devices.
 
-    "auto" is "einsum" on CPUs, where that is fastest; "triton" on one NVIDIA GPU from Ampere on (compute capability
-    8.0); and "tiles" elsewhere: on a mesh, where the partitioner cuts plain JAX, on older GPUs and on TPUs.
+    "auto" is "triton" on one NVIDIA GPU from Ampere on (compute capability 8.0), and "tiles" on one older GPU or one
+    TPU. It is "einsum" on CPUs, where that is fastest, and on a mesh: the partitioner cuts products over devices, and
+    gathers for the loops of "tiles" what it should leave where it is.
 
     Args:
       name: "auto", or what is returned.
@@ -42,10 +43,10 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     if name != "auto":
         return name
     first = devices[0] if len(devices) else _default_device()
-    if first.platform == "cpu":
+    if first.platform == "cpu" or len(devices) > 1:
         return "einsum"
-    kernel = first.platform in ("gpu", "cuda") and len(devices) <= 1
-    return "triton" if kernel and float(getattr(first, "compute_capability", 0)) >= 8 else "tiles"
+    kernel = first.platform in ("gpu", "cuda") and float(getattr(first, "compute_capability", 0)) >= 8
+    return "triton" if kernel else "tiles"
 
 
 def _default_device() -> Any:

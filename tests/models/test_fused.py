@@ -138,6 +138,33 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert temporaries("tiles", 4096) < temporaries("einsum", 4096) / 8
 
 
+@pytest.mark.parametrize(
+    "shape", [{}, {"windows": (3, None), "attention_soft_cap": 5.0, "remat": True}], ids=["plain", "rich"]
+)
+def test_kernels_are_lowered_for_an_nvidia_gpu(shape):
+    """Triton's own lowering, which needs no GPU: it refuses what its language lacks. One kernel forwards, two back."""
+    model, params = tiny_model(**shape)
+    model = Transformer(dataclasses.replace(model.config, attention="triton"))
+    loss = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")[0].sum()
+    traced = jax.jit(jax.grad(loss)).trace(params, jnp.zeros((1, 2, 70), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    names = {name for name in ("forward_kernel", "query_kernel", "key_kernel") if name in text}
+    assert names == {"forward_kernel", "query_kernel", "key_kernel"}
+    assert "__gpu$xla.gpu.triton" in text
+
+
+class Device:
+    def __init__(self, platform, capability=None):
+        self.platform = platform
+        if capability is not None:
+            self.compute_capability = capability
+
+
 @pytest.mark.quick
-def test_a_cpu_writes_scores_out():
-    assert implementation("auto") == "einsum"
+def test_the_devices_choose_the_implementation():
+    """An H100 has the kernel's instructions and a T4 has not; the partitioner of a mesh cuts products and no loops."""
+    h100, t4, tpu = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
+    assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
+    assert [implementation("auto", [device]) for device in (h100, t4, tpu)] == ["triton", "tiles", "tiles"]
+    assert implementation("auto", [h100, h100]) == "einsum"
+    assert implementation("tiles", [h100]) == "tiles"
