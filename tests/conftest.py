@@ -23,7 +23,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # they take a third of the time. What XLA itself makes of a program (fusions, operations, bytes), which tests count,
 # comes before that and is the same.
 _FAST = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_use_fusion_emitters=false")
-_FLAGS = " ".join(f"--xla_{flag}" for flag in _FAST)
+_ONE_BY_ONE = "cpu_parallel_codegen_split_count=1"  # two workers keep two cores busy
+_FLAGS = " ".join(f"--xla_{flag}" for flag in (*_FAST, _ONE_BY_ONE))
 if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what chex has added where chex looks for it
     os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 

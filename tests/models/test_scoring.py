@@ -1,5 +1,7 @@
 """Log-probs: equal to a plain log-softmax of whole logits, in value and gradient, whatever the chunks."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -36,24 +38,34 @@ def plain(model, params, rows, temperature=1.0):
     return jnp.where(rows.mask, jnp.stack(out).reshape(rows.mask.shape), 0)
 
 
+WEIGHTS = jax.random.normal(jax.random.key(5), (3, 4, 6))
+
+
+@functools.cache
+def whole_logits(temperature):
+    """Log-probs, and the gradient of their weighted sum, by `plain`."""
+    model, params = tiny_model()
+
+    def theirs(params):
+        l = plain(model, params, completions(), temperature)
+        return (WEIGHTS * l).sum(), l
+
+    (_, l), grads = jax.jit(jax.value_and_grad(theirs, has_aux=True))(params)
+    return l, grads
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("chunk", [1024, 16, 7])
 def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     model, params = tiny_model()
-    rows = completions()
-    weights = jax.random.normal(jax.random.key(5), rows.mask.shape)
 
     def ours(params):
-        l = completion_log_probs(model, params, PROMPTS, rows, temperature=temperature)
-        return (weights * l).sum(), l
-
-    def theirs(params):
-        l = plain(model, params, rows, temperature)
-        return (weights * l).sum(), l
+        l = completion_log_probs(model, params, PROMPTS, completions(), temperature=temperature)
+        return (WEIGHTS * l).sum(), l
 
     (_, l), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    (_, expected), expected_grads = jax.jit(jax.value_and_grad(theirs, has_aux=True))(params)
+    expected, expected_grads = whole_logits(temperature)
     np.testing.assert_allclose(l, expected, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, grads, expected_grads)
