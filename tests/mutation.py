@@ -100,6 +100,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): ZERO,
     ("metrics", "last = jnp.maximum(jnp.sum(mask), 1) - 1", "1 → -1"): EMPTY,
     ("metrics", "while (length := values.shape[-1]) > 1:", "1 → 2"): "the sum at the end adds the two that are left",
+    (
+        "metrics",
+        "return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))",
+        "True → False",
+    ): "one value for each metric",
     ("losses", "return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
     ("losses", 'A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → 2"): UNDER,

@@ -877,6 +877,13 @@ def test_top_entropy_of_nothing_is_harmless():
     assert float(metrics["selected_tokens"]) == 0.0
 
 
+@pytest.mark.parametrize("t", [1, 2, 3, 5, 6, 7, 12])
+def test_totals_are_sums_whatever_the_length(t):
+    x, mask = np.arange(2.0 * t, dtype=np.float32).reshape(2, t) + 1, np.arange(2 * t).reshape(2, t) % 3 > 0
+    totals = token_totals({"x": jnp.asarray(x), "y": jnp.asarray(-x)}, jnp.asarray(mask))
+    assert {name: float(total) for name, total in totals.items()} == {"x": (x * mask).sum(), "y": -(x * mask).sum()}
+
+
 def test_totals_carry_no_gradient():
     gradient = jax.grad(lambda x: token_totals({"x": x, "y": x**2}, jnp.ones((2, 3), bool))["y"])(jnp.ones((2, 3)))
     np.testing.assert_array_equal(gradient, 0.0)
