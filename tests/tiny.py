@@ -67,7 +67,7 @@ def tiny_model(vocab: int = 24, layers: int = 2, seed: int = 0, **settings):
 
 
 def random_params(model: Transformer, seed: int = 0):
-    """Params as `model.init` makes them, other numbers, at a tenth of the time: only their shapes are traced."""
+    """Params as `model.init` makes them, other numbers: nothing is computed, only the shapes are traced."""
     rng, config = np.random.default_rng(seed), model.config
 
     def fill(path, leaf):

@@ -43,16 +43,13 @@ def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how:
     chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
     chex.assert_shape(sight.queries.number, (a, n))
     rows, keys = padded(repeated(sight.queries, r), how.rows), padded(sight.keys, how.columns)
-    width = _power_of_two(d) if how.implementation == "triton" else d
+    # Triton's arrays are powers of two, and a product has 16 channels at least.
+    width = d if how.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
     fill = lambda x, size: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
     q = fill(q.reshape(a, h, n * r, d), how.rows)
     k, v = fill(k, how.columns), fill(v, how.columns)
     out = _attend(how, q, k, v, rows, keys, sight.tiles[str(how.window)])
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
-
-
-def _power_of_two(d: int) -> int:
-    return max(16, 1 << (d - 1).bit_length())
 
 
 # One tile of scores, in arrays of two dimensions: the mathematics of both implementations.
@@ -101,7 +98,7 @@ def _finished(sums, dtype):
 
 
 def _tile_gradients(q, k, v, g, lse, delta, seen, *, how):
-    """Weights of a tile, and the gradient of its scores before `scale`, both in float32."""
+    """Weights of a tile, and the gradient of its products q kᵀ, both in float32."""
     scores = _scores(q, k, seen, how)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (_product(g, v, (1, 1)) - delta[:, None])
@@ -249,13 +246,12 @@ def _call(kernel, how, inputs, outputs, *, by_rows):
     size = {"rows": how.rows, "columns": how.columns}
 
     def spec(shape, cut, shared):
-        # Along the tiles of this kernel: one tile. The other kind: all, of which the kernel takes what it needs.
-        mine = cut == ("rows" if by_rows else "columns") or cut == "tile"
-        length = 1 if cut == "tile" else size[cut] if mine else shape[1 if shared else 2]
-        rest = shape[2:] if shared else shape[3:]
-        block = (None, *([] if shared else [None]), None if cut == "tile" else length, *rest)
-        place = lambda i, j: ((i // h,) if shared else (i // h, i % h)) + ((j if mine else 0),) + (0,) * len(rest)
-        return pl.BlockSpec(block, place)
+        # Along the tiles of this kernel: one tile, or its line of a list. Of the other kind: all of it.
+        mine = cut in ("rows" if by_rows else "columns", "line")
+        lead = 1 if shared else 2
+        length, rest = shape[lead], shape[lead + 1 :]
+        block = (None,) * lead + (None if cut == "line" else size[cut] if mine else length, *rest)
+        return pl.BlockSpec(block, lambda i, j: (i // h, i % h)[:lead] + ((j if mine else 0),) + (0,) * len(rest))
 
     return pl.pallas_call(
         functools.partial(kernel, how=how),
@@ -280,7 +276,7 @@ def _inputs(q, k, v, rows, keys, tiles, *, by_rows):
     marks = [(x, "rows", True) for x in (rows.number, rows.prompt, rows.position)]
     marks += [(x, "columns", True) for x in (keys.number, keys.position)]
     arrays = [(q, "rows", False), (k, "columns", False), (v, "columns", False)]
-    return arrays + marks + [(x, "tile", True) for x in lists]
+    return arrays + marks + [(x, "line", True) for x in lists]
 
 
 def _kernel_forward(how, q, k, v, rows, keys, tiles):

@@ -68,7 +68,8 @@ class TransformerConfig:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
       attention: "auto", or how attention to whole sequences is computed: "einsum" writes the scores out, "tiles" and
-        "triton" are those of `fused`. Decoding and steps with a cache always write them out: they are small.
+        "triton" are those of `fused`, which cannot be differentiated forwards. Steps with a cache always write them
+        out: they are small.
     """
 
     vocab_size: int

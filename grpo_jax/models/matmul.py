@@ -58,8 +58,8 @@ def _written_out(x: jax.Array) -> jax.Array:
     return _written_out_p.bind(x)
 
 
-# A primitive of its own, because it stands twice at every product of a model: with `jax.lax.platform_dependent`, a
-# conditional that is traced, linearized and transposed, an update takes a fifth longer to trace and lower.
+# A primitive of its own, because it stands twice at every product of a model: `jax.lax.platform_dependent` would be a
+# conditional each time, which is traced, linearized and transposed.
 _written_out_p = Primitive("written_out")
 _written_out_p.def_impl(lambda x: x)
 _written_out_p.def_abstract_eval(lambda x: x)

@@ -70,11 +70,6 @@ class Marks(flax.struct.PyTreeNode):
     position: jax.Array
     index: jax.Array
 
-    def each(self, function: Any) -> Marks:
-        """`function` of each of the arrays and of what stands there for padding."""
-        nobody = Marks(NOBODY, NOBODY, 0, -1)  # type: ignore[arg-type]
-        return jax.tree.map(function, self, nobody)
-
 
 class Tiles(flax.struct.PyTreeNode):
     """Which tiles of keys a tile of queries goes through, and the other way round.
@@ -170,5 +165,7 @@ def repeated(marks: Marks, group: int) -> Marks:
 
 def padded(marks: Marks, size: int) -> Marks:
     """Marks of a whole number of tiles, by tokens that nobody sees and that see nobody."""
-    more = -marks.number.shape[1] % size
-    return marks.each(lambda x, nobody: jnp.pad(x, ((0, 0), (0, more)), constant_values=nobody))
+    more = ((0, 0), (0, -marks.number.shape[1] % size))
+    pad = lambda x, value: jnp.pad(x, more, constant_values=value)
+    number, prompt = pad(marks.number, NOBODY), pad(marks.prompt, NOBODY)
+    return Marks(number, prompt, pad(marks.position, 0), pad(marks.index, -1))
