@@ -226,6 +226,33 @@ def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree_util.tree_map_with_path(at, tree)
 
 
+def for_head(tree: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
+    """A model or its parameters, inside a compiled function, with the output head cut along the vocabulary alone.
+
+    Cut along the other side, as it is kept, every device would have a part of each logit, and all of them would be
+    added up over the devices for every token.
+
+    Args:
+      tree: with an embedding or an output head in it.
+      mesh: None leaves the tree as it is.
+      axes: of the mesh, those that cut the vocabulary.
+    """
+    if mesh is None:
+        return tree
+
+    def at(path: Any, leaf: Any) -> Any:
+        name = "/".join(_names(path))
+        if re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
+            spec = PartitionSpec(tuple(axes))
+        elif re.fullmatch(r"(.*/)?lm_head/kernel", name):
+            spec = PartitionSpec(None, tuple(axes))
+        else:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(at, tree)
+
+
 def _prompts(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in ("data", "fsdp") if name in mesh.shape)
 
@@ -258,12 +285,35 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
       mesh: None leaves it to the partitioner.
       axes: mesh axes of the further dimensions; one that does not divide its dimension cuts nothing.
     """
-    if mesh is None:
-        return x
-    fits = lambda size, axis: axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-    first = _prompts(mesh) if x.shape[0] % shard_count(mesh) == 0 else None
-    spec = PartitionSpec(first, *(fits(size, axis) for size, axis in zip(x.shape[1:], axes, strict=False)))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
+
+
+def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """The sharding that `constrain` gives an array of that shape, as XLA's partitioner writes it."""
+    fits = lambda size, axis: axis if mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0 else None
+    prompts = (
+        tuple(name for name in _prompts(mesh) if mesh.shape[name] > 1) if shape[0] % shard_count(mesh) == 0 else ()
+    )
+    first = prompts if len(prompts) > 1 else prompts[0] if prompts else None
+    spec = [first, *(fits(size, axis) for size, axis in zip(shape[1:], axes, strict=False))]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def abstract(tree: Any) -> Any:
+    """The shapes of a tree's arrays, each with its place if it was put there by name: programs are made for places."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        named = not isinstance(x, jax.Array) or x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) if named else None)
+
+    return jax.tree.map(one, tree)
+
+
+def place_of(tree: Any) -> Any:
+    """The sharding of the first of some shapes that has one; so has then what is computed from them on one device."""
+    return next((x.sharding for x in jax.tree.leaves(tree) if x.sharding is not None), None)
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -111,13 +111,35 @@ def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
     return jnp.argmax(cumulative > jnp.expand_dims(target, axis), axis=axis)
 
 
-def draw_tokens(u: jax.Array, logits: jax.Array, *, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+def vocabulary_blocks(size: int) -> tuple[int, int]:
+    """How a vocabulary is cut into blocks for a draw, as (blocks, width): about as many as tokens of each.
+
+    Where it can be, the blocks fill the vocabulary, and are divisible by a power of two: over so many devices a
+    vocabulary can be cut, and each has whole blocks. The cut decides which token a uniform gives, so it depends on
+    nothing but the vocabulary.
+
+    Example:
+      >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)
+      ((64, 128), (128, 1187), (5, 8))
+    """
+    width = 1 << max(0, math.ceil(math.log2(max(size, 1)) / 2))
+    power = size & -size
+    if size % width and power >= 32:
+        width = size // min(power, 512)
+    return -(-size // width), width
+
+
+def draw_tokens(
+    u: jax.Array, logits: jax.Array, *, axis: int = -1, spread: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, given its two uniforms.
 
     Args:
       u: [..., 2] float32 in [0, 1).
       logits: [..., V] float32; −inf is never drawn.
       axis: where the vocabulary stands in `logits` instead.
+      spread: whether the vocabulary is cut over devices. Then a block is found by a sum over all of them, most of
+        whose terms are zero: an index would bring the logits of all devices together.
 
     Returns:
       tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
@@ -125,15 +147,27 @@ def draw_tokens(u: jax.Array, logits: jax.Array, *, axis: int = -1) -> tuple[jax
     axis %= logits.ndim
     before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
     chex.assert_shape(u, (*before, *after, 2))
-    width = 1 << max(0, math.ceil(math.log2(max(vocab, 1)) / 2))  # about √V: both levels then cost the same
+    blocks, width = vocabulary_blocks(vocab)
     top = logits.max(axis=axis, keepdims=True)
-    padding = [(0, -vocab % width if i == axis else 0) for i in range(logits.ndim)]
-    weights = jnp.pad(jnp.exp(logits - top), padding).reshape(*before, -1, width, *after)
+    padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
+    cut = lambda x: jnp.pad(x, padding).reshape(*before, blocks, width, *after)
+    weights = cut(jnp.exp(logits - top))
     masses = weights.sum(axis=axis + 1)
     block = _inverse_cdf(u[..., 0], masses, axis)
-    inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
-    tokens = (block * width + _inverse_cdf(u[..., 1], inside, axis)).astype(jnp.int32)
-    drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
+    ones = [1] * len(before), [1] * len(after)
+    if spread:
+        chosen = jnp.arange(blocks).reshape(*ones[0], -1, 1, *ones[1]) == jnp.expand_dims(block, (axis, axis + 1))
+        inside = jnp.where(chosen, weights, 0).sum(axis=axis)
+    else:
+        inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
+    place = _inverse_cdf(u[..., 1], inside, axis)
+    tokens = (block * width + place).astype(jnp.int32)
+    if spread:
+        own = jnp.arange(width).reshape(*ones[0], -1, *ones[1]) == jnp.expand_dims(place, axis)
+        drawn = jnp.where(chosen & jnp.expand_dims(own, axis), cut(logits), 0).sum(axis=(axis, axis + 1))
+        drawn = jnp.expand_dims(drawn, axis)
+    else:
+        drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
     return tokens, (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))
 
 

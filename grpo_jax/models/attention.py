@@ -16,6 +16,7 @@ same code is the ordinary causal attention. Softmax is float32 whatever the comp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import chex
@@ -42,7 +43,7 @@ class Prefix:
 
 @flax.struct.dataclass
 class Segments:
-    """Which segment each token of a packed sequence belongs to: N tokens in blocks of N / M.
+    """Which segment each token of packed sequences belongs to: N tokens in blocks of N / M, on each of A devices.
 
     A segment is one completion. A block holds segments of one prompt only, so that it looks at one prefix.
 
@@ -54,9 +55,9 @@ class Segments:
     ```
 
     Attributes:
-      number: [N] int32.
-      position: [N] int32, counted from the segment's first token.
-      prompt: [M] int32, index into a `Prefix`.
+      number: [A, N] int32.
+      position: [A, N] int32, counted from the segment's first token.
+      prompt: [A, M] int32, index into the device's part of a `Prefix`, which has as many prompts for each.
       longest: tokens of the longest segment that may stand here.
       reach: how many blocks before that of a token its segment may begin.
     """
@@ -95,6 +96,7 @@ def group_attention(
     Args:
       q: [B, H_kv, G, T, R, d]; R query heads share a key head.
       k: [B, H_kv, G, d, S], the first three merged or not; query t stands at slot `index + t` and sees start..index+t.
+        Slots from S on are the first ones again: the query of slot S + 2 stands in slot 2.
       v: [B, H_kv, G, S, d], likewise.
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
       index: slot of the first query; one, or [B] of them.
@@ -109,13 +111,13 @@ def group_attention(
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
     position = slot = jnp.reshape(index, (-1, 1)) + jnp.arange(t)[None]
-    distance = slot[:, :, None] - jnp.arange(s)[None, None]
-    visible = distance >= 0
+    # The slots are a ring: what stands in the one after the query's is the oldest.
+    distance = (slot[:, :, None] - jnp.arange(s)[None, None]) % s
+    if start is not None:
+        position = slot - start.reshape(-1, 1)
+    visible = distance <= position[:, :, None]
     if window is not None:
         visible &= distance < window
-    if start is not None:
-        visible &= jnp.arange(s).reshape(1, 1, s) >= start.reshape(-1, 1, 1)
-        position = position - start.reshape(-1, 1)
     return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
 
 
@@ -130,24 +132,34 @@ def packed_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Attention of the segments of a packed sequence, each over itself and its prompt.
+    """Attention of the segments of packed sequences, each over itself and its prompt.
 
     The queries of a block look at the keys of that block and of as many before it as the longest segment may need,
     whichever segments they belong to; a mask leaves those of the query's own.
 
     Args:
-      q: [1, H_kv, 1, N, R, d]; R query heads share a key head.
-      k, v: [1, H_kv, 1, N, d].
-      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts.
-      segments: of the N tokens.
+      q: [A, H_kv, 1, N, R, d]; R query heads share a key head.
+      k, v: [A, H_kv, 1, N, d].
+      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts, B / A for each sequence.
+      segments: of the tokens.
       scale, window, soft_cap: as in `group_attention`.
 
     Returns:
-      [1, H_kv, 1, N, R, d].
+      [A, H_kv, 1, N, R, d].
     """
-    _, h, _, n, r, d = q.shape
-    chex.assert_shape([k, v], (1, h, 1, n, d))
-    chex.assert_shape([segments.number, segments.position], (n,))
+    a, h, _, n, _, d = q.shape
+    chex.assert_shape([k, v], (a, h, 1, n, d))
+    chex.assert_shape([segments.number, segments.position], (a, n))
+
+    one = functools.partial(_one_packed, scale=scale, window=window, soft_cap=soft_cap)
+    of_each = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
+    out = jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], of_each, segments)
+    return out[:, :, None]
+
+
+def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
+    """`packed_attention` of one sequence: q [H, N, R, d], k and v [H, N, d]."""
+    h, n, r, d = q.shape
     m = segments.prompt.shape[0]
     size = n // m
 
@@ -159,17 +171,17 @@ def packed_attention(
         x = x.reshape(m + segments.reach, size, *x.shape[1:])
         return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
 
-    keys, values = (jnp.moveaxis(blocks(x[0, :, 0], 1), 2, 1)[:, :, None] for x in (k, v))
+    keys, values = (jnp.moveaxis(blocks(x, 1), 2, 1)[:, :, None] for x in (k, v))
     number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
     distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
     visible = (number[:, :, None] == blocks(segments.number, 0, -2)[:, None]) & (distance >= 0)
     if window is not None:
         visible &= distance < window
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-    pk, pv, lengths = (jnp.take(x, segments.prompt, axis=0) for x in prefix)
+    of_blocks = tuple(jnp.take(x, segments.prompt, axis=0) for x in prefix)
     keys = keys.swapaxes(-1, -2)
-    out = _attend(q, keys, values, (pk, pv, lengths), visible, position, scale=scale, window=window, soft_cap=soft_cap)
-    return out[:, :, 0].swapaxes(0, 1).reshape(1, h, 1, n, r, d)
+    out = _attend(q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap)
+    return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
 
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
@@ -217,12 +229,12 @@ def see(
     windows: Iterable[int | None],
     group: int,
 ) -> Sight:
-    """What completions [B, G, T] see that are read as a whole, or a packed sequence [1, 1, N]; for `attend`.
+    """What completions [B, G, T] see that are read as a whole, or packed sequences [A, 1, N]; for `attend`.
 
     Args:
-      tokens: (B, G, T) or (1, 1, N).
+      tokens: (B, G, T) or (A, 1, N).
       prefix: the prompts' keys and lengths, or None.
-      segments: of the packed sequence, or None.
+      segments: of the packed sequences, or None.
       how: of the fused attention.
       windows: those of the decoder's layers.
       group: R, query heads that share a key head.
@@ -231,20 +243,19 @@ def see(
     n = g * t
     whole = lambda x: jnp.broadcast_to(x, (b, n)).astype(jnp.int32)
     index = jnp.arange(n)[None]
-    lengths = jnp.zeros(b, jnp.int32) if prefix is None else prefix.lengths
+    # [b, Bs]: each row of `tokens` has its own prompt, or as a packed sequence its own prompts.
+    lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
     if segments is None:
-        number, prompt, position = index // t, jnp.full((1, 1), NOBODY - 1), lengths[:, None] + index % t
+        number, prompt, position = index // t, jnp.full((1, 1), NOBODY - 1), lengths + index % t
     else:
-        of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[0])
-        number, prompt = segments.number[None], NOBODY - 1 - of_prompt[None]
-        position = (lengths[of_prompt] + segments.position)[None]
+        of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
+        number, prompt = segments.number, NOBODY - 1 - of_prompt
+        position = jnp.take_along_axis(lengths, of_prompt, axis=1) + segments.position
     queries = keys = Marks(*map(whole, (number, prompt, position, index)))
     if prefix is not None:
         own, p = keys, prefix.layers[0][1].shape[2]
-        # Each row of `tokens` has its own prompt; a packed sequence has the prompts of the whole batch, one by one.
-        numbers = jnp.zeros(b, jnp.int32) if segments is None else jnp.arange(len(lengths))
-        at = jnp.arange(p)[None]
-        number = jnp.where(at < lengths[:, None], NOBODY - 1 - numbers[:, None], NOBODY)
+        at, numbers = jnp.arange(p)[None, None], jnp.arange(lengths.shape[1])[None, :, None]
+        number = jnp.where(at < lengths[..., None], NOBODY - 1 - numbers, NOBODY)
         prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
         both = lambda prompt, own: jnp.concatenate([prompt.reshape(b, -1), own], axis=1)
         keys = jax.tree.map(both, Marks(*prompts), own)
@@ -262,8 +273,8 @@ def attend(
     """`group_attention` or `packed_attention` of completions that are read as a whole, tile by tile.
 
     Args:
-      q: [B, H_kv, G, T, R, d], or [1, H_kv, 1, N, R, d].
-      k, v: [B, H_kv, G, T, d], or [1, H_kv, 1, N, d].
+      q: [B, H_kv, G, T, R, d], or [A, H_kv, 1, N, R, d].
+      k, v: [B, H_kv, G, T, d], or [A, H_kv, 1, N, d].
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
       sight: what `see` returned for them.
       how: as it was given to `see`, with scale, window and soft cap.
@@ -274,7 +285,7 @@ def attend(
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
     if prefix is not None:
-        # [B, H, P, d] as they are, or for a packed sequence [1, H, B · P, d].
+        # [B, H, P, d] as they are, or for packed sequences [A, H, B / A · P, d].
         of_rows = lambda x: x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)

@@ -105,6 +105,10 @@ class DecodeStep:
             products=2 * count_weights(shape) * bytes_per_operation,
         )
 
+    def with_slots(self, slots: int, *, of: int) -> DecodeStep:
+        """The step that looks at so many slots of a completion, where this one looks at `of`."""
+        return dataclasses.replace(self, own=self.own * slots / of)
+
     def cost(self, groups: int, width: int) -> float:
         """Of a layout [groups, width]."""
         return self.weights + groups * (self.prompt + width * (self.own + self.products))

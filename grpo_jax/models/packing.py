@@ -6,6 +6,7 @@ sequences of N tokens each, all of one shape: one compiled program serves every 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +23,16 @@ BLOCK = 64
 
 
 class PackedSequence(flax.struct.PyTreeNode):
-    """Some completions of a batch [B, G, T], end to end: S segments in N tokens.
+    """Some completions of a batch [B, G, T], end to end: S segments in N tokens, on each of A devices.
+
+    The batch's prompts are cut over the devices, B / A to each, and each has its own.
 
     Attributes:
-      tokens: [N] int32; 0 where there is no segment.
+      tokens: [A, N] int32; 0 where there is no segment.
       segments: which segment each token belongs to.
-      completions: [S] int32, which completion b·G + g of the batch each segment is.
-      starts: [S] int32, where it starts.
-      lengths: [S] int32, its tokens; 0 for one that only fills the shape.
+      completions: [A, S] int32, which completion b·G + g of the device's part of the batch each segment is.
+      starts: [A, S] int32, where it starts.
+      lengths: [A, S] int32, its tokens; 0 for one that only fills the shape.
     """
 
     tokens: jax.Array
@@ -39,18 +42,27 @@ class PackedSequence(flax.struct.PyTreeNode):
     lengths: jax.Array
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Values [N] of tokens as [S, T]; what stands beyond a segment's end is another's."""
-        at = self.starts[:, None] + jnp.arange(self.segments.longest)[None]
-        return x[jnp.minimum(at, x.shape[0] - 1)]
+        """Values [A, N] of tokens as [A, S, T]; what stands beyond a segment's end is another's."""
+        at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
+        return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Of an array [B, G, ...], what belongs to the segments [S, ...]."""
-        return x.reshape(-1, *x.shape[2:])[self.completions]
+        """Of an array [B, G] or [B, G, T], what belongs to the segments: [A, S], or [A, S, T] up to the longest."""
+        devices = self.tokens.shape[0]
+        own = jax.vmap(lambda x, at: x[at])(x.reshape(devices, -1, *x.shape[2:]), self.completions)
+        return own if x.ndim == 2 else own[:, :, : self.segments.longest]
+
+    def put(self, into: jax.Array, x: jax.Array) -> jax.Array:
+        """The array [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `of`."""
+        devices, t = self.tokens.shape[0], self.segments.longest
+        parts = into.reshape(devices, -1, into.shape[-1])
+        add = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))
+        return add(parts, self.completions, x).reshape(into.shape)
 
     @property
     def mask(self) -> jax.Array:
-        """[S, T] bool, True where a segment has a token."""
-        return jnp.arange(self.segments.longest)[None] < self.lengths[:, None]
+        """[A, S, T] bool, True where a segment has a token."""
+        return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
@@ -58,7 +70,16 @@ def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
     return -(-max(tokens, longest) // block) * block
 
 
-def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK) -> list[PackedSequence]:
+def pack(
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    *,
+    size: int,
+    block: int = BLOCK,
+    longest: int | None = None,
+    devices: int = 1,
+    whole: bool = True,
+) -> list[PackedSequence]:
     """Lay the completions of a batch end to end.
 
     They stay with their group where they can: group by group, long ones first, each into the first sequence with room
@@ -69,6 +90,9 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
       mask: [B, G, T] bool; a completion ends after its last True, and one without any is left out.
       size: N, a multiple of `block`, at least the longest completion.
       block: tokens of a block; where every completion is T long, blocks are as long as completions can be cut into.
+      longest: tokens of the longest segment that the sequences are made for; None: T.
+      devices: A, a divisor of B.
+      whole: whether there is that special case of blocks for completions that are all T long.
 
     Returns:
       Packed sequences of one shape, at least one.
@@ -83,27 +107,49 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
       [[6, 2], [3, 1]]
     """
     b, g, t = mask.shape
-    lengths = np.where(mask.any(axis=-1), t - np.argmax(mask[:, :, ::-1], axis=-1), 0)
+    lengths = lengths_of(mask)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(
             f"size must be a multiple of {block} and hold the longest completion, {lengths.max()}; got {size}."
         )
-    if t % block == 0 and (lengths == t).all():
+    longest = t if longest is None else longest
+    if whole and longest == t and t % block == 0 and (lengths == t).all():
         # Completions that all run to the end, as those of a young policy may, are blocks themselves where a sequence
         # is whole completions: no key is copied for the blocks after. (One of two layouts, so few are compiled.)
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
-        reach = min(-(-(t - 1) // block), size // block - 1)
-    most = max(8, min(size // 8, 32 * size // t))  # [S, T] is as long as the tokens, and not as long as their square
-    # Of each sequence: the completions of each prompt, their tokens, and the blocks that all of them take.
+        reach = min(-(-(longest - 1) // block), size // block - 1)
+    # [S, T] is as long as the tokens, and not as long as their square.
+    most = max(8, min(size // 8, 32 * size // longest))
+    flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
+    chosen = [_choose(part, size // block, block, most) for part in own]
+    count = max(map(len, chosen))
+    lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
+    sequences = []
+    for i in range(count):
+        groups = [part[i] if i < len(part) else {} for part in chosen]
+        parts = map(lay_out, groups, flat, own.reshape(devices, -1))
+        arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]  # NumPy's until they reach the device
+        laid, number, position, prompt, *rest = arrays
+        sequences.append(PackedSequence(laid, Segments(number, position, prompt, longest, reach), *rest))
+    return sequences
+
+
+def lengths_of(mask: np.ndarray) -> np.ndarray:
+    """[B, G] tokens of completions up to the last True of mask [B, G, T]."""
+    return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
+
+
+def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
+    """The completions of lengths [B, G] of each sequence of `room` blocks, at most `most`, by their prompts."""
     members: list[dict[int, list[int]]] = []
-    filled: list[dict[int, int]] = []
-    used: list[int] = []
+    filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
+    used: list[int] = []  # and the blocks that all of them take
     blocks = lambda n: -(-n // block)
-    for prompt in range(b):
-        for i in np.argsort(-lengths[prompt], kind="stable"):
-            n = int(lengths[prompt, i])
+    for prompt, own in enumerate(lengths):
+        for i in np.argsort(-own, kind="stable"):
+            n = int(own[i])
             if n == 0:
                 continue
             for at in range(max(0, len(members) - 4), len(members) + 1):
@@ -113,31 +159,26 @@ def pack(tokens: np.ndarray, mask: np.ndarray, *, size: int, block: int = BLOCK)
                     used.append(0)
                 before = filled[at].get(prompt, 0)
                 more = blocks(before + n) - blocks(before)
-                if (used[at] + more) * block <= size and sum(map(len, members[at].values())) < most:
-                    members[at].setdefault(prompt, []).append(prompt * g + int(i))
+                if used[at] + more <= room and sum(map(len, members[at].values())) < most:
+                    members[at].setdefault(prompt, []).append(prompt * lengths.shape[1] + int(i))
                     filled[at][prompt] = before + n
                     used[at] += more
                     break
-    flat, flat_lengths = tokens.reshape(-1, t), lengths.reshape(-1)
-    how = {"size": size, "block": block, "most": most, "reach": reach}
-    return [_lay_out(groups, flat, flat_lengths, **how) for groups in members or [{}]]
+    return members or [{}]
 
 
 def _lay_out(
-    groups: dict[int, list[int]],
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    size: int,
-    block: int,
-    most: int,
-    reach: int,
-) -> PackedSequence:
-    """One sequence, of these completions of each prompt."""
-    flat: Any = np.zeros(size, np.int32)  # NumPy's arrays until they reach the device
+    groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
+) -> tuple[np.ndarray, ...]:
+    """One device's part of a sequence, of these completions of each prompt.
+
+    Returns:
+      tokens [N], number [N], position [N], prompt [M], completions [S], starts [S], lengths [S].
+    """
+    flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
-    prompt: Any = np.zeros(size // block, np.int32)
-    completions: Any = np.zeros(most, np.int32)
+    prompt = np.zeros(size // block, np.int32)
+    completions = np.zeros(most, np.int32)
     starts, counts = np.zeros_like(completions), np.zeros_like(completions)
     at = number = 0
     for b, members in groups.items():
@@ -151,11 +192,9 @@ def _lay_out(
             at, number = at + n, number + 1
         at = -(-at // block) * block
         prompt[begin // block : at // block] = b
-    return PackedSequence(
-        flat, Segments(segment, position, prompt, tokens.shape[1], reach), completions, starts, counts
-    )
+    return flat, segment, position, prompt, completions, starts, counts
 
 
 def padding_share(sequences: Sequence[PackedSequence]) -> float:
     """Share of the tokens of some packed sequences that belong to no segment."""
-    return 1 - sum(int(x.lengths.sum()) for x in sequences) / sum(x.tokens.shape[0] for x in sequences)
+    return 1 - sum(int(x.lengths.sum()) for x in sequences) / sum(x.tokens.size for x in sequences)

@@ -152,23 +152,25 @@ def score_packed(
       sampling, with_entropy, rngs: as in `score_completions`.
 
     Returns:
-      log_probs and entropies [S, T] float32 of the segments, 0 beyond their ends.
+      log_probs and entropies [A, S, T] float32 of the segments, 0 beyond their ends.
     """
     last, layers = read
     chex.assert_equal_shape_prefix((last, lengths), 1)
     keys = {} if rngs is None else {"rngs": rngs}
-    tokens, segments = sequence.tokens[None, None], sequence.segments
+    tokens, segments = sequence.tokens[:, None], sequence.segments
     given = ({"params": params}, tokens, Prefix(layers, lengths))
     hidden, _ = model.apply(*given, segments=segments, method="hidden", **keys)
-    hidden = hidden[0, 0]
+    hidden = hidden[:, 0]
+    a, n, _ = hidden.shape
     # What predicts a token is the state before it: for the first of a completion that of the prompt's last token.
-    before = jnp.concatenate([hidden[:1], hidden[:-1]])
-    prompt = jnp.repeat(segments.prompt, hidden.shape[0] // segments.prompt.shape[0])
-    before = jnp.where((segments.position == 0)[:, None], last[prompt], before)
-    flat = (before[None], sequence.tokens[None])
-    log_probs, entropies = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
+    before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
+    first = jax.vmap(lambda last, prompt: last[prompt])(last.reshape(a, -1, last.shape[-1]), prompt)
+    before = jnp.where((segments.position == 0)[..., None], first, before)
+    how: dict[str, Any] = {"with_entropy": with_entropy, "chunk": a * CHUNK}  # each device holds the logits of a chunk
+    log_probs, entropies = chunked(_unembed(model), params, before, sequence.tokens, sampling, **how)
     mask = sequence.mask
-    return jnp.where(mask, sequence.spread(log_probs[0]), 0.0), jnp.where(mask, sequence.spread(entropies[0]), 0.0)
+    return jnp.where(mask, sequence.spread(log_probs), 0.0), jnp.where(mask, sequence.spread(entropies), 0.0)
 
 
 def completion_log_probs(

@@ -95,9 +95,10 @@ class Attention(nn.Module):
             own_keys, own_values = context.cache
             like = own_keys.shape[:-2]
             keys = keys.reshape(*like, d, t).astype(own_keys.dtype)
-            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, context.index, axis=-1)
+            slot = context.index % own_values.shape[-2]
+            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
             v = v.reshape(*like, t, d).astype(own_values.dtype)
-            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, context.index, axis=-2)
+            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if context.sight is not None:
@@ -239,9 +240,9 @@ class Transformer(nn.Module):
           tokens: [B, G, T] int32.
           prefix: the prompts' keys and values; None where the tokens stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
-          index: slot of the first token.
+          index: slot of the first token; the slots are a ring, from S on it is counted on.
           start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
-          segments: those of tokens [1, 1, N], a packed sequence; None: completions side by side.
+          segments: those of tokens [A, 1, N], packed sequences; None: completions side by side.
           last: [B] int32, the only token whose hidden state is wanted, not in a packed sequence; None: all.
 
         Returns:
@@ -253,8 +254,8 @@ class Transformer(nn.Module):
         chex.assert_shape([x for x in (start, last) if x is not None], (b,))
         positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
         if segments is not None and prefix is not None:
-            lengths = jnp.repeat(prefix.lengths[segments.prompt], t // segments.prompt.shape[0])
-            positions = (lengths + segments.position)[None]
+            lengths = jnp.take_along_axis(prefix.lengths.reshape(b, -1), segments.prompt, axis=1)
+            positions = jnp.repeat(lengths, t // segments.prompt.shape[1], axis=1) + segments.position
         elif prefix is not None:
             positions = positions + prefix.lengths[:, None]
         if start is not None:

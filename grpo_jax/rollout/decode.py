@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from grpo_jax.devices.sharding import constrain, for_lookup, split_sharding
+from grpo_jax.devices.sharding import constrain, constrained_sharding, for_head, for_lookup
 from grpo_jax.devices.streams import devices_of, shared
-from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms
+from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.transformer import kernels_by_columns
+from grpo_jax.rollout.ladder import BURST
 from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
-
-FEWEST_SLOTS = 64
-"""Slots of a cache at least."""
-
-BURST = 16
-"""Decode steps of one call, between two looks at which completions have ended."""
 
 
 class Stream(flax.struct.PyTreeNode):
@@ -58,19 +55,37 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
     return jax.vmap(lambda b: jax.vmap(lambda g: fold(fold(key, b), g))(group))(prompt_indices)
 
 
-def draw(u: jax.Array, logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Tokens and log-probs [B, G] drawn from logits [B, G, V], with uniforms [B, G, 2]."""
+def draw(u: jax.Array, logits: jax.Array, sampling: Sampling, *, spread: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Tokens and log-probs [B, G] drawn from logits [B, G, V], with uniforms [B, G, 2]; spread as in `draw_tokens`."""
     logits = process_logits(logits, sampling)
-    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits)
+    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, spread=spread)
+
+
+def _vocabulary_axes(size: int, mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh along which a vocabulary is cut while tokens are drawn: each device has whole blocks of it."""
+    blocks, width = vocabulary_blocks(size)
+    names = tuple(name for name in ("fsdp", "tensor") if mesh.shape.get(name, 1) > 1)
+    for axes in (names, names[1:], names[:1]):
+        if blocks * width == size and blocks % math.prod(mesh.shape[name] for name in axes) == 0:
+            return axes
+    return ()
 
 
 def _draw_next(
-    model: Any, variables: Any, u: jax.Array, hidden: jax.Array, sampling: Sampling
+    model: Any, variables: Any, u: jax.Array, hidden: jax.Array, sampling: Sampling, mesh: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
 
     def by_rows(u, hidden):
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
+
+    if mesh is not None:
+        # Rows whole and the vocabulary cut: only sums of each row, and one block of it, go from device to device.
+        axes = _vocabulary_axes(model.config.vocab_size, mesh)
+        place = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        rows = tuple(name for name in ("data",) if name in mesh.shape and u.shape[0] % mesh.shape[name] == 0)
+        logits = model.apply(variables, place(hidden, rows), method="unembed")
+        return draw(place(u, rows), place(logits, rows, None, axes), sampling, spread=True)
 
     def by_columns(u, hidden):
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -117,43 +132,78 @@ def _with_ones(stream: Stream) -> Cache:
     return jax.tree.map(lambda x: x.reshape(b, heads, g, *x.shape[-2:]), stream.cache)
 
 
-@shared
-@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling", "mesh"))
-def prefill(
-    model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling, mesh=None
-) -> tuple[Stream, Drawn]:
-    """Read the prompts and draw the first token of every completion, from logits computed once per prompt.
-
-    The next slot is `slot`: there these completions begin. On a mesh each device holds the keys of its own prompts and
-    heads.
-    """
+def _read(model, params, prompts, keys, slot, eos_token_ids, sampling, mesh) -> tuple[Stream, Drawn]:
+    """A stream without a cache, whose completions have their first token, from logits computed once per prompt."""
     b, g = keys.shape
     model, params = for_lookup((model, params), mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, sampling)
-    heads, d = prefix.layers[0][1].shape[1::2]
-    dtype = prefix.layers[0][0].dtype
-    keys_of, values_of = (
-        constrain(jnp.zeros((b, heads, g, *shape), dtype), mesh, "tensor") for shape in ((d, slots), (slots, d))
-    )
-    cache = _without_ones(tuple((keys_of, values_of) for _ in prefix.layers))
-    start = constrain(jnp.full(b, slot, jnp.int32), mesh)
-    stream = Stream(prefix, cache, tokens, is_eos(tokens, eos_token_ids), keys, start)
+    stream = Stream(prefix, (), tokens, is_eos(tokens, eos_token_ids), keys, jnp.full(b, slot, jnp.int32))
     return stream, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
 @shared
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "slots", "sampling", "mesh"))
+def prefill(
+    model, params, prompts, keys, slot, *, eos_token_ids, pad_token_id, slots, sampling, mesh=None
+) -> tuple[Stream, Drawn]:
+    """Read the prompts and draw the first token of every completion.
+
+    The next slot is `slot`: there these completions begin. On a mesh each device holds the keys of its own prompts and
+    heads.
+    """
+    b, g = keys.shape
+    stream, drawn = _read(model, params, prompts, keys, slot, eos_token_ids, sampling, mesh)
+    heads, d = stream.prefix.layers[0][0].shape[1:3]
+    dtype = stream.prefix.layers[0][0].dtype
+    keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
+    cache = tuple((keys_of, values_of) for _ in stream.prefix.layers)
+    stream = stream.replace(cache=cache if mesh is not None else _without_ones(cache))
+    return _keep_placed(stream, mesh), drawn
+
+
+@shared
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "pad_token_id", "sampling"), donate_argnames=("stream",))
+def refill(
+    model, params, stream, prompts, keys, places, slot, *, eos_token_ids, pad_token_id, sampling
+) -> tuple[Stream, Drawn]:
+    """`prefill` of prompts that take the places [B'] of groups that have ended, in a stream given without its cache.
+
+    In the cache nothing moves: what the groups before have left there is older than the new ones' first slot.
+    """
+    new, drawn = _read(model, params, prompts, keys, slot, eos_token_ids, sampling, None)
+    return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
+
+
+@shared
 @functools.partial(
-    jax.jit, static_argnames=("steps", "eos_token_ids", "pad_token_id", "sampling"), donate_argnames=("cache",)
+    jax.jit,
+    static_argnames=("steps", "fixed", "eos_token_ids", "pad_token_id", "sampling", "mesh"),
+    donate_argnames=("cache",),
 )
 def decode(
-    model, variables, cache, stream, slot, count, *, steps, eos_token_ids, pad_token_id, sampling
+    model,
+    variables,
+    cache,
+    stream,
+    slot,
+    count,
+    *,
+    steps,
+    eos_token_ids,
+    pad_token_id,
+    sampling,
+    fixed=False,
+    mesh=None,
 ) -> tuple[Stream, Drawn]:
     """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all completions have ended.
 
     The cache comes beside the stream, because it alone is donated: its memory is that of the new one.
+
+    `fixed`: all `steps`, whatever `count` is and who has ended. A GPU or a mesh would otherwise wait at every step for
+    somebody to look whether there is another one.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -161,6 +211,10 @@ def decode(
     tokens = jnp.full((steps, b, g), pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
+    # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst.
+    head = (model, variables)
+    if mesh is not None:
+        head = for_head(head, mesh, _vocabulary_axes(model.config.vocab_size, mesh))
 
     def unfinished(carry):
         i, _, _, ended, *_ = carry
@@ -171,7 +225,7 @@ def decode(
         hidden, cache = model.apply(
             variables, token[:, :, None], stream.prefix, cache, slot + i, stream.start, method="hidden"
         )
-        drawn, log_prob = _draw_next(model, variables, u[i], hidden[:, :, 0], sampling)
+        drawn, log_prob = _draw_next(*head, u[i], hidden[:, :, 0], sampling, mesh)
         drawn = jnp.where(ended, pad_token_id, drawn)
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
@@ -179,9 +233,13 @@ def decode(
         return i + 1, cache, drawn, ended | is_eos(drawn, eos_token_ids), tokens, log_probs, mask
 
     carry = (jnp.int32(0), cache, stream.token, stream.ended, tokens, log_probs, mask)
-    _, cache, token, ended, *drawn = jax.lax.while_loop(unfinished, step, carry)
+    if fixed:
+        carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
+    else:
+        carry = jax.lax.while_loop(unfinished, step, carry)
+    _, cache, token, ended, *drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
-    return stream.replace(cache=cache, token=token, ended=ended), (tokens, log_probs, mask)
+    return _keep_placed(stream.replace(cache=cache, token=token, ended=ended), mesh), (tokens, log_probs, mask)
 
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns)
@@ -199,42 +257,52 @@ def decode_variables(model: Any, params: Params) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts"))
-def rearrange(streams: tuple[Stream, ...], groups, order, shift, *, slots: int, parts: int) -> tuple[Stream, ...]:
-    """Completions order [B', G'] of groups [B'] of all streams, with room for `slots` tokens, in `parts` streams.
-
-    The first `shift` slots, in which no living completion has anything, are given up.
-    """
+def gather(streams: tuple[Stream, ...], groups, order, *, slots: int, parts: int) -> tuple[Stream, ...]:
+    """Completions order [B', G'] of groups [B'] of all streams, with `slots` slots, in `parts` streams."""
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.replace(cache=_with_ones(x)) for x in streams))
     pick = lambda x: x[groups[:, None], order]
-    own = lambda x, axis: jnp.roll(pick(x.swapaxes(1, 2)).swapaxes(1, 2), -shift, axis)
-    more, rest = (0, slots - whole.cache[0][1].shape[3]), ((0, 0),) * 3
-    cache = tuple(
-        (jnp.pad(own(k, 4), (*rest, (0, 0), more)), jnp.pad(own(v, 3), (*rest, more, (0, 0)))) for k, v in whole.cache
-    )
+    own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
+    more = slots - whole.cache[0][1].shape[3]
+    cache = tuple((_longer(own(k), more, -1), _longer(own(v), more, -2)) for k, v in whole.cache)
     prefix = jax.tree.map(lambda x: x[groups], whole.prefix)
     tokens, ended, keys = (pick(x) for x in (whole.token, whole.ended, whole.keys))
-    chosen = Stream(prefix, cache, tokens, ended, keys, whole.start[groups] - shift)
+    chosen = Stream(prefix, cache, tokens, ended, keys, whole.start[groups])
     size = len(groups) // parts
     parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
     return tuple(part.replace(cache=_without_ones(part.cache)) for part in parts_of)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def narrow(stream: Stream, order, *, mesh) -> Stream:
-    """The completions order [B, G'] of each group; nothing leaves its device."""
-    pick = lambda x, *axes: constrain(jax.vmap(lambda own, at: own[at])(x, order), mesh, *axes)
-    of_heads = lambda x: pick(x.swapaxes(1, 2), None, "tensor").swapaxes(1, 2)
+@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
+def narrow(stream: Stream, order, *, slots: int, mesh) -> Stream:
+    """The completions order [B, G'] of each group, with `slots` slots; nothing leaves its device."""
+    pick = lambda x: jax.vmap(lambda own, at: own[at])(x, order)
+    own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
+    more = slots - stream.cache[0][1].shape[3]
+    cache = tuple((_longer(own(k), more, -1), _longer(own(v), more, -2)) for k, v in stream.cache)
     token, ended, keys = (pick(x) for x in (stream.token, stream.ended, stream.keys))
-    cache = _without_ones(jax.tree.map(of_heads, _with_ones(stream)))
-    return stream.replace(cache=cache, token=token, ended=ended, keys=keys)
+    return _keep_placed(stream.replace(cache=cache, token=token, ended=ended, keys=keys), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
-def grow(stream: Stream, *, slots: int) -> Stream:
-    """The same completions with room for `slots` tokens; nothing leaves its device."""
+@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
+def grow(stream: Stream, *, slots: int, mesh=None) -> Stream:
+    """The same completions with `slots` slots; nothing leaves its device."""
     more = slots - stream.cache[0][1].shape[-2]
-    pad = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    return stream.replace(cache=tuple((pad(k, -1), pad(v, -2)) for k, v in stream.cache))
+    cache = tuple((_longer(k, more, -1), _longer(v, more, -2)) for k, v in stream.cache)
+    return _keep_placed(stream.replace(cache=cache), mesh)
+
+
+def _longer(x: jax.Array, more: int, axis: int) -> jax.Array:
+    return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+
+
+def _keep_placed(stream: Stream, mesh: Any) -> Stream:
+    """The stream as every program of a mesh takes and returns it: cut by prompts, and keys and values by heads too."""
+    if mesh is None:
+        return stream
+    heads = lambda tree: jax.tree.map(lambda x: constrain(x, mesh, "tensor"), tree)
+    placed = jax.tree.map(lambda x: constrain(x, mesh), stream.replace(cache=None))
+    prefix = placed.prefix.replace(layers=heads(stream.prefix.layers))
+    return placed.replace(prefix=prefix, cache=heads(stream.cache))
 
 
 def lower_decode(
@@ -255,15 +323,43 @@ def lower_decode(
         return None
     how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": sampling}
     keys = jax.eval_shape(lambda: completion_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
-    how_many: dict[str, Any] = {"slots": max(1, max_completion_length - 1), "mesh": mesh}
-    stream, _ = jax.eval_shape(
-        functools.partial(prefill, **how_many, **how), as_argument(model), params, prompts, keys, 0
+    slots = max(1, max_completion_length - 1)
+    given = (as_argument(model), params, prompts, keys, 0)
+    stream, _ = jax.eval_shape(functools.partial(prefill, slots=slots, mesh=mesh, **how), *given)
+    part = abstract_stream(stream, mesh)
+    return decode.lower(
+        as_argument(model),
+        decode_variables(model, params),
+        *(part.cache, part.replace(cache=None), 0, BURST),
+        **how,
+        steps=BURST,
+        fixed=not on_cpu(params, mesh),
+        mesh=mesh,
     )
-    if mesh is not None:  # what `prefill` returns stands where it says, and the decode takes it from there
-        at = split_sharding(keys, mesh)
-        keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=at)
-        compiled = prefill.lower(as_argument(model), params, prompts, keys, 0, **how_many, **how).compile()
-        place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        stream = jax.tree.map(place, stream, compiled.output_shardings[0])
-    part = (stream.cache, stream.replace(cache=None), 0, BURST)
-    return decode.lower(as_argument(model), decode_variables(model, params), *part, steps=BURST, **how)
+
+
+def abstract_stream(stream: Stream, mesh: Any) -> Stream:
+    """The shapes of a stream, each where `_keep_placed` puts it."""
+    if mesh is None:
+        return stream
+    heads = lambda tree: jax.tree.map(lambda x: _abstract(x, constrained_sharding(x.shape, mesh, "tensor")), tree)
+    placed = jax.tree.map(lambda x: _abstract(x, constrained_sharding(x.shape, mesh)), stream.replace(cache=None))
+    prefix = placed.prefix.replace(layers=heads(stream.prefix.layers))
+    of_keys = placed.keys.sharding  # of typed keys, all dimensions are named
+    spec = PartitionSpec(*of_keys.spec, *[None] * (stream.keys.ndim - len(of_keys.spec)))
+    keys = _abstract(stream.keys, NamedSharding(mesh, spec))
+    return placed.replace(prefix=prefix, cache=heads(stream.cache), keys=keys)
+
+
+def _abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def on_cpu(params: Params, mesh: Any) -> bool:
+    """Whether one CPU decodes: its loops can be watched for nothing."""
+    at = {
+        device.platform
+        for x in jax.tree.leaves(params)
+        for device in getattr(getattr(x, "sharding", None), "device_set", ())
+    }
+    return mesh is None and at <= {"cpu"}

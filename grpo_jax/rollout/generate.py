@@ -6,14 +6,15 @@ nor on how they are laid out over devices, cut into batches, or moved together w
 
 Decoding goes in bursts of a few steps. Inside one, everything is on the device. Between two, the host looks which
 completions have ended, and gives their places to prompts that wait. Once none waits, it moves the living completions
-together into the layout that
-costs least. It grows the cache to the next bucket of slots, so that attention looks at few slots that nobody has
-reached. All completions write their keys to the same slot; one that came later begins in a later slot:
+to a smaller layout (`ladder`). The cache grows to the next number of slots, so that attention looks at few that nobody
+has reached; where prompts wait it is a ring. All completions write their keys to the same slot, and one that came later
+begins in a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
 group 0     a b c d e · · ·     start 0
 group 1     · · x y z · · ·     start 2, in the place of a group that ended after slot 1
+group 2     s t u · · · q r     start 6: slots 8, 9, 10 are 0, 1, 2 again
 ```
 """
 
@@ -49,13 +50,12 @@ def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interr
         return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
     table = Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
     layout = Layout.of(Call(model, params, prompts, keys, settings, table, interrupt), at_once)
-    some = max(1, at_once // 4)
     while True:
         interrupt()
-        if layout.prompts_wait and layout.empty.sum() >= some:
-            layout = layout.refill(some)
+        if layout.prompts_wait and layout.has_places:
+            layout = layout.refill()
         elif layout.empty.all():
-            return table.completions(b)
+            return layout.all_completions()
         elif not layout.prompts_wait:
             layout = layout.compact()
         if not layout.empty.all():  # else all that have just entered ended with their first token
@@ -66,7 +66,7 @@ def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     """The same decode as one traced loop, for use inside someone else's `jit`."""
     stream, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
     if length > 1:
-        given = (model, {"params": params}, stream.cache, stream.replace(cache=None), 0, length - 1)
+        given = (model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1)
         stream, rest = decode(*given, steps=length - 1, **settings)
         first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
     tokens, log_probs, mask = first

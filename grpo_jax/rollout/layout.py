@@ -1,11 +1,11 @@
-"""Which completions stand where on the device, what each layout costs, and the moves from one to the next."""
+"""Which completions stand where on the device, and the moves from one layout to the next."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -13,89 +13,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
-from grpo_jax.devices.streams import count_streams, devices_of, run_in_streams
+from grpo_jax.devices.streams import count_streams, run_in_streams
 from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.rollout.decode import (
-    BURST,
-    FEWEST_SLOTS,
     Drawn,
     Stream,
     decode,
     decode_variables,
+    gather,
     grow,
     narrow,
+    on_cpu,
     prefill,
-    rearrange,
+    refill,
 )
+from grpo_jax.rollout.ladder import Ladder
 from grpo_jax.types import Completions, Params, Prompts
 
 STREAM_COMPLETIONS = 16
 """Completions of one stream at least: fewer leave the matrix products too thin."""
 
-FEWEST = 8
-"""Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
 
-WORTH_A_MOVE = 0.8
-"""Share of the present layout's cost that another may have at most: a move costs a copy of the cache, and a program."""
-
-
-def _bucket(n: int, largest: int, *, smallest: int = 1, factor: int = 2) -> int:
-    """The smallest of smallest, factor·smallest, factor²·smallest, … that holds n, at most `largest`."""
-    while smallest < n:
-        smallest *= factor
-    return min(smallest, largest)
-
-
-def survivors(alive: np.ndarray, step: DecodeStep) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which completions of alive [B', G'] to keep, as groups [B''] and order [B'', G'']; None: the layout stays.
-
-    One of three layouts: the present one, unless another saves a fifth; every completion alone with its own prompt;
-    the groups that live, as wide as the widest of them has to be, where that is cheaper by a quarter. So, and by sizes
-    that are far apart, there are few layouts, and few programs are compiled.
-    """
-    b, g = alive.shape
-    if alive.size <= FEWEST:
-        return None
-    counts = alive.sum(axis=1)
-    living = np.flatnonzero(counts)
-    width = _bucket(int(counts.max()), g)
-    groups = _bucket(len(living), b, smallest=min(b, max(1, FEWEST // width)))
-    single = _bucket(int(counts.sum()), b * g, smallest=FEWEST, factor=4)
-    grouped, apart = step.cost(groups, width), step.cost(single, 1)
-    if min(grouped, apart) > WORTH_A_MOVE * step.cost(b, g):
-        return None
-    if grouped <= 0.75 * apart:
-        chosen = np.argsort(counts == 0, kind="stable")[:groups]
-        return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
-    # Fillers are completions that have ended: they draw nothing.
-    flat = np.argsort(~alive.reshape(-1), kind="stable")[:single]
-    return flat // g, (flat % g)[:, None]
-
-
-def narrower(alive: np.ndarray, step: DecodeStep, shards: int) -> np.ndarray | None:
-    """Which completions of each group of alive [B', G'] to keep, as order [B', G'']; None: the layout stays.
-
-    For a mesh, where no group leaves its device, of which each has its share: all are as wide as the widest has to be.
-    """
-    b, g = alive.shape
-    width = _bucket(int(alive.sum(axis=1).max()), g)
-    if step.cost(b // shards, width) > WORTH_A_MOVE * step.cost(b // shards, g):
-        return None
-    return np.argsort(~alive, axis=1, kind="stable")[:, :width]
-
-
-def decode_step(model: Any, params: Params, stream: Stream) -> DecodeStep:
+def decode_step(model: Any, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
     """What a decode step costs; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
-    values, cache = stream.prefix.layers[0][1], stream.cache[0][1]
     held = jax.tree.leaves((model, params))
-    on_cpu = all(device.platform == "cpu" for device in devices_of(params))
     return DecodeStep.of(
         model.config,
-        prompt_length=values.shape[2],
-        completion_length=cache.shape[-2],
-        itemsize=values.dtype.itemsize,
-        weight_itemsize=sum(x.nbytes for x in held) / sum(x.size for x in held),
-        bytes_per_operation=0.13 if on_cpu else 0.01,
+        prompt_length=prompt_length,
+        completion_length=slots,
+        itemsize=jnp.dtype(model.config.dtype).itemsize,
+        weight_itemsize=sum(x.size * x.dtype.itemsize for x in held) / sum(x.size for x in held),
+        bytes_per_operation=0.13 if cpu else 0.01,
     )
 
 
@@ -195,6 +143,38 @@ class Call:
         """What `decode` applies the model to."""
         return decode_variables(self.model, self.params)
 
+    @functools.cached_property
+    def ahead(self) -> int:
+        """Bursts that are begun before the host looks at what came of the one before them."""
+        return 0 if on_cpu(self.params, self.mesh) else 1
+
+    def ladder(self, groups: int) -> Ladder:
+        """The layouts that so many groups at a time may pass through."""
+        (b, g), length = self.keys.shape, self.table.length
+        return choose_ladder(
+            *(self.model, self.params, self.prompts.tokens.shape[1], groups, g, length),
+            mesh=self.mesh,
+            waits=groups < b,
+        )
+
+
+def choose_ladder(
+    model: Any, params: Params, prompt_length: int, groups: int, width: int, length: int, *, mesh: Any, waits: bool
+) -> Ladder:
+    """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
+    cpu = on_cpu(params, mesh)
+    step = decode_step(model, params, prompt_length, max(1, length - 1), cpu=cpu)
+    return Ladder.of(groups, width, length, step, shards=shard_count(mesh), waits=waits, fixed=not cpu)
+
+
+class _Pending(NamedTuple):
+    """Tokens that were asked for and that the host has not looked at yet."""
+
+    completions: np.ndarray  # [B', G'] those that may get some, or −1
+    before: np.ndarray  # [B'] tokens that they had
+    drawn: Sequence[Drawn]  # of each stream
+    steps: int
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -202,34 +182,49 @@ class Layout:
 
     Attributes:
       call: what does not change.
+      ladder: the layouts that there may be.
+      at: which of them this is.
       streams: the completions [B' / streams, G'] of each stream.
       completions: [B', G'] which completion of the call stands where; −1 if it has ended or only fills the shape.
       drawn: [B'] tokens drawn of each group's completions.
-      slot: the next slot of the cache.
+      slot: the next slot, counted on where the cache begins anew.
       slots: of the cache.
       entered: prompts of the call that stand here or have stood here; the others wait.
+      pending: what was drawn last, if nobody has looked at it yet.
     """
 
     call: Call
+    ladder: Ladder
+    at: int
     streams: tuple[Stream, ...]
     completions: np.ndarray
     drawn: np.ndarray
     slot: int
     slots: int
     entered: int
+    pending: tuple[_Pending, ...] = ()
 
     @classmethod
-    def of(cls, call: Call, count: int) -> Layout:
-        """The first `count` prompts, with one token of each completion."""
-        length, width = call.table.length, call.keys.shape[1]
-        # Attention looks at all slots, so they grow with the completions, by few sizes.
-        slots = min(max(FEWEST_SLOTS, -(-length // 4)), max(1, length - 1))
-        nothing = cls(call, (), np.zeros((0, width), int), np.zeros(0, int), slot=0, slots=slots, entered=0)
-        return nothing._enter(count)
+    def of(cls, call: Call, groups: int) -> Layout:
+        """The first `groups` prompts, with one token of each completion; fillers after the last."""
+        ladder, (b, g) = call.ladder(groups), call.keys.shape
+        numbers = np.arange(groups)
+
+        def read(part: np.ndarray) -> tuple[Stream, Drawn]:
+            how: dict[str, Any] = {"slots": ladder.slots[0], "mesh": call.mesh, **call.settings}
+            own = split(jax.tree.map(lambda x: x[np.minimum(part, b - 1)], (call.prompts, call.keys)), call.mesh)
+            return _waited(call, prefill(call.model, call.params, *own, 0, **how))
+
+        call.interrupt()
+        results = run_in_streams(read, np.split(numbers, stream_count(call.params, groups, g)))
+        streams, drawn = zip(*results, strict=True)
+        completions = np.where(numbers[:, None] < b, numbers[:, None] * g + np.arange(g), -1)
+        layout = cls(call, ladder, 0, streams, completions, np.ones(groups, int), 0, ladder.slots[0], groups)
+        return layout._note(_Pending(completions, np.zeros(groups, int), drawn, 1))
 
     @property
     def alive(self) -> np.ndarray:
-        """[B', G'] completions that have not ended."""
+        """[B', G'] completions that have not ended, as far as anybody has looked."""
         return self.completions >= 0
 
     @property
@@ -242,96 +237,122 @@ class Layout:
         """Whether prompts of the call have not been read yet."""
         return self.entered < len(self.call.keys)
 
-    def _enter(self, count: int) -> Layout:
-        """The next `count` prompts beside those here, with one token of each completion; fillers after the last."""
-        call, (b, g) = self.call, self.call.keys.shape
+    @property
+    def _some(self) -> int:
+        """Prompts that enter a stream at a time."""
+        return max(1, len(self.completions) // len(self.streams) // 4)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether some prompts can enter a stream."""
+        return bool(max(part.sum() for part in np.split(self.empty, len(self.streams))) >= self._some)
+
+    def refill(self) -> Layout:
+        """Some of the next prompts in the places of groups that have ended, in each stream that has them."""
+        call, (b, g), some = self.call, self.call.keys.shape, self._some
+        size, entered = len(self.completions) // len(self.streams), self.entered
+        completions, drawn = self.completions.copy(), self.drawn.copy()
+        entering = []
+        for i, empty in enumerate(np.split(self.empty, len(self.streams))):
+            if empty.sum() >= some and entered < b:
+                numbers, places = np.arange(entered, entered + some), np.flatnonzero(empty)[:some]
+                completions[i * size + places] = np.where(numbers[:, None] < b, numbers[:, None] * g + np.arange(g), -1)
+                drawn[i * size + places], entered = 1, entered + some
+                entering.append((i, numbers, places))
+
+        def enter(given: tuple[int, np.ndarray, np.ndarray]) -> tuple[Stream, Drawn]:
+            i, numbers, places = given
+            own = jax.tree.map(lambda x: x[np.minimum(numbers, b - 1)], (call.prompts, call.keys))
+            stream = self.streams[i]
+            part = (stream.replace(cache=()), *own, places, self.slot)
+            new, drawn = refill(call.model, call.params, *part, **call.settings)
+            return _waited(call, (new.replace(cache=stream.cache), drawn))
+
         call.interrupt()
-        numbers = np.arange(self.entered, self.entered + count)
-        parts = stream_count(call.params, count, g)
-
-        def read(at: np.ndarray) -> tuple[Stream, Drawn]:
-            own = split(jax.tree.map(lambda x: x[at], (call.prompts, call.keys)), call.mesh)
-            how: dict[str, Any] = {"slots": self.slots, "mesh": call.mesh, **call.settings}
-            return jax.block_until_ready(prefill(call.model, call.params, *own, self.slot, **how))
-
-        some = [np.minimum(part, b - 1) for part in np.split(numbers, parts)]
-        results = run_in_streams(read, some)
-        completions = np.where(numbers < b, numbers, -b)[:, None] * g + np.arange(g)
-        alive = call.table.note(np.maximum(completions, -1), np.zeros(count, int), _on_host(results), 1)
-        return dataclasses.replace(
-            self,
-            streams=(*self.streams, *(own for own, _ in results)),
-            completions=np.concatenate([self.completions, np.where(alive, completions, -1)]),
-            drawn=np.concatenate([self.drawn, np.ones(count, int)]),
-            entered=self.entered + count,
+        results = run_in_streams(enter, entering)
+        streams = list(self.streams)
+        for (i, _, _), (stream, _) in zip(entering, results, strict=True):
+            streams[i] = stream
+        layout = dataclasses.replace(
+            self, streams=tuple(streams), completions=completions, drawn=drawn, entered=entered
         )
-
-    def refill(self, count: int) -> Layout:
-        """The next `count` prompts in the places of as many groups that have ended."""
-        more = self._enter(count)
-        stay = np.append(self.empty, np.zeros(count, bool))
-        return more._select(np.argsort(stay, kind="stable")[: len(self.completions)])
+        new = np.concatenate([i * size + places for i, _, places in entering])
+        first = _Pending(completions[new], np.zeros(len(new), int), [drawn for _, drawn in results], 1)
+        return layout._note(first)
 
     def compact(self) -> Layout:
-        """The living completions moved together, if that saves enough; on a mesh each group stays on its device."""
-        call = self.call
-        step = decode_step(call.model, call.params, self.streams[0])
-        if call.mesh is None:
-            kept = survivors(self.alive, step)
-            return self if kept is None else self._select(*kept)
-        order = narrower(self.alive, step, shard_count(call.mesh))
-        if order is None:
+        """The living completions in the next smaller layout, if it has room for them and they gain enough by it."""
+        slots = self.ladder.slots_below(self.at, self.slots)
+        kept = None if slots is None else self.ladder.choose(self.at, self.alive)
+        if slots is None or kept is None:
             return self
-        streams = tuple(narrow(own, order, mesh=call.mesh) for own in self.streams)
+        groups, order = kept
+        completions = self.completions[groups[:, None], order]
+        if self.call.mesh is None:
+            parts = stream_count(self.call.params, *completions.shape)
+            streams = gather(self.streams, groups, order, slots=slots, parts=parts)
+        else:
+            streams = tuple(narrow(own, order, slots=slots, mesh=self.call.mesh) for own in self.streams)
         return dataclasses.replace(
-            self, streams=streams, completions=np.take_along_axis(self.completions, order, axis=1)
+            self, at=self.at + 1, streams=streams, completions=completions, drawn=self.drawn[groups], slots=slots
         )
 
     def make_room(self) -> Layout:
-        """At least one free slot: those that no living completion uses are given up, or the cache grows."""
-        if self.slot < self.slots:
+        """At least one free slot: the cache of the first layout grows; a whole one begins anew."""
+        if self.slot < self.slots or self.slots == self.ladder.slots[-1]:
             return self
-        if self.call.mesh is None:
-            return self._select(np.arange(len(self.completions)))
-        slots = self._more_slots()
-        return dataclasses.replace(self, streams=tuple(grow(own, slots=slots) for own in self.streams), slots=slots)
+        slots = self.ladder.slots[self.ladder.slots.index(self.slots) + 1]
+        streams = tuple(grow(own, slots=slots, mesh=self.call.mesh) for own in self.streams)
+        return dataclasses.replace(self, streams=streams, slots=slots)
 
     def decode(self) -> Layout:
-        """One burst more: at most `BURST` tokens of each completion, as many as there are slots."""
-        call = self.call
-        count = min(BURST, self.slots - self.slot, call.table.length - int(self.drawn[~self.empty].min()))
+        """One burst more of each completion, or less where there are no more slots or tokens to draw."""
+        call, ladder = self.call, self.ladder
+        count, whole = ladder.steps, self.slots == ladder.slots[-1]
+        if not ladder.fixed:
+            left = call.table.length - int(self.drawn[~self.empty].min())
+            count = min(count, left if whole else min(left, self.slots - self.slot))
+        how = {"steps": ladder.steps, "fixed": ladder.fixed, "mesh": call.mesh, **call.settings}
 
         def draw_some(own: Stream) -> tuple[Stream, Drawn]:
-            part = (own.cache, own.replace(cache=None), self.slot, count)
-            return jax.block_until_ready(decode(call.model, call.variables, *part, steps=BURST, **call.settings))
+            part = (own.cache, own.replace(cache=()), self.slot, count)
+            return _waited(call, decode(call.model, call.variables, *part, **how))
 
-        results = run_in_streams(draw_some, self.streams)
-        alive = call.table.note(self.completions, self.drawn, _on_host(results), count)
-        return dataclasses.replace(
+        streams, drawn = zip(*run_in_streams(draw_some, self.streams), strict=True)
+        after = self.drawn + count
+        layout = dataclasses.replace(
             self,
-            streams=tuple(own for own, _ in results),
-            completions=np.where(alive, self.completions, -1),
-            drawn=self.drawn + count,
+            streams=streams,
+            completions=np.where(after[:, None] < call.table.length, self.completions, -1),
+            drawn=after,
             slot=self.slot + count,
         )
+        return layout._note(_Pending(self.completions, self.drawn, drawn, count))
 
-    def _select(self, groups: np.ndarray, order: np.ndarray | None = None) -> Layout:
-        """Completions order [B', G'] of groups [B'], by default all, without the slots that no living one uses."""
-        if order is None:
-            order = np.broadcast_to(np.arange(self.completions.shape[1]), (len(groups), self.completions.shape[1]))
-        completions, drawn = self.completions[groups[:, None], order], self.drawn[groups]
-        shift = self.slot + 1 - int(drawn[(completions >= 0).any(axis=1)].max(initial=1))
-        slot = self.slot - shift
-        slots = self.slots if slot < self.slots else self._more_slots()
-        parts = stream_count(self.call.params, *completions.shape)
-        streams = rearrange(self.streams, groups, order, shift, slots=slots, parts=parts)
-        return dataclasses.replace(self, streams=streams, completions=completions, drawn=drawn, slot=slot, slots=slots)
+    def all_completions(self) -> Completions:
+        """Of the call, when all of them have ended."""
+        return self._look().call.table.completions(len(self.call.keys))
 
-    def _more_slots(self) -> int:
-        return min(2 * self.slots, self.call.table.length - 1)
+    def _note(self, new: _Pending) -> Layout:
+        """What is being drawn, to be looked at; on an accelerator after the next tokens have been asked for."""
+        for x in jax.tree.leaves(new.drawn):
+            if x.is_fully_addressable:
+                x.copy_to_host_async()
+        return dataclasses.replace(self, pending=(*self.pending, new))._look(self.call.ahead)
+
+    def _look(self, ahead: int = 0) -> Layout:
+        """What was drawn, looked at, but for the last `ahead` bursts."""
+        waiting, completions = list(self.pending), self.completions
+        while len(waiting) > ahead:
+            old = waiting.pop(0)
+            parts = zip(*(fetch(drawn) for drawn in old.drawn), strict=True)
+            given: Any = tuple(np.concatenate(part) for part in parts)
+            alive = self.call.table.note(old.completions, old.before, given, old.steps)
+            ended = old.completions[~alive]
+            completions = np.where(np.isin(completions, ended), -1, completions)
+        return dataclasses.replace(self, completions=completions, pending=tuple(waiting))
 
 
-def _on_host(results: Sequence[tuple[Stream, Drawn]]) -> Any:
-    """What the streams drew, [B', G', steps]."""
-    drawn = zip(*(fetch(x) for _, x in results), strict=True)
-    return tuple(np.concatenate(parts) for parts in drawn)
+def _waited(call: Call, results: Any) -> Any:
+    """What a stream's program returns; a CPU's threads wait for theirs."""
+    return results if call.ahead else jax.block_until_ready(results)

@@ -95,13 +95,6 @@ class Experience:
     ahead: Completions | None = None
 
 
-def bucket_length(longest: int, largest: int) -> int:
-    """The smallest of largest, largest/2, largest/4, … that holds `longest`: few shapes, so few compilations."""
-    while largest % 2 == 0 and largest // 2 >= max(longest, 8):
-        largest //= 2
-    return largest
-
-
 class _Groups(NamedTuple):
     """Some groups as they came from the sampler, on the host: lists and arrays with B in front."""
 
@@ -265,7 +258,7 @@ def collect(
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
 
     Returns:
-      `Experience`. Its arrays are cut to the bucket of the longest completion.
+      `Experience`. Its arrays are cut as the updater asks for it.
     """
     config = task.config
     begin = functools.partial(_begin, task, state, updater)
@@ -306,7 +299,7 @@ def _begin(
     """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
     config = task.config
     longest = int(np.asarray(completions.mask).sum(axis=-1).max())
-    t = bucket_length(longest, config.max_completion_length)
+    t = updater.columns(longest)
     mask = completions.mask[:, :, :t]
     if counts_in is not None:
         mask = mask & counts_in[:, None, None]

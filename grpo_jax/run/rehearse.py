@@ -21,9 +21,10 @@ from grpo_jax.hub.policy import Policy
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import Run, new_state, prepare
-from grpo_jax.types import Batch, Prompts, as_argument
+from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -170,18 +171,7 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
     params = state.params
     decode = lower_decode(task.model, params, prompts, g, t, sampling=sampling_of(config))
-    rows = sizes.prompts_per_update
-    floats = shape((rows, g, t), jnp.float32)
-    batch = Batch(
-        prompts=Prompts(shape((rows, task.prompt_length), jnp.int32), shape((rows,), jnp.int32)),
-        tokens=shape((rows, g, t), jnp.int32),
-        mask=shape((rows, g, t), jnp.bool_),
-        advantages=shape((rows, g), jnp.float32),
-        sampling_log_probs=floats,
-        ref_log_probs=None if state.ref_params is None else floats,
-        initial_log_probs=None if state.initial_params is None else floats,
-        counted=shape((rows,), jnp.bool_) if config.dynamic_sampling else None,
-    )
+    batch = abstract_batch(run, state)
     update = run.updater.lower(state, batch)
     programs = {"decode": (decode, 0), "update": (update, run.updater.kept_bytes(state, batch))}
     memory = {}

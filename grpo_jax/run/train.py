@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -19,6 +20,7 @@ from grpo_jax.hub.publish import Publisher
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
 from grpo_jax.keep.run_dir import locked
 from grpo_jax.rewards.contract import reward_names
+from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.prepare import Run, about, new_state, prepare
@@ -142,6 +144,7 @@ def train(
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
+        contextlib.ExitStack() as ahead,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
         state, found, loop.batch, loop.ahead = checkpoints.restore(state, resume)
@@ -151,6 +154,7 @@ def train(
         monitor.start(state, progress, **sizes, resumed=found is not None)
         publisher.open()
         evaluate_if_due(loop, state)
+        ahead.enter_context(compiled_ahead(run, state))
         while progress.step < run.total_steps and not loop.stopping():
             if loop.batch is None:
                 state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration

@@ -1,4 +1,4 @@
-"""Scoring and updating without the padding, on one device: `step.train_step`, one packed sequence at a time.
+"""Scoring and updating without the padding: `step.train_step`, one packed sequence at a time.
 
 Completions are cut to their lengths and laid end to end in packed sequences. The prompts are read once for all of them,
 and one backward pass through the prompts ends the update:
@@ -9,32 +9,51 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── gradient of these, summed over the sequences ─► + gradient of the params
 ```
 
-One program serves all sequences, and the loop over them is on the host: it never waits for the device.
-
-From the reading of the prompts to the backward pass through them, only activations are kept. What that pass needs of
-the weights alone, themselves or cast to the compute dtype, is made anew there: kept, it would be a copy for each batch
-of prompts that is read at a time.
+One program serves all sequences, and the loop over them is on the host: it never waits for the device. On a mesh each
+device has sequences of its own prompts, as many as the device that needs most, and all are at work on theirs together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal, jaxpr_as_fun
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.streams import count_streams, devices_of, in_turn, run_in_streams, shared
-from grpo_jax.maths.metrics import MetricSums
-from grpo_jax.models.packing import PackedSequence, pack, padding_share, sequence_size
-from grpo_jax.models.scoring import read_prompts, score_packed
+from grpo_jax.devices.sharding import (
+    abstract,
+    constrain,
+    keep_placed,
+    place_of,
+    shard_count,
+    split,
+    split_sharding,
+    tree_sharding,
+)
+from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
+from grpo_jax.maths.metrics import MetricSums, merge_metrics
+from grpo_jax.models.packing import BLOCK, PackedSequence, lengths_of, pack, padding_share, sequence_size
+from grpo_jax.models.scoring import score_packed
+from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, sampling_of
+from grpo_jax.update.prompts import (
+    Spread,
+    add_prompts,
+    count_reads,
+    cut_reads,
+    deal,
+    join_reads,
+    read_all,
+    read_some,
+    rngs_of,
+)
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import dropout_key, zeros_like
 
@@ -43,16 +62,25 @@ CPU_TOKENS = 512
 leave the cache."""
 
 
+class _Shape(NamedTuple):
+    """What packed sequences of one compiled program have in common, as `packing.pack` takes it."""
+
+    size: int
+    longest: int
+    whole: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedUpdater:
-    """`updater.Updater` for the models of this package, on one device.
+    """`updater.Updater` for the models of this package.
 
     Attributes:
       model: a `types.CachedModel`, as an argument of a compiled function.
       config: the settings.
-      micro: (prompts, completions per prompt) of a micro-batch; a packed sequence has no more tokens.
+      micro: (prompts, completions per prompt) of a micro-batch; its packed sequences have no more tokens.
       optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
       on_policy: as in `step.train_step`.
+      mesh: where params are; None for one device.
     """
 
     model: Any
@@ -60,95 +88,200 @@ class PackedUpdater:
     micro: tuple[int, int]
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True
+    mesh: jax.sharding.Mesh | None = None
+
+    def columns(self, longest: int) -> int:
+        """T: what stands behind the ends of completions costs nothing."""
+        return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Log-probs [B, G, T] of completions; the last sequence of a single stream may still be on its way."""
-        return self._score(params, prompts, mask, self._pack(params, tokens, mask), with_entropy=False)[0]
+        sequences = self._pack(params, tokens, mask)
+        prompts, mask = split((prompts, mask), self.mesh)
+        return self._score(params, prompts, mask, sequences, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is consumed. The metric `padding_share` is added."""
         grads, sums, sequences = self._gradients(state, batch)
-        state, metrics = _jit_apply(state, grads, sums, optimizer=self.optimizer, config=self.config)
+        state, metrics = _jit_apply(state, grads, sums, optimizer=self.optimizer, config=self.config, mesh=self.mesh)
         # A sequence counts the segments that only fill its shape, and completions without a token are in none.
         rows = batch.mask.shape[0] * batch.mask.shape[1]
         return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(sequences))}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
-        """The first half of `update`: the gradient of a minibatch, and the metric sums of its parts."""
-        return self._gradients(state, batch)[:2]
+        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
+        grads, sums, _ = self._gradients(state, batch)
+        return grads, [sums]
 
-    def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
+    def lower(
+        self, state: TrainState, batch: Batch, *, tokens: int | None = None, sequence: PackedSequence | None = None
+    ) -> Any:
         """The largest program of `update`, lowered for completions that are all T long; only shapes are looked at.
 
-        `tokens` of a packed sequence are those of the present device unless they are given.
+        `tokens` of a packed sequence are those of the present device unless they are given; or it is of the shape of
+        another `sequence`.
         """
-        sequences = self._full_sequences(state.params, batch, tokens)
-        count, read, _ = self._shapes_read(state, batch, sequences)
-        read = jax.eval_shape(_join, [read] * count)
+        spread, full = self._spread(batch.prompts), self._full_sequence(state.params, batch, tokens)
+        state, batch = abstract((state, batch))
+        count, read, _ = self._shapes_read(state, batch, full)
+        read = jax.eval_shape(functools.partial(join_reads, spread=spread), [read] * count)
         entropies = batch.sampling_log_probs if self.config.top_entropy_quantile < 1 else None
         totals = jax.eval_shape(lambda batch, x: count_totals(batch, self.config, x), batch, entropies)
-        zeros = jax.eval_shape(_zeros, (state.params, read))
-        given = (zeros, state, read, batch, sequences[0], totals, dropout_key(self.model, state), 0)
-        return _add_sequence.lower(*given, model=self.model, config=self.config, on_policy=self.on_policy)
+        zeros = jax.eval_shape(functools.partial(_zeros, spread=spread), (state.params, read))
+        dropout = jax.eval_shape(lambda state: dropout_key(self.model, state), state)
+        zeros, read, dropout = self._placed((zeros, read, dropout), state.params)
+        totals = self._placed(totals, (batch, state.params if entropies is not None else None))
+        sequence = full if sequence is None else sequence
+        given = self._placed((state, batch, sequence))
+        given = (zeros, given[0], read, *given[1:], totals, dropout, 0)
+        return _add_sequence.lower(*given, **self._how, spread=spread)
 
-    def lower_score(self, params: Params, batch: Batch, *, tokens: int | None = None) -> Any:
+    def lower_score(
+        self,
+        params: Params,
+        batch: Batch,
+        *,
+        tokens: int | None = None,
+        sequence: PackedSequence | None = None,
+        with_entropy: bool = False,
+    ) -> Any:
         """The largest program of `score`, lowered in the same way."""
-        sequences = self._full_sequences(params, batch, tokens)
-        count = _count_reads(batch.prompts, sequences)
-        read_some = functools.partial(_read_some, count=count, backward=False)
-        read, _ = jax.eval_shape(read_some, params, batch.prompts, None, self.model, 0)
-        read = jax.eval_shape(_join, [read] * count)
+        spread, full = self._spread(batch.prompts), self._full_sequence(params, batch, tokens)
+        params, batch = abstract((params, batch))
+        how: dict[str, Any] = {"spread": spread}
+        count = count_reads(batch.prompts, full.tokens.shape[1], spread)
+        some = functools.partial(read_some, count=count, backward=False, **how)
+        read, _ = jax.eval_shape(some, params, batch.prompts, None, self.model, 0)
+        read = jax.eval_shape(functools.partial(join_reads, **how), [read] * count)
         scores = (jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32),) * 2
-        how = {"model": self.model, "sampling": sampling_of(self.config), "with_entropy": False}
-        return _score_sequence.lower(scores, params, read, batch.prompts.lengths, batch.mask, sequences[0], **how)
+        how |= {"model": self.model, "sampling": sampling_of(self.config), "with_entropy": with_entropy}
+        sequence = full if sequence is None else sequence
+        given = self._placed((scores, params)), self._placed(read, params)
+        given = (*given[0], given[1], *self._placed((batch.prompts.lengths, batch.mask, sequence)))
+        return _score_sequence.lower(*given, **how)
+
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
+        """Each program whose shape is that of the packed sequences, to be lowered: the only ones that may come late."""
+        t = batch.mask.shape[2]
+        most = self._most(state.params, t)
+        sequences = [self._any_sequence(batch, shape) for shape in self._shapes(state.params, t)]
+        scores = [False] * (batch.ref_log_probs is not None) + [True] * (self.config.top_entropy_quantile < 1)
+        state = abstract(state)  # the arrays will be taken by the first update
+        for sequence in sequences:
+            yield functools.partial(self.lower, state, batch, sequence=sequence, tokens=most)
+            for entropy in scores:
+                how: dict[str, Any] = {"sequence": sequence, "tokens": most, "with_entropy": entropy}
+                yield functools.partial(self.lower_score, state.params, batch, **how)
 
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-        """Bytes that `update` holds beside the program of `lower`: activations of all prompts, for the way back."""
-        count, _, kept = self._shapes_read(state, batch, self._full_sequences(state.params, batch, tokens))
-        return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+        """Bytes that `update` holds on a device beside the program of `lower`: activations of all prompts."""
+        count, _, kept = self._shapes_read(state, batch, self._full_sequence(state.params, batch, tokens))
+        kept_of_all = count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+        return kept_of_all // self._spread(batch.prompts).devices
 
-    def _pack(self, params: Params, tokens: Any, mask: Any, most: int | None = None) -> list[PackedSequence]:
-        """The packed sequences of a batch, of at most `most` tokens; None: as many as a micro-batch, fewer on a CPU."""
-        longest = tokens.shape[2]
-        if most is None:
-            most = self.micro[0] * self.micro[1] * longest
-            if all(device.platform == "cpu" for device in devices_of(params)):
-                most = min(most, CPU_TOKENS)
-        return pack(np.asarray(tokens), np.asarray(mask), size=sequence_size(most, longest))
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"model": self.model, "config": self.config, "on_policy": self.on_policy}
 
-    def _full_sequences(self, params: Params, batch: Batch, tokens: int | None) -> list[PackedSequence]:
-        """The packed sequences of a batch whose completions are all T long."""
-        full = np.ones(batch.mask.shape, bool)
-        return self._pack(params, full.astype(np.int32), full, tokens)
+    def _spread(self, prompts: Prompts) -> Spread:
+        """Over how many devices the prompts of a batch are cut; where they don't divide, all compute all."""
+        devices = shard_count(self.mesh)
+        return Spread(self.mesh, devices if prompts.lengths.shape[0] % devices == 0 else 1)
 
-    def _shapes_read(self, state: TrainState, batch: Batch, sequences: list[PackedSequence]) -> tuple[int, Any, Any]:
-        """How many times prompts are read, and the shapes of what `_read_some` returns each time."""
-        count = _count_reads(batch.prompts, sequences)
-        read_some = functools.partial(_read_some, count=count, backward=True)
+    def _placed(self, tree: Any, source: Any = None) -> Any:
+        """Shapes where the arrays of a run are: on a mesh params by their table and all others by prompts; on one
+        device where the `source` is, from which they are computed."""
+        if self.mesh is None:
+            at = place_of(source)
+            return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)
+        both = split_sharding(tree, self.mesh), tree_sharding(tree, self.mesh)
+        return jax.tree.map(lambda x, prompts, table: _at(x, table if any(table.spec) else prompts), tree, *both)
+
+    def _most(self, params: Params, t: int) -> int:
+        """Tokens of a packed sequence at most: as many as a micro-batch on each device, fewer on a CPU."""
+        most = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
+        return min(most, CPU_TOKENS) if all(device.platform == "cpu" for device in devices_of(params)) else most
+
+    def _shapes(self, params: Params, t: int, most: int | None = None) -> list[_Shape]:
+        """The shapes that packed sequences of completions [B, G, T] may have: each is a program, so they are few.
+
+        With a fused attention two sizes. With one that writes out the scores of whole blocks, the block and how far
+        back it has to look: for completions of any length, for short ones, and for such as all run to the end.
+        """
+        most = self._most(params, t) if most is None else most
+        size, short = sequence_size(most, t), -(-t // 4)
+        shapes = [_Shape(size, t, whole=False)]
+        if implementation(self.model.config.attention) != "einsum":
+            smaller = sequence_size(size // 4, t)
+            return [*shapes, shapes[0]._replace(size=smaller)] if 2 * smaller <= size else shapes
+        if t % BLOCK == 0:
+            shapes.append(shapes[0]._replace(whole=True))
+        return [*shapes, shapes[0]._replace(longest=short)] if short >= BLOCK else shapes
+
+    def _pack(self, params: Params, tokens: Any, mask: Any) -> list[PackedSequence]:
+        """The packed sequences of a batch, of the shape that fits it best."""
+        tokens, mask = np.asarray(tokens), np.asarray(mask)
+        lengths, devices = lengths_of(mask), shard_count(self.mesh)
+        devices = devices if len(lengths) % devices == 0 else 1
+        t = mask.shape[2]
+        most = int(lengths.reshape(devices, -1).sum(axis=1).max())
+        fitting = [shape for shape in self._shapes(params, t) if lengths.max() <= shape.longest]
+        if any(shape.whole for shape in fitting):
+            fitting = [shape for shape in fitting if shape.whole == bool((lengths == t).all())]
+        # The fewest tokens, then those made for the shortest completions.
+        best = min(fitting, key=lambda shape: (-(-most // shape.size) * shape.size, shape.longest, -shape.size))
+        return pack(tokens, mask, devices=devices, **best._asdict())
+
+    def _any_sequence(self, batch: Batch, shape: _Shape) -> PackedSequence:
+        """A packed sequence of that shape."""
+        mask = np.ones(batch.mask.shape, bool)
+        if not shape.whole:
+            mask[:, :, shape.longest // 2 :] = False
+        devices = self._spread(batch.prompts).devices
+        return pack(mask.astype(np.int32), mask, devices=devices, **shape._asdict())[0]
+
+    def _full_sequence(self, params: Params, batch: Batch, tokens: int | None) -> PackedSequence:
+        """A packed sequence of a batch whose completions are all T long."""
+        shapes = self._shapes(params, batch.mask.shape[2], tokens)
+        return self._any_sequence(batch, next((shape for shape in shapes if shape.whole), shapes[0]))
+
+    def _shapes_read(self, state: TrainState, batch: Batch, sequence: PackedSequence) -> tuple[int, Any, Any]:
+        """How many times prompts are read, and the shapes of what `read_some` returns each time."""
+        spread = self._spread(batch.prompts)
+        count = count_reads(batch.prompts, sequence.tokens.shape[1], spread)
+        some = functools.partial(read_some, count=count, backward=True, spread=spread)
         dropout = dropout_key(self.model, state)
-        return count, *jax.eval_shape(read_some, state.params, batch.prompts, dropout, self.model, 0)
+        return count, *jax.eval_shape(some, state.params, batch.prompts, dropout, self.model, 0)
 
-    def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums], list[PackedSequence]]:
+    def _size(self, params: Params, t: int) -> int:
+        """Tokens of the largest packed sequence: by these, prompts are read."""
+        return max(shape.size for shape in self._shapes(params, t))
+
+    def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, list[PackedSequence]]:
         """Gradient and metric sums of a batch, and its packed sequences."""
-        model, how = self.model, {"model": self.model, "config": self.config, "on_policy": self.on_policy}
-        sequences = self._pack(state.params, batch.tokens, batch.mask)
+        model, spread = self.model, self._spread(batch.prompts)
+        sequences, size = (
+            self._pack(state.params, batch.tokens, batch.mask),
+            self._size(state.params, batch.mask.shape[2]),
+        )
+        batch = split(batch, self.mesh)
         entropies = None
         if self.config.top_entropy_quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.mask, sequences, with_entropy=True)
         totals = _jit_totals(batch, config=self.config, entropies=entropies)
         dropout = dropout_key(model, state)
-        read, kept = _read_all(state.params, batch.prompts, dropout, model, sequences, backward=True)
+        given = (state.params, batch.prompts, dropout, model)
+        read, kept = read_all(*given, size, spread, backward=True)
 
-        def gradients_of(numbers: range) -> tuple[Any, list[Any]]:
-            grads, sums = _zeros((state.params, read)), []
+        def gradients_of(numbers: range) -> tuple[Any, MetricSums]:
+            grads, sums = _zeros((state.params, read), spread=spread), list[MetricSums]()
             for i in numbers:
-                given = (state, read, batch, sequences[i], totals, dropout, i)
-                grads, more = _add_sequence(in_turn(grads), *given, **how)
-                sums.append(more)
-            return grads, sums
+                given = (state, read, batch, split(sequences[i], self.mesh), totals, dropout, i)
+                grads, more = _add_sequence(in_turn(grads), *given, **self._how, spread=spread)
+                sums = [more] if not sums else [_merge(*sums, more)]  # one by one: whatever their number, one program
+            return grads, sums[0]
 
-        results = run_in_streams(gradients_of, _deal(state.params, len(sequences)))
-        sums = [more for _, sums in results for more in sums]
+        results = run_in_streams(gradients_of, deal(state.params, len(sequences)))
         totals_of, of_reads = zip(*(grads for grads, _ in results), strict=True)
         of_read = _sum(of_reads)
 
@@ -156,179 +289,93 @@ class PackedUpdater:
             total, numbers = share
             for i in numbers:
                 given = (state.params, batch.prompts, dropout, model, i)
-                total = _add_prompts(in_turn(total), kept[i], of_read, read, *given, count=len(kept))
+                total = add_prompts(in_turn(total), kept[i], of_read, read, *given, count=len(kept), spread=spread)
             return total
 
         # A stream's prompts are added to the gradient of the same stream's sequences; a stream may have none.
         shares = [range(i, len(kept), len(totals_of)) for i in range(len(totals_of))]
-        return _sum(run_in_streams(with_prompts, list(zip(totals_of, shares, strict=True)))), sums, sequences
+        grads = _sum(run_in_streams(with_prompts, list(zip(totals_of, shares, strict=True))))
+        return grads, functools.reduce(_merge, (sums for _, sums in results)), sequences
 
     def _score(
         self, params: Params, prompts: Prompts, mask: jax.Array, sequences: list[PackedSequence], *, with_entropy: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [B, G, T] of all completions."""
-        read, _ = _read_all(params, prompts, None, self.model, sequences, backward=False)
-        how = {"model": self.model, "sampling": sampling_of(self.config), "with_entropy": with_entropy}
+        spread = self._spread(prompts)
+        read, _ = read_all(params, prompts, None, self.model, self._size(params, mask.shape[2]), spread, backward=False)
+        how: dict[str, Any] = {"model": self.model, "sampling": sampling_of(self.config), "with_entropy": with_entropy}
 
         def scores_of(numbers: range) -> tuple[jax.Array, jax.Array]:
-            scores = (jnp.zeros(mask.shape), jnp.zeros(mask.shape))
+            scores = split((jnp.zeros(mask.shape), jnp.zeros(mask.shape)), self.mesh)
             for i in numbers:
-                scores = _score_sequence(in_turn(scores), params, read, prompts.lengths, mask, sequences[i], **how)
+                given = (params, read, prompts.lengths, mask, split(sequences[i], self.mesh))
+                scores = _score_sequence(in_turn(scores), *given, **how, spread=spread)
             return scores
 
-        return _sum(run_in_streams(scores_of, _deal(params, len(sequences))))
+        return _sum(run_in_streams(scores_of, deal(params, len(sequences))))
 
 
-_jit_apply = jax.jit(apply_gradients, static_argnames=("optimizer", "config"), donate_argnames=("state",))
+def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """A shape with that place, unless it has one."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or sharding)
+
+
+def _apply(state, grads, sums, *, mesh, **how):
+    state, metrics = apply_gradients(state, grads, [sums], **how)
+    return keep_placed(state, mesh), metrics
+
+
+_jit_apply = jax.jit(_apply, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
 _jit_totals = jax.jit(count_totals, static_argnames=("config",))
+_merge = jax.jit(merge_metrics)
 
 
-def _deal(params: Params, count: int) -> list[range]:
-    """The numbers 0 … count − 1 dealt out to the streams."""
-    streams = count_streams(params, count)
-    return [range(i, count, streams) for i in range(streams)]
-
-
-def _read_all(
-    params: Params,
-    prompts: Prompts,
-    dropout: jax.Array | None,
-    model: Any,
-    sequences: list[PackedSequence],
-    *,
-    backward: bool,
-) -> tuple[Any, list[Any]]:
-    """`read_prompts` of all prompts, some at a time; and what each time keeps for the way back."""
-    count = _count_reads(prompts, sequences)
-
-    def read_share(numbers: range) -> list[Any]:
-        how: dict[str, Any] = {"count": count, "backward": backward}
-        return [in_turn(_read_some(params, prompts, dropout, model, i, **how)) for i in numbers]
-
-    shares = _deal(params, count)
-    results = run_in_streams(read_share, shares)
-    in_order = [results[i % len(shares)][i // len(shares)] for i in range(count)]
-    return _join([read for read, _ in in_order]), [kept for _, kept in in_order]
-
-
-def _count_reads(prompts: Prompts, sequences: list[PackedSequence]) -> int:
-    """How many times equally many prompts are read: none has more tokens than a sequence, or it is a single prompt."""
-    b, p = prompts.tokens.shape
-    return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= sequences[0].tokens.shape[0]))
-
-
-def _take(tree: Any, number: jax.Array | int, count: int) -> Any:
-    """Of arrays [B, ...], those of the prompts that are read at time `number` of `count`."""
-    some = lambda x: jax.lax.dynamic_slice_in_dim(x, number * (x.shape[0] // count), x.shape[0] // count)
-    return jax.tree.map(some, tree)
-
-
-def _rngs(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, jax.Array] | None:
-    """The keys of `apply`, different for different numbers."""
-    return None if dropout is None else {"dropout": functools.reduce(jax.random.fold_in, numbers, dropout)}
-
-
-def _read(params, prompts, dropout, model, number, *, count):
-    return read_prompts(model, params, _take(prompts, number, count), rngs=_rngs(dropout, 0, number))
-
-
-@shared
-@functools.partial(jax.jit, static_argnames=("count", "backward"))
-def _read_some(params, prompts, dropout, model, number, *, count, backward):
-    """`_read`, and what it keeps for the way back: the pullback's leaves that are activations."""
-    if not backward:
-        return _read(params, prompts, dropout, model, number, count=count), None
-    read, leaves, activation, _ = _linearize(params, prompts, dropout, model, number, count=count)
-    return read, [leaf for leaf, keep in zip(leaves, activation, strict=True) if keep]
-
-
-def _linearize(params, prompts, dropout, model, number, *, count):
-    """`_read`; and of its pullback the leaves, which of them are activations, and the structure."""
-    structure = []
-
-    def forward(params, model, prompts, dropout, number):
-        read = lambda params: _read(params, prompts, dropout, model, number, count=count)
-        result, pullback = jax.vjp(read, params)
-        leaves, tree = jax.tree.flatten(pullback)
-        structure.append(tree)
-        return result, leaves
-
-    weights, given = (params, model), (prompts, dropout, number)
-    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*weights, *given)
-    of_given = [False] * len(jax.tree.leaves(weights)) + [True] * len(jax.tree.leaves(given))
-    depends = _depend(traced.jaxpr, of_given)
-    results = jaxpr_as_fun(traced)(*jax.tree.leaves((*weights, *given)))
-    read, leaves = jax.tree.unflatten(jax.tree.structure(shapes), results)
-    return read, leaves, depends[len(depends) - len(leaves) :], structure[0]
-
-
-def _depend(jaxpr: Any, given: list[bool]) -> list[bool]:
-    """Which results of a jaxpr depend on those of its arguments that are marked; in doubt they do."""
-    marked = {x for x, mark in zip(jaxpr.invars, given, strict=True) if mark}
-    marks_of = lambda values: [not isinstance(x, Literal) and x in marked for x in values]
-    for step in jaxpr.eqns:
-        marks = marks_of(step.invars)
-        if step.primitive.name in ("jit", "pjit", "checkpoint"):  # calls: what goes in is what the inner jaxpr is given
-            inner = step.params["jaxpr"]
-            marks = _depend(getattr(inner, "jaxpr", inner), marks)
-        else:
-            marks = [any(marks)] * len(step.outvars)
-        marked.update(x for x, mark in zip(step.outvars, marks, strict=True) if mark)
-    return marks_of(jaxpr.outvars)
+def _sum(trees):
+    return trees[0] if len(trees) == 1 else _add_up(tuple(trees))
 
 
 @jax.jit
-def _sum(trees):
+def _add_up(trees):
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees)
 
 
-@jax.jit
-def _join(reads):
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *reads)
-
-
-@jax.jit
-def _zeros(like):
+@functools.partial(jax.jit, static_argnames=("spread",))
+def _zeros(like, *, spread):
     # Also of what was read: gradients of keys and values are sums over many sequences, whatever the compute dtype.
-    return zeros_like(like)
+    return _keep_gradients(zeros_like(like), spread)
+
+
+def _keep_gradients(gradients, spread):
+    """Gradients of the params and of what was read, where these are."""
+    of_params, of_read = gradients
+    return keep_placed(of_params, spread.mesh), cut_reads(of_read, spread)
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("config", "on_policy"), donate_argnums=(0,))
-def _add_sequence(gradients, state, read, batch, sequence, totals, dropout, number, *, model, config, on_policy):
+@functools.partial(jax.jit, static_argnames=("config", "on_policy", "spread"), donate_argnums=(0,))
+def _add_sequence(
+    gradients, state, read, batch, sequence, totals, dropout, number, *, model, config, on_policy, spread
+):
     """Gradients of the params and of what was read from the prompts, with those of one packed sequence added."""
     own = jax.tree.map(sequence.of, batch.replace(prompts=None, counted=None))
     own = own.replace(mask=own.mask & sequence.mask)
 
     def loss_fn(params, read):
         given = (read, batch.prompts.lengths, sequence, sampling_of(config))
-        log_probs, entropies = score_packed(model, params, *given, rngs=_rngs(dropout, 1, number))
+        log_probs, entropies = score_packed(model, params, *given, rngs=rngs_of(dropout, 1, number))
         return loss_of(log_probs, entropies, own, state, totals, config=config, on_policy=on_policy)
 
     more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), gradients, more), sums
+    total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), gradients, more)
+    return _keep_gradients(total, spread), sums
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("count",), donate_argnums=(0,))
-def _add_prompts(total, kept, of_read, read, params, prompts, dropout, model, number, *, count):
-    """The gradient of the params with what comes through the prompts of one `_read` added to it."""
-    # Traced once more for what comes of weights alone; XLA drops the rest of it.
-    _, leaves, activation, tree = _linearize(params, prompts, dropout, model, number, count=count)
-    rest = iter(kept)
-    leaves = [next(rest) if keep else leaf for leaf, keep in zip(leaves, activation, strict=True)]
-    of_read = jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read)
-    (more,) = jax.tree.unflatten(tree, leaves)(_take(of_read, number, count))
-    return jax.tree.map(jnp.add, total, more)
-
-
-@shared
-@functools.partial(jax.jit, static_argnames=("sampling", "with_entropy"), donate_argnums=(0,))
-def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy):
+@functools.partial(jax.jit, static_argnames=("sampling", "with_entropy", "spread"), donate_argnums=(0,))
+def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, spread):
     """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
     new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)
     seen = sequence.of(mask)
-    flat = lambda x: x.reshape(-1, x.shape[-1])
     # A segment that only fills the shape adds zeros to the first completion.
-    put = lambda old, x: flat(old).at[sequence.completions].add(jnp.where(seen, x, 0)).reshape(old.shape)
+    put = lambda old, x: constrain(sequence.put(old, jnp.where(seen, x, 0)), spread.mesh)
     return jax.tree.map(put, scores, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +28,10 @@ class Updater(Protocol):
     @property
     def on_policy(self) -> bool: ...
 
+    def columns(self, longest: int) -> int:
+        """To how many tokens the arrays of a batch are to be cut whose longest completion has so many."""
+        ...
+
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
 
@@ -50,8 +55,12 @@ class Updater(Protocol):
         """The largest program of `score`, likewise."""
         ...
 
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
+        """Those programs of a run that its first iteration may leave out, each to be lowered."""
+        ...
+
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-        """Bytes that `update` holds beside the program of `lower`."""
+        """Bytes that `update` holds on a device beside the program of `lower`."""
         ...
 
 
@@ -64,7 +73,7 @@ def choose_updater(
     mesh: jax.sharding.Mesh | None = None,
     on_policy: bool | None = None,
 ) -> Updater:
-    """Packed for the models of this package on one device; padded for any other model, and on a mesh.
+    """Packed for the models of this package, padded for any other.
 
     Args:
       model: a model of this package, or any `apply` by `types.Model`.
@@ -76,14 +85,13 @@ def choose_updater(
     """
     on_policy = config.on_policy if on_policy is None else on_policy
     how: dict[str, Any] = {"optimizer": optimizer, "on_policy": on_policy}
-    if is_cached(model) and (mesh is None or mesh.size == 1):
-        return PackedUpdater(as_argument(model), config, micro, **how)
-    return PaddedUpdater(as_argument(model), config, micro, mesh=mesh, **how)
+    how["mesh"] = None if mesh is None or mesh.size == 1 else mesh
+    return (PackedUpdater if is_cached(model) else PaddedUpdater)(as_argument(model), config, micro, **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedUpdater:
-    """`step.train_step`, compiled; attributes as of `PackedUpdater`, and the mesh."""
+    """`step.train_step`, compiled; attributes as of `PackedUpdater`."""
 
     model: Any
     config: GRPOConfig
@@ -91,6 +99,13 @@ class PaddedUpdater:
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True
     mesh: jax.sharding.Mesh | None = None
+
+    def columns(self, longest: int) -> int:
+        """The smallest of T, T/2, T/4, … that holds `longest`: few shapes, so few compilations."""
+        most = self.config.max_completion_length
+        while most % 2 == 0 and most // 2 >= max(longest, 8):
+            most //= 2
+        return most
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Log-probs [B, G, T] of completions."""
@@ -114,6 +129,10 @@ class PaddedUpdater:
     def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
         """The program of `update`, lowered; only shapes are looked at."""
         return _jit_train_step.lower(state, batch, **self._how, optimizer=self.optimizer, mesh=self.mesh)
+
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
+        """None: which lengths will come is not known."""
+        yield from ()
 
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
         """None: all is one program."""

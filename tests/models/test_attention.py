@@ -67,13 +67,14 @@ def test_end_to_end_is_one_by_one(settings, seed, full, size, block):
     met = 0
     for sequence in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
         lay_out = [np.zeros((H, size, *x.shape[3:])) for x in rows]
-        for row, start, n in zip(sequence.completions, sequence.starts, sequence.lengths, strict=True):
+        placed = list(zip(sequence.completions[0], sequence.starts[0], sequence.lengths[0], strict=True))
+        for row, start, n in placed:
             for flat, x in zip(lay_out, rows, strict=True):
                 flat[:, start : start + n] = x[row, :, :n]
         lq, lk, lv = (jnp.asarray(x, jnp.float32)[None, :, None] for x in lay_out)
         got = packed_attention(lq, lk, lv, prefix, sequence.segments, **settings)[0, :, 0]
         assert np.isfinite(got).all(), "where no row stands, too"
-        for row, start, n in zip(sequence.completions, sequence.starts, sequence.lengths, strict=True):
+        for row, start, n in placed:
             np.testing.assert_allclose(got[:, start : start + n], expected[row, :, :n], atol=1e-5)
             met += n
     assert met == lengths.sum()

@@ -74,8 +74,8 @@ def test_packed_sequences(kind, window):
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     sequence = pack(np.ones(mask.shape, int), mask, size=size, block=4)[0]
     segments = jax.tree.map(jnp.asarray, sequence.segments)
-    assert len(set(np.asarray(segments.prompt))) == 2, "two prompts in one sequence"
-    there = jnp.asarray(segments.number >= 0).reshape(1, 1, 1, size, 1, 1)
+    assert len(set(np.asarray(segments.prompt[0]))) == 2, "two prompts in one sequence"
+    there = jnp.asarray(segments.number[0] >= 0).reshape(1, 1, 1, size, 1, 1)
     how = How.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
     given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
 

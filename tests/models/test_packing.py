@@ -1,5 +1,7 @@
 """Packing: every token of every row stands once, where the segments says, and next to nothing is padding."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,12 @@ def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
     return rng.integers(1, 100, (b, g, t)), np.arange(t) < lengths[..., None]
 
 
+def only(sequence):
+    """The sequence of the only device, without its axis."""
+    assert sequence.tokens.shape[0] == 1
+    return jax.tree.map(lambda x: x[0], sequence)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
@@ -21,6 +29,7 @@ def test_every_token_stands_once(seed, size, block):
     sequences = pack(tokens, mask, size=size, block=block)
     seen = np.zeros(mask.shape, int).reshape(-1, mask.shape[2])
     for sequence in sequences:
+        sequence = only(sequence)
         taken = np.zeros(size, bool)
         for number, (row, start, length) in enumerate(
             zip(sequence.completions, sequence.starts, sequence.lengths, strict=True)
@@ -49,7 +58,8 @@ def test_a_packed_sequence_gives_completions_back():
         spread = np.where(sequence.mask, sequence.spread(jnp.asarray(sequence.tokens)), 0)[real]
         whole = np.where(mask, tokens, 0).reshape(-1, mask.shape[2])
         np.testing.assert_array_equal(spread, whole[sequence.completions[real]])
-        np.testing.assert_array_equal(sequence.of(mask)[real], mask.reshape(whole.shape)[sequence.completions[real]])
+        found = np.asarray(sequence.of(jnp.asarray(mask)))[real]
+        np.testing.assert_array_equal(found, mask.reshape(whole.shape)[sequence.completions[real]])
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
 
@@ -58,7 +68,7 @@ def test_a_hole_in_a_mask_does_not_end_a_row():
     mask = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
     (sequence,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
     assert sequence.lengths[sequence.lengths > 0].tolist() == [3]
-    assert sequence.tokens[:3].tolist() == [0, 1, 2]
+    assert sequence.tokens[0, :3].tolist() == [0, 1, 2]
 
 
 @pytest.mark.quick
@@ -102,12 +112,12 @@ def test_rows_that_end_at_random_leave_little_padding():
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
     tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
     for sequence in pack(tokens, mask, size=size):
-        assert sequence.segments.prompt.shape == (size // expected,)
+        assert sequence.segments.prompt.shape == (1, size // expected)
         assert sequence.segments.reach == t // expected - 1
         assert (sequence.starts % expected == 0).all()
     mask[1, 2, -1] = False
     for sequence in pack(tokens, mask, size=size):
-        assert sequence.segments.prompt.shape == (size // BLOCK,)
+        assert sequence.segments.prompt.shape == (1, size // BLOCK)
         assert sequence.segments.reach == min(t // BLOCK, size // BLOCK - 1)
 
 
@@ -115,3 +125,31 @@ def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expect
 def test_full_rows_leave_no_padding():
     mask = np.ones((8, 8, 128), bool)
     assert padding_share(pack(np.ones(mask.shape, int), mask, size=1024)) == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("longest", [None, 20])
+def test_each_device_has_the_completions_of_its_own_prompts(longest):
+    """Six prompts on three devices: what stands on one is what it has when its two prompts are all there are."""
+    tokens, mask = rows_of(b=6, seed=3)
+    mask &= np.arange(40) < (longest or 40)
+    mask[4:, 1:] = False  # the last device has less to do
+    how = {"size": 64, "block": 8, "longest": longest}
+    together = pack(tokens, mask, devices=3, **how)
+    counts = []
+    for device in range(3):
+        own = slice(2 * device, 2 * device + 2)
+        alone = [only(sequence) for sequence in pack(tokens[own], mask[own], **how)]
+        counts.append(len(alone))
+        here = [jax.tree.map(lambda x, device=device: x[device], sequence) for sequence in together]
+        chex.assert_trees_all_equal(here[: len(alone)], alone)
+        assert all(sequence.lengths.sum() == 0 for sequence in here[len(alone) :])
+    assert len(together) == max(counts) > min(counts)
+    assert padding_share(together) == pytest.approx(1 - mask.sum() / (len(together) * 3 * 64))
+    for sequence in together:
+        assert sequence.mask.shape[2] == (longest or 40)
+        values = jnp.where(sequence.of(jnp.asarray(mask)), sequence.of(jnp.asarray(tokens, jnp.float32)), 0)
+        back = sequence.put(jnp.zeros(mask.shape), jnp.where(sequence.mask, values, 0))
+        there = np.asarray(back) > 0
+        np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
+        assert there.sum() == sequence.lengths.sum()

@@ -11,7 +11,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax.run import collect as collect_module
-from grpo_jax.run.collect import Task, bucket_length, collect
+from grpo_jax.run.collect import Task, collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.update.packed import PackedUpdater
@@ -204,15 +204,6 @@ def test_scores_that_are_missing_leave_the_mean_alone():
     advantages = np.asarray(collected(run_of(half)).batch.advantages)
     np.testing.assert_array_equal(advantages[:, 1::2], 0)
     np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("longest", "largest", "expected"),
-    [(64, 64, 64), (33, 64, 64), (32, 64, 32), (9, 64, 16), (3, 64, 8), (5, 96, 12), (70, 100, 100), (50, 100, 50)],
-)
-def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
-    assert bucket_length(longest, largest) == expected
 
 
 @pytest.mark.quick

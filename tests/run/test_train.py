@@ -13,7 +13,7 @@ from tiny import tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, train
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
-from grpo_jax.update import packed
+from grpo_jax.update import packed, prompts
 from grpo_jax.watch.lines import read_lines
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
@@ -80,14 +80,14 @@ def test_the_callers_policy_is_left_as_it_was():
 @pytest.mark.quick
 def test_after_warm_up_an_iteration_compiles_nothing():
     programs = (
-        packed._read_some,
+        prompts.read_some,
         packed._add_sequence,
-        packed._add_prompts,
+        prompts.add_prompts,
         packed._jit_apply,
         packed._score_sequence,
         decode_module.prefill,
         decode_module.decode,
-        decode_module.rearrange,
+        decode_module.gather,
     )
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])

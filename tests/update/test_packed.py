@@ -17,6 +17,7 @@ from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update import packed
+from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import train_step
 from grpo_jax.update.updater import choose_updater
@@ -30,7 +31,8 @@ OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
-    monkeypatch.setattr(packed, "pack", lambda *x, size: packing.pack(*x, size=-(-size // 4) * 4, block=4))
+    monkeypatch.setattr(packed, "pack", lambda *x, size, **y: packing.pack(*x, size=-(-size // 4) * 4, block=4, **y))
+    monkeypatch.setattr(packed, "BLOCK", 4)
     monkeypatch.setattr(
         packed, "sequence_size", lambda tokens, longest: packing.sequence_size(tokens, longest, block=4)
     )
@@ -89,7 +91,7 @@ def assert_same_step(plain, packed_step):
 )
 @pytest.mark.parametrize("streams", [1, 2])
 def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
-    monkeypatch.setattr(packed, "count_streams", lambda *_: streams)
+    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: streams)
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings)
     assert_same_step(*both(*tiny_model(), batch(), config))
 
@@ -202,7 +204,7 @@ def grown(monkeypatch, model, params, config, b):
         raise _PromptsAreRead
 
     monkeypatch.setattr(packed, "_add_sequence", stop)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)  # each has its own sums of gradients
+    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)  # each has its own sums of gradients
     one = batch()
     repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
     prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))

@@ -27,7 +27,7 @@ class Bare:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("bare", "devices", "kind"),
-    [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PaddedUpdater), (True, 0, PaddedUpdater)],
+    [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PackedUpdater), (True, 0, PaddedUpdater)],
 )
 def test_what_is_packed(bare, devices, kind):
     model = tiny_model()[0]
@@ -35,7 +35,7 @@ def test_what_is_packed(bare, devices, kind):
     updater = choose_updater(Bare(model) if bare else model, CONFIG, micro=(4, G), mesh=mesh)
     assert type(updater) is kind
     assert updater.on_policy is CONFIG.on_policy is True
-    assert getattr(updater, "mesh", None) is (mesh if kind is PaddedUpdater else None)
+    assert updater.mesh is (mesh if devices > 1 else None)
     assert choose_updater(model, GRPOConfig(num_iterations=2), micro=(4, G)).on_policy is False
 
 
@@ -51,3 +51,13 @@ def test_both_kinds_have_the_same_numbers():
         results.append((scores, state.params, {k: v for k, v in metrics.items() if k != "padding_share"}))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *results)
     assert "padding_share" not in metrics, "nothing is packed there"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("longest", "largest", "expected"),
+    [(64, 64, 64), (33, 64, 64), (32, 64, 32), (9, 64, 16), (3, 64, 8), (5, 96, 12), (70, 100, 100), (50, 100, 50)],
+)
+def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
+    updater = PaddedUpdater(None, GRPOConfig(max_completion_length=largest), (4, G))
+    assert updater.columns(longest) == expected

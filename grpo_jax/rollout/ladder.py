@@ -1,0 +1,158 @@
+"""The layouts that a rollout may pass through: few, and known from its sizes alone.
+
+Each layout is a compiled program, and a TPU takes half a minute to compile one. So what the completions do decides when
+the rollout goes from one layout to the next, and never which layouts there are:
+
+```
+64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
+                        └────────┤            │
+32                           128 slots ─► 255 slots        as they end, those that are left move down
+                                     └────────┤
+16                                        255 slots
+                                              │
+8                                         255 slots
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from grpo_jax.models.bounds import DecodeStep
+
+BURST = 16
+"""Decode steps of one call, between two looks at which completions have ended, at most."""
+
+FEWEST_SLOTS = 64
+"""Slots of a cache at least."""
+
+FEWEST = 8
+"""Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
+
+MOST_RUNGS = 3
+"""Smaller layouts at most."""
+
+WORTH_A_MOVE = 0.8
+"""Share of the present layout's cost that the next may have at most: a move costs a copy of the cache, and programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The layouts of a rollout.
+
+    Attributes:
+      shapes: (groups, width) of each layout: the first holds all completions, each further one has room for those that
+        are left.
+      slots: sizes that the cache grows through. A layout has those from its own number on: it is not reached early.
+      steps: of a burst.
+      fixed: whether every burst has all of its steps, for devices whose loops the host would otherwise have to watch.
+      step: what a step costs that looks at all slots.
+      shards: devices that groups are cut over. On several, no group leaves its device.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    slots: tuple[int, ...]
+    steps: int
+    fixed: bool
+    step: DecodeStep
+    shards: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        groups: int,
+        width: int,
+        length: int,
+        step: DecodeStep,
+        *,
+        shards: int = 1,
+        waits: bool = False,
+        fixed: bool = False,
+    ) -> Ladder:
+        """The layouts of [groups, width] completions of at most `length` tokens.
+
+        Args:
+          groups: that stand on the devices at a time.
+          width: G.
+          length: T.
+          step: as the attribute.
+          shards: likewise.
+          waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
+          fixed: as the attribute.
+
+        Example:
+          >>> step = DecodeStep(weights=10.0, prompt=1.0, own=2.0, products=5.0)
+          >>> ladder = Ladder.of(8, 8, 256, step)
+          >>> ladder.shapes, ladder.slots
+          (((8, 8), (32, 1), (16, 1), (8, 1)), (64, 128, 255))
+        """
+        last = max(1, length - 1)
+        steps = -(-last // -(-last // BURST))  # equal bursts, so that few steps are beyond the end
+        slots = [last]
+        if not waits:
+            first = max(FEWEST_SLOTS, -(-length // 4))
+            first = -(-first // steps) * steps if fixed else first
+            slots = [*(n for n in (first, 2 * first) if n < last), last]
+        shapes = [(groups, width)]
+        while len(shapes) <= MOST_RUNGS and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:
+            shapes.append(smaller)
+        return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
+
+    def slots_of(self, at: int) -> tuple[int, ...]:
+        """Sizes of the cache of the `at`-th layout."""
+        return self.slots[min(at, len(self.slots) - 1) :]
+
+    def slots_below(self, at: int, slots: int) -> int | None:
+        """The size of the cache with which the layout after the `at`-th goes on from `slots`; None: it does not pay."""
+        if at + 1 == len(self.shapes):
+            return None
+        there = next(n for n in self.slots_of(at + 1) if n >= slots)
+
+        def cost(shape: tuple[int, int], slots: int) -> float:
+            return self.step.with_slots(slots, of=self.slots[-1]).cost(shape[0] // self.shards, shape[1])
+
+        pays = cost(self.shapes[at + 1], there) <= WORTH_A_MOVE * cost(self.shapes[at], slots)
+        return there if pays else None
+
+    def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which completions go to the layout after the `at`-th, as groups [B''] and order [B'', G'']; None: too many.
+
+        Args:
+          at: the present layout, not the last.
+          alive: [B', G'] completions that have not ended.
+        """
+        groups, width = self.shapes[at + 1]
+        # Fillers are completions that have ended: they draw nothing.
+        if width > 1 or self.shards > 1:
+            counts = alive.sum(axis=1)
+            if counts.max() > width or (counts > 0).sum() > groups:
+                return None
+            chosen = np.sort(np.argsort(counts == 0, kind="stable")[:groups])
+            return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
+        if alive.sum() > groups:
+            return None
+        flat = np.argsort(~alive.reshape(-1), kind="stable")[:groups]
+        return flat // alive.shape[1], (flat % alive.shape[1])[:, None]
+
+
+def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
+    """The layout after [groups, width]; None: none is worth it.
+
+    One of three: narrower groups, which read each prompt once and have to be as wide as the widest, if they are cheaper
+    by a quarter than as many completions each with a prompt of its own; else such completions, down to the fewest in
+    equal strides; where prompts cost nearly all, fewer groups.
+    """
+    cost = lambda shape: step.cost(shape[0] // shards, shape[1])
+    holds = lambda shape: FEWEST <= shape[0] * shape[1] < groups * width
+    worth = lambda shape: holds(shape) and cost(shape) <= WORTH_A_MOVE * cost((groups, width))
+    narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
+    if shards > 1:
+        return narrow if worth(narrow) else None
+    if worth(narrow) and cost(narrow) <= 0.75 * cost((narrow[0] * narrow[1], 1)):
+        return narrow
+    stride = 1 << max(1, math.ceil(math.log2(max(2, all_of_them / FEWEST)) / MOST_RUNGS))
+    singles = ((FEWEST * stride**i, 1) for i in reversed(range(MOST_RUNGS)))
+    return next(filter(worth, (*singles, fewer)), None)

@@ -1,0 +1,82 @@
+"""The programs of a run, compiled beside its first iteration: no later iteration waits for a compiler.
+
+Which programs a run can need follows from its sizes; which of them it needs first, from what the policy does. The first
+iteration compiles what it needs itself, and a thread beside it the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from grpo_jax.devices.sharding import abstract, place_of
+from grpo_jax.devices.streams import beside
+from grpo_jax.rollout.programs import rollout_programs
+from grpo_jax.run.prepare import Run
+from grpo_jax.types import Batch, Prompts
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.state import TrainState
+
+
+def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and lowering of each program whose turn depends on what the policy does, the least likely first."""
+    task, config, sizes = run.task, run.task.config, run.sizes
+    params = state.params if state.old_params is None else state.old_params
+    rollout = rollout_programs(
+        task.model,
+        params,
+        sizes.prompts,
+        task.prompt_length,
+        num_generations=config.num_generations,
+        max_completion_length=config.max_completion_length,
+        batch_size=config.rollout_batch_size,
+        eos_token_ids=tuple(task.eos_token_ids),
+        pad_token_id=task.pad_token_id,
+        sampling=sampling_of(config),
+    )
+    batch = abstract_batch(run, state)
+    update = [(f"update {i}", lower) for i, lower in enumerate(run.updater.lower_all(state, batch))]
+    yield from reversed([*rollout, *update])
+
+
+def abstract_batch(run: Run, state: TrainState) -> Batch:
+    """The shapes of a minibatch."""
+    shape: Any = jax.ShapeDtypeStruct
+    task, config = run.task, run.task.config
+    b, g, t = run.sizes.prompts_per_update, config.num_generations, config.max_completion_length
+    floats = shape((b, g, t), "float32")
+    scored = shape((b, g, t), "float32", sharding=None if run.mesh else place_of(abstract(state.params)))
+    return Batch(
+        prompts=Prompts(shape((b, task.prompt_length), "int32"), shape((b,), "int32")),
+        tokens=shape((b, g, t), "int32"),
+        mask=shape((b, g, t), "bool"),
+        advantages=shape((b, g), "float32"),
+        sampling_log_probs=floats,
+        ref_log_probs=None if state.ref_params is None else scored,
+        initial_log_probs=None if state.initial_params is None else scored,
+        counted=shape((b,), "bool") if config.dynamic_sampling else None,
+    )
+
+
+@contextlib.contextmanager
+def compiled_ahead(run: Run, state: TrainState) -> Iterator[None]:
+    """Compile the programs of a run while the block runs, one after another; its end waits for the present one."""
+    done = threading.Event()
+    programs = list(programs_of(run, state))
+
+    def compile_all() -> None:
+        for _, lower in programs:
+            if done.is_set():
+                return
+            with contextlib.suppress(Exception):  # whoever needs the program meets the fault, and tells of it
+                lower().compile()
+
+    with beside(compile_all):
+        try:
+            yield
+        finally:
+            done.set()

@@ -1,0 +1,94 @@
+"""The layouts of a rollout: few, known from its sizes, and no living completion is lost on the way down."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.rollout.ladder import BURST, FEWEST, MOST_RUNGS, Ladder
+
+SMALL = DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0)
+
+pytestmark = pytest.mark.quick
+
+
+def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
+    return Ladder.of(groups, width, length, step, fixed=fixed, **how)
+
+
+@pytest.mark.parametrize(
+    ("step", "shards"),
+    [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
+    ids=["apart", "with their group", "on a mesh"],
+)
+def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
+    ladder, rng = ladder_of(step=step, shards=shards), np.random.default_rng(0)
+    assert 1 < len(ladder.shapes) <= 1 + MOST_RUNGS
+    reached = set()
+    for _ in range(200):
+        ids, at = np.arange(64).reshape(8, 8), 0
+        while (ids >= 0).any():
+            ids = np.where(rng.random(ids.shape) < rng.uniform(0.3, 0.95), ids, -1)
+            kept = None if ladder.slots_below(at, 255) is None else ladder.choose(at, ids >= 0)
+            if kept is None:
+                continue
+            groups, order = kept
+            moved, at = ids[groups[:, None], order], at + 1
+            assert moved.shape == ladder.shapes[at]
+            assert sorted(moved[moved >= 0]) == sorted(ids[ids >= 0])
+            if shards > 1:
+                np.testing.assert_array_equal(groups, np.arange(8), "a group left its device")
+            ids = moved
+            reached.add(at)
+    assert reached == set(range(1, len(ladder.shapes)))
+
+
+def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
+    """A completion by itself has a prompt of its own to read."""
+    assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
+    shapes = ladder_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes
+    assert shapes[1] == (8, 4)
+    assert all(b * g >= FEWEST for b, g in shapes), "fewer take as long"
+
+
+@pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])
+def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_save(weights, count):
+    """Weights are read whatever the completions: 20 and 1.5 each is a model of 5M parameters on a CPU."""
+    step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
+    assert len(ladder_of(step=step).shapes) == count
+
+
+def test_a_mesh_counts_the_completions_of_one_device():
+    """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
+    step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)
+    assert ladder_of(step=step).shapes[1] == (8, 4) or ladder_of(step=step).shapes[1] == (32, 1)
+    assert len(ladder_of(step=step, shards=4).shapes) == 1
+
+
+def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
+    """Half of the completions with twice the slots read as much, where slots are all that is read."""
+    step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
+    ladder = ladder_of(step=step)
+    assert ladder.slots == (64, 128, 255)
+    assert [ladder.slots_of(at) for at in range(4)] == [(64, 128, 255), (128, 255), (255,), (255,)]
+    assert ladder.shapes[1:3] == ((32, 1), (16, 1))
+    assert [ladder.slots_below(0, slots) for slots in ladder.slots] == [None, 128, 255]
+    assert ladder.slots_below(len(ladder.shapes) - 1, 255) is None
+    dear = ladder_of(step=dataclasses.replace(step, products=100.0))
+    assert [dear.slots_below(0, slots) for slots in dear.slots] == [128, 128, 255]
+    assert [dear.slots_below(1, slots) for slots in dear.slots[1:]] == [255, 255]
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 64, 70, 192, 1000, 8192])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_slots_and_bursts_hold_every_completion(length, fixed):
+    ladder = ladder_of(length=length, fixed=fixed)
+    assert ladder.slots[-1] == max(1, length - 1)
+    assert len(ladder.slots) <= 3
+    assert list(ladder.slots) == sorted(set(ladder.slots))
+    assert 1 <= ladder.steps <= BURST
+    if fixed:  # a burst ends where the cache grows, and few of its steps are beyond the end
+        assert all(n % ladder.steps == 0 for n in ladder.slots[:-1])
+        assert -(-ladder.slots[-1] // ladder.steps) * ladder.steps < ladder.slots[-1] * 1.1 + 1
+    assert ladder_of(length=length, fixed=fixed, waits=True).slots == ladder.slots[-1:]

@@ -1,0 +1,113 @@
+"""Compiling ahead: what a run needs later is there, whatever its policy turns to, and there is not much of it."""
+
+import threading
+
+import jax
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.run import ahead
+from grpo_jax.run.ahead import programs_of
+from grpo_jax.run.prepare import new_state, prepare
+
+TEXTS = ["ab", "c", "defgh", "gh ijk lmn", "i", "jkl"]
+
+
+def config_of(**settings):
+    return GRPOConfig(
+        **{
+            "num_generations": 16,
+            "per_device_train_batch_size": 64,
+            "max_completion_length": 192,
+            "learning_rate": 4e-2,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "max_steps": 12,
+            "beta": 1e-3,
+        }
+        | settings
+    )
+
+
+class _End:
+    """The last program: it says that all others have been compiled."""
+
+    def __init__(self):
+        self.reached = threading.Event()
+
+    def __call__(self):
+        return self
+
+    def compile(self):
+        self.reached.set()
+
+
+def compiled_late(monkeypatch, config):
+    """(names of the programs that were compiled after the second iteration, mean length of each iteration)."""
+    end, names, lengths = _End(), [], []
+    monkeypatch.setattr(ahead, "programs_of", lambda *given: [*programs_of(*given), ("the end", end)])
+    jax.monitoring.clear_event_listeners()
+
+    def listen(event, seconds, **about):
+        if event.endswith("backend_compile_duration") and len(lengths) >= 2:
+            names.append(about.get("fun_name"))
+
+    def shorter(completion_ids):
+        return [-float(len(ids)) for ids in completion_ids]
+
+    def callback(step, metrics):
+        if "completions/mean_length" not in metrics:
+            return  # a further pass over the same completions
+        if len(lengths) == 1:
+            assert end.reached.wait(300), "the programs of the run were compiled beside its first iterations"
+        lengths.append(metrics["completions/mean_length"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        train(tiny_policy(), [{"prompt": text} for text in TEXTS], shorter, config, callbacks=[callback])
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert len(lengths) == 12
+    return names, lengths
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_generations": 8, "max_completion_length": 240, "rollout_batch_size": 24},
+        {"num_generations": 4, "max_completion_length": 200, "num_iterations": 2, "max_steps": 24, "beta": 0.0},
+        {"per_device_train_batch_size": 16, "mesh": {"data": 2, "fsdp": 2}, "max_completion_length": 100},
+    ],
+    ids=["the workload of the issue", "prompts that wait", "two passes", "a mesh"],
+)
+def test_after_the_second_iteration_hardly_anything_is_compiled(monkeypatch, settings):
+    """Completions shrink from hundreds of tokens to a few: every layout comes up, and every shape of an update."""
+    names, lengths = compiled_late(monkeypatch, config_of(**settings))
+    assert lengths[1] > 3 * min(lengths), "the completions got shorter, or this test sees nothing"
+    assert len(names) <= 2, names
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 20),
+        ({"max_completion_length": 16, "num_generations": 2, "per_device_train_batch_size": 8}, 4),
+        ({"num_generations": 8, "rollout_batch_size": 16}, 12),
+        ({"per_device_train_batch_size": 1024, "max_completion_length": 240}, 25),
+    ],
+)
+def test_programs_are_few_and_follow_from_the_sizes(settings, most):
+    run = prepare(
+        tiny_policy(),
+        [{"prompt": text} for text in TEXTS],
+        lambda completions: [0.0] * len(completions),
+        config_of(**settings),
+    )
+    names = [name for name, _ in programs_of(run, new_state(run))]
+    assert len(names) == len(set(names)) <= most, names
+    assert sum(name.startswith("decode") for name in names) >= 1
+    assert any(name.startswith("refill") for name in names) == ("rollout_batch_size" in settings)
