@@ -313,7 +313,8 @@ def abstract(tree: Any) -> Any:
 
 def place_of(tree: Any) -> Any:
     """The sharding of the first of some shapes that has one; so has then what is computed from them on one device."""
-    return next((x.sharding for x in jax.tree.leaves(tree) if x.sharding is not None), None)
+    at = next((x.sharding for x in jax.tree.leaves(tree) if x.sharding is not None), None)
+    return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
 def mesh_of(tree: Any) -> Mesh | None:

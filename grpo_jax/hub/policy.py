@@ -15,6 +15,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
+from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
@@ -67,8 +68,9 @@ class Policy:
 
     def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
         """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
-        frozen = not jax.tree_util.all_leaves([self.model])
-        return self.replace(model=place(self.model, mesh) if frozen else self.model, params=place(self.params, mesh))
+        model = self.model if mesh is None else _on_mesh(self.model, mesh)
+        frozen = not jax.tree_util.all_leaves([model])
+        return self.replace(model=place(model, mesh) if frozen else model, params=place(self.params, mesh))
 
     def replace(self, **changes: Any) -> Policy:
         """This policy with other fields, as `policy.replace(params=state.params)`."""
@@ -120,7 +122,9 @@ def init_policy(
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
 
 
-def with_settings(model: Model, config: GRPOConfig, devices: Sequence[Any] = ()) -> Model:
+def with_settings(
+    model: Model, config: GRPOConfig, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
+) -> Model:
     """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
 
     A model of the user's own is left as it is.
@@ -133,6 +137,20 @@ def with_settings(model: Model, config: GRPOConfig, devices: Sequence[Any] = ())
         remat=config.gradient_checkpointing,
         remat_policy=config.gradient_checkpointing_policy,
         attention=implementation(model.config.attention, devices),
+        mesh=mesh if mesh is not None and mesh.size > 1 else None,
+        # Its compiler takes a second or more for each layer.
+        loop_layers=any(device.platform == "tpu" for device in devices),
     )
+    return _with_shape(model, shape)
+
+
+def _on_mesh(model: Model, mesh: jax.sharding.Mesh) -> Model:
+    """The model for params on that mesh."""
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    return _with_shape(model, dataclasses.replace(model.config, mesh=mesh if mesh.size > 1 else None))
+
+
+def _with_shape(model: Transformer | LoraModel, shape: TransformerConfig) -> Model:
     decoder = Transformer(shape)
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder

@@ -199,8 +199,8 @@ def _settings(model: Model) -> dict[str, Any]:
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
-    shape = dataclasses.asdict(model.config)
-    for name in ("dtype", "remat", "remat_policy", "initializer_range", "attention"):
+    shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
+    for name in ("dtype", "remat", "remat_policy", "initializer_range", "attention", "mesh", "loop_layers"):
         del shape[name]
     return json.loads(json.dumps({**shape, **lora}))
 

@@ -17,12 +17,14 @@ same code is the ordinary causal attention. Softmax is float32 whatever the comp
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.fused import MASKED, fused_attention
 from grpo_jax.models.sight import NOBODY, How, Marks, Sight, look
@@ -269,6 +271,7 @@ def attend(
     prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
     sight: Sight,
     how: How,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """`group_attention` or `packed_attention` of completions that are read as a whole, tile by tile.
 
@@ -278,6 +281,7 @@ def attend(
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
       sight: what `see` returned for them.
       how: as it was given to `see`, with scale, window and soft cap.
+      mesh: over whose devices the first two axes are cut, as `devices.sharding` does it; None: one device.
 
     Returns:
       The shape of q.
@@ -289,4 +293,19 @@ def attend(
         of_rows = lambda x: x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
-    return fused_attention(q.reshape(b, h, g * t, r, d), k, v, sight, how).reshape(q.shape)
+    merged = q.reshape(b, h, g * t, r, d)
+    if mesh is None:
+        return fused_attention(merged, k, v, sight, how).reshape(q.shape)
+    # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
+    along = lambda names: tuple(name for name in names if name in mesh.shape)
+    cut = lambda names, size: names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+    first, heads = cut(along(("data", "fsdp")), b), cut(along(("tensor",)), h)
+    each = PartitionSpec(first, heads)
+    local = jax.shard_map(
+        lambda q, k, v, sight: fused_attention(q, k, v, sight, how),
+        mesh=mesh,
+        in_specs=(each, each, each, PartitionSpec(first)),
+        out_specs=each,
+        check_vma=False,
+    )
+    return local(merged, k, v, sight).reshape(q.shape)

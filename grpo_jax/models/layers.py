@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
 from grpo_jax.models.rope import Rope
@@ -70,6 +71,9 @@ class TransformerConfig:
       attention: "auto", or how attention to whole sequences is computed: "einsum" writes the scores out, "tiles" and
         "triton" are those of `fused`, which cannot be differentiated forwards. Steps with a cache always write them
         out: they are small.
+      mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
+      loop_layers: layers of one kind, or of a pattern that comes again, are one loop where there is no cache. Compiled
+        once for all of them, and at run time they cost a copy of their weights.
     """
 
     vocab_size: int
@@ -108,6 +112,8 @@ class TransformerConfig:
     remat: bool = False
     remat_policy: str = "nothing_saveable"
     attention: str = "auto"
+    mesh: Mesh | None = None
+    loop_layers: bool = False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -28,13 +28,12 @@ NOBODY = -1
 def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the devices.
 
-    "auto" is "triton" on one NVIDIA GPU from Ampere on (compute capability 8.0), and "tiles" on one older GPU or one
-    TPU. It is "einsum" on CPUs, where that is fastest, and on a mesh: the partitioner cuts products over devices, and
-    gathers for the loops of "tiles" what it should leave where it is.
+    "auto" is "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
+    "einsum" on CPUs, where that is fastest.
 
     Args:
       name: "auto", or what is returned.
-      devices: those that compute; none for the default device.
+      devices: those that compute, of one kind; none for the default device.
 
     Example:
       >>> implementation("auto", jax.devices("cpu")), implementation("tiles")
@@ -43,7 +42,7 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     if name != "auto":
         return name
     first = devices[0] if len(devices) else _default_device()
-    if first.platform == "cpu" or len(devices) > 1:
+    if first.platform == "cpu":
         return "einsum"
     kernel = first.platform in ("gpu", "cuda") and float(getattr(first, "compute_capability", 0)) >= 8
     return "triton" if kernel else "tiles"

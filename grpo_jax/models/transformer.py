@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import chex
@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_attention, packed_attention, see
 from grpo_jax.models.experts import MixtureOfExperts
@@ -103,7 +104,7 @@ class Attention(nn.Module):
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if context.sight is not None:
             fused = How.of(implementation(c.attention), d)._replace(**how)
-            y = attend(q, k, v, context.prefix, context.sight, fused)
+            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh)
         elif context.segments is None:
             index = context.index if last is None else context.index + last
             y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
@@ -273,9 +274,15 @@ class Transformer(nn.Module):
             windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
             sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
         context = Context(tables, index=index, start=start, segments=segments, sight=sight)
-        x = self.embed_tokens(tokens)
-        own = []
-        for i in range(c.num_layers):
+        x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
+        while i < c.num_layers:
+            looped = c.loop_layers and cache is None and self._only_reads()
+            # With `last`, the last layer is unlike the others.
+            period, times = repeats(c.layer_kinds[i : c.num_layers - (last is not None)]) if looped else (1, 1)
+            if times > 1:
+                x, more = self._loop(i, period, times, x, context, prefix)
+                own, i = own + more, i + period * times
+                continue
             here = context.replace(
                 prefix=None if prefix is None else (*prefix.layers[i], prefix.lengths),
                 cache=None if cache is None else cache[i],
@@ -285,20 +292,52 @@ class Transformer(nn.Module):
             )
             x, kv = self._layer(i)(x, here)
             own.append(kv)
+            i += 1
         return self.norm(x), tuple(own)
 
-    def _layer(self, i: int) -> Callable[..., Any]:
-        """Layer i, as a function that JAX traces once for all layers of its kind: most of the time of a start.
-
-        A layer that does more than read its variables (initialize them, draw a dropout, write a collection) is left
-        as it is.
-        """
-        layer = self.layers[i]
+    def _only_reads(self) -> bool:
+        """Whether layers do no more than read their variables: no initialization, no dropout, no collection written."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "router", "intermediates")))
-        if writes or self.has_rng("dropout"):
+        return not writes and not self.has_rng("dropout")
+
+    def _layer(self, i: int) -> Callable[..., Any]:
+        """Layer i, as a function that JAX traces once for all layers of its kind: most of the time of a start."""
+        layer = self.layers[i]
+        if not self._only_reads():
             return layer
         # Without its name and parent, a layer equals all others of its kind.
         return functools.partial(_apply_layer, layer.clone(parent=None, name=None), layer.variables)
+
+    def _loop(
+        self, first: int, period: int, times: int, x: jax.Array, context: Context, prefix: Prefix | None
+    ) -> tuple[jax.Array, list[Any]]:
+        """`times` × `period` layers from the `first` on as one loop, whose body is compiled once.
+
+        Their weights are put together for it, in the compute dtype: a copy of them while the program runs.
+        """
+        layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
+
+        def of(i: int) -> Any:
+            return self._cast(self.layers[i].variables), None if prefix is None else prefix.layers[i]
+
+        def body(x: jax.Array, given: list[Any]) -> tuple[jax.Array, list[Any]]:
+            own = []
+            for layer, (variables, prompts) in zip(layers, given, strict=True):
+                here = context.replace(prefix=None if prefix is None else (*prompts, prefix.lengths))
+                x, kv = layer.apply(variables, x, here)
+                own.append(kv)
+            return x, own
+
+        numbers = [range(first + j, first + period * times, period) for j in range(period)]
+        given = [jax.tree.map(lambda *x: jnp.stack(x), *map(of, some)) for some in numbers]
+        x, own = jax.lax.scan(body, x, given)
+        return x, [jax.tree.map(lambda x, r=r: x[r], kv) for r in range(times) for kv in own]
+
+    def _cast(self, variables: Any) -> Any:
+        """Variables of a layer with the kernels as its products take them."""
+        dtype = jnp.dtype(self.config.dtype)
+        cast = lambda path, x: x.astype(dtype) if getattr(path[-1], "key", None) == "kernel" else x
+        return jax.tree_util.tree_map_with_path(cast, variables)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
         """Read the prompts once: hidden state [B, D] of each one's last token, and the `Prefix` for its completions."""
@@ -317,6 +356,37 @@ class Transformer(nn.Module):
     def _cap(self, logits: jax.Array) -> jax.Array:
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def by_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Activations [B, ...] cut by their rows alone, of which each device has its own.
+
+    Said where they begin: after a lookup in an embedding that is cut along D, XLA's partitioner may as well leave them
+    cut along D, and every device then has a part of the rows of all.
+    """
+    if mesh is None:
+        return x
+    axes = tuple(name for name in ("data", "fsdp") if name in mesh.shape)
+    whole = x.shape[0] % math.prod(mesh.shape[name] for name in axes) > 0
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(axes)))
+
+
+def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
+    """The longest pattern that layers begin with again and again, as (layers of the pattern, how often).
+
+    Example:
+      >>> local, full = LayerKind(window=4), LayerKind()
+      >>> repeats([full] * 5), repeats([local, local, full] * 2 + [local]), repeats([full, local, local])
+      ((1, 5), (3, 2), (1, 1))
+    """
+    best = (1, 1)
+    for period in range(1, len(kinds) // 2 + 1):
+        times = 1
+        while kinds[times * period : (times + 1) * period] == kinds[:period]:
+            times += 1
+        if times > 1 and period * times > best[0] * best[1]:
+            best = period, times
+    return best
 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:

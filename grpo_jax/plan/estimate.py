@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import make_mesh, split_sharding, tree_sharding
+from grpo_jax.devices.sharding import make_mesh, shard_count, split_sharding, tree_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.policy import with_settings
@@ -304,7 +304,7 @@ class _Run:
     @functools.cached_property
     def model(self) -> Any:
         """The decoder with the settings of the config."""
-        return with_settings(Transformer(self.shape), self.config, list(self.mesh.devices.flat))
+        return with_settings(Transformer(self.shape), self.config, list(self.mesh.devices.flat), self.mesh)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -345,9 +345,9 @@ class _Run:
         state = self.state
         stats = self.lower_update().compile().memory_analysis()
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        # On one device it is the program of a packed sequence, which is given the params and the gradients so far.
-        taken = _on_device(state if self.several else state.params)
-        parts = {"gradients, activations and batch": max(0, given - taken) + stats.temp_size_in_bytes}
+        # It is the program of a packed sequence, which is given the params and the gradients so far.
+        beside = max(0, given - _on_device(state.params))
+        parts = {"gradients, activations and batch": beside + stats.temp_size_in_bytes}
         if kept := self.updater.kept_bytes(state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept
         return parts
@@ -364,8 +364,8 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        """Of a packed sequence, the most."""
-        return self.sizes.micro_prompts * self.sizes.micro_completions * self.length
+        """Of a packed sequence on one device, the most."""
+        return max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions * self.length
 
     def lower_rollout(self) -> Any:
         """The decode of all completions of an iteration with a full cache."""

@@ -14,12 +14,12 @@ from grpo_jax.rollout.decode import (
     abstract_stream,
     completion_keys,
     decode,
-    decode_variables,
     gather,
     grow,
     narrow,
     prefill,
     refill,
+    variables_shape,
 )
 from grpo_jax.rollout.layout import choose_ladder, places, stream_count
 from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
@@ -60,8 +60,8 @@ def rollout_programs(
     ladder = choose_ladder(
         *(given.model, shapes, prompt_length, at_once, g, max_completion_length), mesh=mesh, waits=waits
     )
-    variables = jax.eval_shape(functools.partial(decode_variables, model), params) if mesh is None else None
-    variables = jax.tree.map(given.committed, variables) if variables else {"params": shapes}
+    columns = variables_shape(model, params).get("columns")
+    variables = {"params": shapes} | ({} if columns is None else {"columns": jax.tree.map(given.committed, columns)})
     how = {"steps": ladder.steps, "fixed": ladder.fixed, "mesh": mesh, **settings}
     name = lambda what, shape, slots: f"{what} {shape[0]}×{shape[1]}, {slots} slots"
     parts = [stream_count(params, *shape) for shape in ladder.shapes]

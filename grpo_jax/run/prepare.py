@@ -85,7 +85,8 @@ def prepare(
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
-        model = with_settings(policy.model, config, list(mesh.devices.flat if mesh else devices_of(policy.params)))
+        devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
+        model = with_settings(policy.model, config, devices, mesh)
         shape = model.config if isinstance(model, Transformer | LoraModel) else None
         longest = max(map(len, data.token_ids)) if data else 1
         longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])

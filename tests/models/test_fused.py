@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts
+from grpo_jax.devices.sharding import constrained_sharding, make_mesh
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
 from grpo_jax.models.packing import pack
 from grpo_jax.models.sight import How, implementation
@@ -163,9 +164,33 @@ class Device:
 
 @pytest.mark.quick
 def test_the_devices_choose_the_implementation():
-    """An H100 has the kernel's instructions and a T4 has not; the partitioner of a mesh cuts products and no loops."""
+    """An H100 has the kernel's instructions and a T4 has not."""
     h100, t4, tpu = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
     assert [implementation("auto", [device]) for device in (h100, t4, tpu)] == ["triton", "tiles", "tiles"]
-    assert implementation("auto", [h100, h100]) == "einsum"
+    assert implementation("auto", [h100, h100]) == "triton"
+    assert implementation("auto", jax.devices("cpu")) == "einsum"
     assert implementation("tiles", [h100]) == "tiles"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}, {"tensor": 4}])
+def test_each_device_of_a_mesh_computes_its_own(axes):
+    """Eight rows and two key heads: where four devices can't share these they are whole; nothing is gathered."""
+    b, h, group, t, d = 8, 2, 2, 12, 8
+    mesh = make_mesh(axes)
+    how = How.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)
+    q, k, v, pk, pv = arrays((b, h, 1, t, group, d), (b, h, 1, t, d), (b, h, 1, t, d), (b, h, d, P), (b, h, P, d))
+    lengths = jnp.arange(b) % P + 1
+
+    def loss(q, k, v, pk, pv, mesh=None):
+        sight = see((b, 1, t), Prefix(((pk, pv),), lengths), None, how, windows={None}, group=group)
+        return (attend(q, k, v, (pk, pv, lengths), sight, how, mesh) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnames="mesh")
+    heads = "tensor" if h % axes.get("tensor", 1) == 0 else None
+    given = [jax.device_put(x, constrained_sharding(x.shape, mesh, heads)) for x in (q, k, v, pk, pv)]
+    for x, y in zip(gradient(*given, mesh=mesh), gradient(q, k, v, pk, pv), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    text = gradient.lower(*given, mesh=mesh).compile().as_text()
+    assert "all-gather" not in text

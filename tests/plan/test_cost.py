@@ -14,6 +14,7 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.update import packed
+from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
 from grpo_jax.update.updater import choose_updater
@@ -21,25 +22,31 @@ from grpo_jax.update.updater import choose_updater
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
 P = 64
-NAMES = ("_read_some", "_score_sequence", "_add_sequence", "_add_prompts", "_jit_apply")
-PROGRAMS = {name: getattr(packed, name) for name in NAMES}
+MODULES = {
+    "read_some": prompts_module,
+    "_score_sequence": packed,
+    "_add_sequence": packed,
+    "add_prompts": packed,
+    "_jit_apply": packed,
+}
+PROGRAMS = {name: getattr(module, name) for name, module in MODULES.items()}
 
 
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=512):
     """Compiled programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
-    for name, program in PROGRAMS.items():
+    for name, module in MODULES.items():
 
-        def call(*args, name=name, program=program, **kwargs):
+        def call(*args, name=name, program=PROGRAMS[name], **kwargs):
             kind = name + str(kwargs.get("backward", ""))
             if not runs[kind]:
                 lowered[kind] = program.lower(*args, **kwargs)
             runs[kind] += 1
             return program(*args, **kwargs)
 
-        monkeypatch.setattr(packed, name, call)
+        monkeypatch.setattr(module, name, call)
     params = MODEL.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     optimizer = optax.adamw(1e-6)
     state = create_state(params, optimizer, jax.random.key(0), keep_reference=True)
@@ -99,11 +106,11 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
     programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128)
     sequences = int(np.ceil(b * g * 64 / 128))
     assert {kind: runs for kind, (_, runs) in programs.items()} == {
-        "_read_someFalse": b // 2,
+        "read_someFalse": b // 2,
         "_score_sequence": sequences,
-        "_read_someTrue": b // 2,
+        "read_someTrue": b // 2,
         "_add_sequence": sequences,
-        "_add_prompts": b // 2,
+        "add_prompts": b // 2,
         "_jit_apply": 1,
     }
 

@@ -65,17 +65,22 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     assert kept[1] == 4 * kept[0]
     # Of one recomputed layer: a few arrays of [tokens, width], float32.
     assert 4 * 8 * 4 * 64 < kept[2] < 8 * (4 * 8 * 4 * 64)
-    assert name not in plan(MODEL, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8).parts
+    on_two = plan(MODEL, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8)
+    assert (on_two.sizes["prompts"], on_two.parts[name]) == (2, kept[0]), "each device has one prompt"
 
 
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
-    """Of each layer a device keeps what its own prompts need; once, the activations of all devices stood on each."""
+    """Of each layer a device keeps what its own prompt needs, as one device does that has no other."""
     model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
-    config = GRPOConfig(max_completion_length=64, per_device_train_batch_size=8, mesh={"fsdp": 8})
-    at = [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
     name = "gradients, activations and batch"
-    own_input = 8 * 64 * 64 * 4  # rows, tokens, width, float32
-    assert (at[1][name] - at[0][name]) / 2 < 8 * own_input
+
+    def parts(mesh):
+        config = GRPOConfig(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
+        return [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
+
+    at = parts({"fsdp": 8})
+    of_each, of_one = (two[1][name] - two[0][name] for two in (at, parts(None)))
+    assert of_each < 1.2 * of_one
     for layers, parts in zip((2, 4), at, strict=True):  # keys and values of its own prompt, and of 8 rows with 63 slots
         assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 63), rel=1e-3)
 
@@ -105,19 +110,18 @@ MEASURED = """
 import ctypes, gc, json, sys
 import jax, jax.numpy as jnp
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.update import updater
+from grpo_jax.update.updater import choose_updater
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.devices.sharding import make_mesh, split_sharding, tree_sharding
 from grpo_jax.update.state import create_state
-from grpo_jax.types import as_argument
 
 request = json.load(sys.stdin)
 config = GRPOConfig.from_dict(request["config"])
-model = with_settings(Transformer(read_config(request["model"])), config)
 mesh, optimizer, sizes = make_mesh(config.mesh), make_optimizer(config, 1000), config.sizes()
+model = with_settings(Transformer(read_config(request["model"])), config, list(mesh.devices.flat), mesh)
 b, g, t, p = request["batch"]
 
 
@@ -152,21 +156,24 @@ def compiled(function, *like):
 
 
 params = jax.eval_shape(make_params)
-state, batch = jax.eval_shape(make_state, params), jax.eval_shape(make_batch)
+state = jax.eval_shape(make_state, params)
 programs = compiled(make_params), compiled(make_state, params), compiled(make_batch)
-how = {"model": as_argument(model), "optimizer": optimizer, "config": config, "on_policy": True, "mesh": mesh}
-place = lambda x, cut: jax.tree.map(lambda y, at: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=at), x, cut(x, mesh))
-update = updater._jit_train_step.lower(
-    place(state, tree_sharding), place(batch, split_sharding), micro=(sizes.micro_prompts, g), **how
-).compile()
+how = {"micro": (sizes.micro_prompts, g), "optimizer": optimizer, "mesh": mesh}
+updater = choose_updater(model, config, **how)
+
+
+def begin():
+    params = programs[0]()
+    return programs[1](params), programs[2]()
+
+
+jax.block_until_ready(updater.update(*begin()))  # compiled
 gc.collect()
 ctypes.CDLL("libc.so.6").malloc_trim(0)  # what compiling took
 before = resident("VmRSS:")
-params = programs[0]()
-state, batch = programs[1](params), programs[2]()
-del params  # the state's own; jax 0.7 copies what is donated while somebody else holds it
+given = begin()  # its params are the state's own; jax 0.7 copies what is donated while somebody else holds it
 open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
-after = jax.block_until_ready(update(state, batch, model=how["model"]))
+after = jax.block_until_ready(updater.update(*given))
 print(json.dumps(resident("VmHWM:") - before))
 """
 

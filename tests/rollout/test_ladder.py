@@ -10,13 +10,12 @@ from grpo_jax.rollout.ladder import BURST, FEWEST, MOST_RUNGS, Ladder
 
 SMALL = DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
-pytestmark = pytest.mark.quick
-
 
 def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
     return Ladder.of(groups, width, length, step, fixed=fixed, **how)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("step", "shards"),
     [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
@@ -44,6 +43,7 @@ def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
     assert reached == set(range(1, len(ladder.shapes)))
 
 
+@pytest.mark.quick
 def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
     """A completion by itself has a prompt of its own to read."""
     assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
@@ -52,6 +52,7 @@ def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
     assert all(b * g >= FEWEST for b, g in shapes), "fewer take as long"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])
 def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_save(weights, count):
     """Weights are read whatever the completions: 20 and 1.5 each is a model of 5M parameters on a CPU."""
@@ -59,6 +60,7 @@ def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_sav
     assert len(ladder_of(step=step).shapes) == count
 
 
+@pytest.mark.quick
 def test_a_mesh_counts_the_completions_of_one_device():
     """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
     step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)
@@ -66,6 +68,7 @@ def test_a_mesh_counts_the_completions_of_one_device():
     assert len(ladder_of(step=step, shards=4).shapes) == 1
 
 
+@pytest.mark.quick
 def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
     """Half of the completions with twice the slots read as much, where slots are all that is read."""
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
@@ -80,6 +83,7 @@ def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger
     assert [dear.slots_below(1, slots) for slots in dear.slots[1:]] == [255, 255]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 70, 192, 1000, 8192])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_slots_and_bursts_hold_every_completion(length, fixed):
