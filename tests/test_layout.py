@@ -204,7 +204,6 @@ TESTED_ELSEWHERE = {
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
     "rewards.worker_main": "rewards/test_workers.py",
-    "rollout.decode": "rollout/test_generate.py",
     "rollout.layout": "rollout/test_generate.py",
     "rollout.programs": "run/test_ahead.py",
     "run.prepare": "run/test_bad_inputs.py",

@@ -8,6 +8,7 @@ a token inside the block. Two levels keep it exact for rare tokens (each level r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -130,7 +131,7 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 
 
 def draw_tokens(
-    u: jax.Array, logits: jax.Array, *, axis: int = -1, spread: bool = False
+    u: jax.Array, logits: jax.Array, *, axis: int = -1, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, given its two uniforms.
 
@@ -138,8 +139,8 @@ def draw_tokens(
       u: [..., 2] float32 in [0, 1).
       logits: [..., V] float32; −inf is never drawn.
       axis: where the vocabulary stands in `logits` instead.
-      spread: whether the vocabulary is cut over devices. Then a block is found by a sum over all of them, most of
-        whose terms are zero: an index would bring the logits of all devices together.
+      together: where the vocabulary is cut over devices, brings a small array, of which they have parts, together. A
+        block is then found by a sum over all of them, most of whose terms are zero: an index would bring the logits.
 
     Returns:
       tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
@@ -153,19 +154,20 @@ def draw_tokens(
     cut = lambda x: jnp.pad(x, padding).reshape(*before, blocks, width, *after)
     weights = cut(jnp.exp(logits - top))
     masses = weights.sum(axis=axis + 1)
+    masses = masses if together is None else together(masses)
     block = _inverse_cdf(u[..., 0], masses, axis)
     ones = [1] * len(before), [1] * len(after)
-    if spread:
+    if together is not None:
         chosen = jnp.arange(blocks).reshape(*ones[0], -1, 1, *ones[1]) == jnp.expand_dims(block, (axis, axis + 1))
-        inside = jnp.where(chosen, weights, 0).sum(axis=axis)
+        inside = together(jnp.where(chosen, weights, 0).sum(axis=axis))
     else:
         inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
     place = _inverse_cdf(u[..., 1], inside, axis)
     tokens = (block * width + place).astype(jnp.int32)
-    if spread:
+    if together is not None:
         own = jnp.arange(width).reshape(*ones[0], -1, *ones[1]) == jnp.expand_dims(place, axis)
         drawn = jnp.where(chosen & jnp.expand_dims(own, axis), cut(logits), 0).sum(axis=(axis, axis + 1))
-        drawn = jnp.expand_dims(drawn, axis)
+        drawn = jnp.expand_dims(together(drawn), axis)
     else:
         drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
     return tokens, (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))

@@ -141,6 +141,22 @@ def lengths_of(mask: np.ndarray) -> np.ndarray:
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
+def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
+    """An order of prompts with so many tokens [B] in which each device's part has about as many tokens as the others.
+
+    Example:
+      >>> evenly(np.array([9, 8, 1, 1]), 2).tolist()
+      [0, 3, 1, 2]
+    """
+    parts: list[list[int]] = [[] for _ in range(devices)]
+    sums, room = np.zeros(devices), len(tokens) // devices
+    for i in np.argsort(-tokens, kind="stable"):
+        least = min((part for part in range(devices) if len(parts[part]) < room), key=lambda part: sums[part])
+        parts[least].append(int(i))
+        sums[least] += tokens[i]
+    return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
+
+
 def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
     """The completions of lengths [B, G] of each sequence of `room` blocks, at most `most`, by their prompts."""
     members: list[dict[int, list[int]]] = []

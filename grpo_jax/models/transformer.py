@@ -182,7 +182,9 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens):
         c = self.config
-        x = jnp.take(self.embedding, tokens, axis=0).astype(c.dtype)
+        # On a mesh without a mask for ids beyond the vocabulary, which the devices would have to exchange.
+        mode = "fill" if c.mesh is None else "clip"
+        x = jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype)
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def attend(self, x):

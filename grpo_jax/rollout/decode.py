@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -55,10 +56,12 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
     return jax.vmap(lambda b: jax.vmap(lambda g: fold(fold(key, b), g))(group))(prompt_indices)
 
 
-def draw(u: jax.Array, logits: jax.Array, sampling: Sampling, *, spread: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Tokens and log-probs [B, G] drawn from logits [B, G, V], with uniforms [B, G, 2]; spread as in `draw_tokens`."""
+def draw(
+    u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and log-probs [B, G] from logits [B, G, V], with uniforms [B, G, 2]; `together` as in `draw_tokens`."""
     logits = process_logits(logits, sampling)
-    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, spread=spread)
+    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
 
 
 def _vocabulary_axes(size: int, mesh: Any) -> tuple[str, ...]:
@@ -85,7 +88,9 @@ def _draw_next(
         place = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
         rows = tuple(name for name in ("data",) if name in mesh.shape and u.shape[0] % mesh.shape[name] == 0)
         logits = model.apply(variables, place(hidden, rows), method="unembed")
-        return draw(place(u, rows), place(logits, rows, None, axes), sampling, spread=True)
+        together = lambda x: place(x, rows)
+        found = draw(place(u, rows), place(logits, rows, None, axes), sampling, together=together)
+        return jax.tree.map(lambda x: constrain(place(x, rows), mesh), found)
 
     def by_columns(u, hidden):
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -197,10 +202,11 @@ def decode(
     sampling,
     fixed=False,
     mesh=None,
-) -> tuple[Stream, Drawn]:
+) -> tuple[tuple[Cache, jax.Array, jax.Array], Drawn]:
     """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all completions have ended.
 
-    The cache comes beside the stream, because it alone is donated: its memory is that of the new one.
+    The cache comes beside the stream, because it alone is donated: its memory is that of the new one. Returned is what
+    of the stream is new: cache, token and ended.
 
     `fixed`: all `steps`, whatever `count` is and who has ended. A GPU or a mesh would otherwise wait at every step for
     somebody to look whether there is another one.
@@ -239,7 +245,8 @@ def decode(
         carry = jax.lax.while_loop(unfinished, step, carry)
     _, cache, token, ended, *drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
-    return _keep_placed(stream.replace(cache=cache, token=token, ended=ended), mesh), (tokens, log_probs, mask)
+    cache = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), cache)
+    return (cache, constrain(token, mesh), constrain(ended, mesh)), (tokens, log_probs, mask)
 
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns)

@@ -67,7 +67,8 @@ def _generate_in_one(model, params, prompts, keys, *, length, **settings):
     stream, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
     if length > 1:
         given = (model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1)
-        stream, rest = decode(*given, steps=length - 1, **settings)
+        (_, _, ended), rest = decode(*given, steps=length - 1, **settings)
+        stream = stream.replace(ended=ended)
         first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
     tokens, log_probs, mask = first
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=stream.ended)

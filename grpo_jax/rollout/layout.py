@@ -316,7 +316,8 @@ class Layout:
 
         def draw_some(own: Stream) -> tuple[Stream, Drawn]:
             part = (own.cache, own.replace(cache=()), self.slot, count)
-            return _waited(call, decode(call.model, call.variables, *part, **how))
+            (cache, token, ended), drawn = decode(call.model, call.variables, *part, **how)
+            return _waited(call, (own.replace(cache=cache, token=token, ended=ended), drawn))
 
         streams, drawn = zip(*run_in_streams(draw_some, self.streams), strict=True)
         after = self.drawn + count

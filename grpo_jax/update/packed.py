@@ -38,7 +38,7 @@ from grpo_jax.devices.sharding import (
 )
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
 from grpo_jax.maths.metrics import MetricSums, merge_metrics
-from grpo_jax.models.packing import BLOCK, PackedSequence, lengths_of, pack, padding_share, sequence_size
+from grpo_jax.models.packing import BLOCK, PackedSequence, evenly, lengths_of, pack, padding_share, sequence_size
 from grpo_jax.models.scoring import score_packed
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, Params, Prompts
@@ -260,11 +260,12 @@ class PackedUpdater:
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, list[PackedSequence]]:
         """Gradient and metric sums of a batch, and its packed sequences."""
         model, spread = self.model, self._spread(batch.prompts)
-        sequences, size = (
-            self._pack(state.params, batch.tokens, batch.mask),
-            self._size(state.params, batch.mask.shape[2]),
-        )
+        size, mask = self._size(state.params, batch.mask.shape[2]), np.asarray(batch.mask)
+        order = evenly(lengths_of(mask).sum(axis=1), spread.devices)
+        sequences = self._pack(state.params, np.asarray(batch.tokens)[order], mask[order])
         batch = split(batch, self.mesh)
+        if spread.devices > 1:
+            batch = _reorder(batch, order, spread=spread)
         entropies = None
         if self.config.top_entropy_quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.mask, sequences, with_entropy=True)
@@ -337,6 +338,12 @@ def _sum(trees):
 @jax.jit
 def _add_up(trees):
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees)
+
+
+@functools.partial(jax.jit, static_argnames=("spread",))
+def _reorder(batch, order, *, spread):
+    """The batch with its prompts in that order: sums over them are the same."""
+    return jax.tree.map(lambda x: constrain(x[order], spread.mesh), batch)
 
 
 @functools.partial(jax.jit, static_argnames=("spread",))

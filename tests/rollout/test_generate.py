@@ -201,9 +201,9 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
     expected, steps, plain = sampled_at_once(), [], decode_module.decode
 
     def decode(*arguments, **settings):
-        rows, drawn = plain(*arguments, **settings)
-        steps.append((rows.token.shape, np.asarray(rows.start)))  # the next ones take its memory
-        return rows, drawn
+        new, drawn = plain(*arguments, **settings)
+        steps.append((drawn[0].shape[:2], np.asarray(arguments[3].start)))
+        return new, drawn
 
     monkeypatch.setattr(layout_module, "decode", decode)
     completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)

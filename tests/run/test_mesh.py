@@ -7,15 +7,22 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from tiny import tiny_model, tiny_policy
+from tiny import random_params, tiny_model, tiny_policy
 
-from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, train
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, make_prompts, train
+from grpo_jax.devices.sharding import make_mesh, place, shard_count, split
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import layout as layout_module
+from grpo_jax.types import as_argument
 from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.packed import PackedUpdater
+from grpo_jax.update.prompts import Spread, read_some
 from grpo_jax.update.state import create_state
+from grpo_jax.update.updater import PaddedUpdater, choose_updater
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
@@ -225,3 +232,55 @@ def test_several_processes_share_all_devices(monkeypatch):
 def test_a_run_that_does_not_fit_the_devices_is_refused():
     with pytest.raises(ValueError, match=r"16 × 1 × 1 devices are needed, and there are 8"):
         run(tiny_policy(), {"data": 16}, per_device_train_batch_size=4)
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
+    """16 × 8 completions that end after 65 of 256 tokens on average: half of the padded update's operations at most."""
+    b, g, t, p = 16, 8, 256, 32
+    model, params = tiny_model()
+    config = GRPOConfig(max_completion_length=t, beta=0.1, max_grad_norm=0)
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 65, (b, g)), t)
+    random = lambda seed: jax.random.normal(jax.random.key(seed), (b, g, t)) * 0.3 - 3
+    batch = Batch(
+        prompts=Prompts(jax.random.randint(jax.random.key(1), (b, p), 0, 24), jnp.arange(b) % p + 1),
+        tokens=jax.random.randint(jax.random.key(2), (b, g, t), 0, 24),
+        mask=jnp.asarray(np.arange(t) < lengths[..., None]),
+        advantages=jax.random.normal(jax.random.key(3), (b, g)),
+        sampling_log_probs=random(4),
+        ref_log_probs=random(5),
+    )
+    optimizer = optax.sgd(1.0)
+
+    def updated(mesh):
+        state = place(create_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0)), mesh)
+        updater = choose_updater(model, config, micro=(b, g), optimizer=optimizer, mesh=mesh)
+        assert isinstance(updater, PackedUpdater)
+        scores = updater.score(state.params, batch.prompts, batch.tokens, batch.mask)
+        state, metrics = updater.update(state, batch)
+        return jax.device_get((scores, state.params, metrics))
+
+    mesh = make_mesh(axes)
+    (scores, ours, metrics), (expected, of_one, alone) = updated(mesh), updated(None)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    moved = max(np.abs(np.asarray(x) - y).max() for x, y in zip(*map(jax.tree.leaves, (params, of_one)), strict=True))
+    assert moved > 1e-3
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, of_one)
+    shares = metrics.pop("padding_share"), alone.pop("padding_share")
+    assert shares[1] < shares[0] < 0.4, "each device has as many sequences as the one that needs most"
+    chex.assert_trees_all_close(metrics, alone, rtol=1e-4, atol=1e-5)
+
+    # Operations, of a model in which products with weights are most of them, as they are in a large one.
+    shape = TransformerConfig(24, 64, 256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
+    model = Transformer(shape)
+    state = place(create_state(random_params(model), optimizer, jax.random.key(0)), mesh)
+    how = {"micro": (b, g), "optimizer": optimizer, "mesh": mesh}
+    ours, padded = choose_updater(model, config, **how), PaddedUpdater(as_argument(model), config, **how)
+    devices = shard_count(mesh)
+    count = lengths.sum() / (1 - shares[0]) / (devices * 512)
+    read = functools.partial(read_some.lower, count=1, backward=True, spread=Spread(mesh, devices))
+    flops = lambda lowered: lowered.compile().cost_analysis()["flops"]
+    prompts = 3 * flops(read(state.params, batch.prompts, None, ours.model, 0))  # backwards it is twice as much
+    sequence = ours._any_sequence(batch, ours._shapes(state.params, t)[0])
+    packed = count * flops(ours.lower(state, batch, sequence=sequence)) + prompts
+    assert packed <= 0.5 * flops(padded.lower(state, split(batch, mesh)))

@@ -1,0 +1,126 @@
+"""The programs of a decode: what they do not hold, copy, send or wait for."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_params, tiny_model
+
+from grpo_jax import Prompts
+from grpo_jax.devices.sharding import make_mesh, place, split
+from grpo_jax.maths.sampling import Sampling, draw_tokens, vocabulary_blocks
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout.decode import decode, lower_decode, prefill, refill
+from grpo_jax.rollout.ladder import BURST
+from grpo_jax.types import as_argument
+
+V = 4096
+COLLECTIVE = re.compile(r"= \(?([^=]*?)\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
+
+
+def dimensions(shapes):
+    """The dimensions of each array of a collective, as HLO writes them."""
+    return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
+    """64 completions of a vocabulary of 4096: what goes around is a block of it for each, and sums."""
+    width, mesh = 48, make_mesh(axes)
+    model = Transformer(TransformerConfig(V, width, 96, 1, 4, 2, 16, tie_word_embeddings=tied, mesh=mesh))
+    prompts = split(Prompts(jnp.zeros((16, 8), jnp.int32), jnp.full(16, 8)), mesh)
+    given = (model, place(random_params(model), mesh), prompts, 4, 17)
+    text = lower_decode(*given, sampling=Sampling(), mesh=mesh).compile().as_text()
+    collectives = COLLECTIVE.findall(text)
+    assert collectives or axes == {"data": 8}
+    assert not any("pred" in shapes for shapes in collectives), "who has ended is nobody's business at a step"
+    of_the_head = {width // n for n in (1, 2, 4, 8)}
+    for dims in (dims for shapes in collectives for dims in dimensions(shapes)):
+        large = max(dims, default=0) >= V // 8
+        assert not large or of_the_head & set(dims), f"{dims}: the head's weights may be moved, once a burst; no logits"
+    assert f'"known_trip_count":{{"n":"{BURST}"}}' in text, "the host has nothing to look at"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("vocab", [24, 258, 4096, 1187 * 128])
+def test_blocks_cover_a_vocabulary_whatever_the_devices(vocab):
+    blocks, width = vocabulary_blocks(vocab)
+    assert blocks * width >= vocab > (blocks - 1) * width
+    if vocab % 64 == 0:
+        assert blocks * width == vocab
+        assert blocks % 8 == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("vocab", [24, 258, 4096])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_block_found_by_a_sum_is_the_one_found_by_its_index(vocab, axis):
+    logits = 3 * jax.random.normal(jax.random.key(0), (50, vocab))
+    logits = jnp.where(jax.random.bernoulli(jax.random.key(1), 0.3, logits.shape), -jnp.inf, logits)
+    u = jax.random.uniform(jax.random.key(2), (50, 2))
+    given = logits if axis == -1 else logits.T
+    plain, summed = draw_tokens(u, given, axis=axis), draw_tokens(u, given, axis=axis, together=lambda x: x)
+    np.testing.assert_array_equal(plain[0], summed[0])
+    np.testing.assert_allclose(plain[1], summed[1], atol=1e-6)
+
+
+def stream_of(model, params, groups=4, width=2, slots=20):
+    prompts = Prompts(jnp.ones((groups, 4), jnp.int32), jnp.full(groups, 4))
+    keys = jax.random.split(jax.random.key(0), (groups, width))
+    how = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling()}
+    return prompts, keys, how, prefill(as_argument(model), params, prompts, keys, 0, slots=slots, **how)[0]
+
+
+@pytest.mark.quick
+def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood():
+    model, params = tiny_model()
+    prompts, keys, how, stream = stream_of(model, params)
+    some = jax.tree.map(lambda x: x[:1], (prompts, keys))
+    given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
+    compiled = refill.lower(*given, **how).compile().memory_analysis()
+    held = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
+    assert compiled.alias_size_in_bytes >= held, "the other groups' prompts stay where they are"
+    new, _ = refill(*given, **how)
+    assert new.start.tolist() == [0, 0, 7, 0]
+    assert new.cache == ()
+
+
+@pytest.mark.quick
+def test_the_cache_is_a_ring():
+    """Slots from 20 on are the first again: a group that began at slot 15 reads what it wrote on both sides."""
+    model, params = tiny_model()
+    *_, how, stream = stream_of(model, params, slots=30)
+    variables = {"params": params}
+    _, expected = decode(
+        *(as_argument(model), variables, stream.cache, stream.replace(cache=()), 0, 12), steps=12, fixed=True, **how
+    )
+    *_, stream = stream_of(model, params, slots=20)
+    stream = jax.tree.map(lambda x: x, stream).replace(start=jnp.full(4, 15, jnp.int32))
+    garbage = jax.tree.map(lambda x: x + 1e3, stream.cache)  # of groups that were there before
+    _, found = decode(
+        *(as_argument(model), variables, garbage, stream.replace(cache=()), 15, 12), steps=12, fixed=True, **how
+    )
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+
+
+@pytest.mark.quick
+def test_a_fixed_burst_draws_what_a_watched_one_does():
+    model, params = tiny_model()
+    *_, how, stream = stream_of(model, params)
+    how["eos_token_ids"] = tuple(range(3, 12))
+
+    def drawn(fixed):
+        cache = jax.tree.map(jnp.copy, stream.cache)
+        given = (as_argument(model), {"params": params}, cache, stream.replace(cache=()), 0, 16)
+        return decode(*given, steps=16, fixed=fixed, **how)
+
+    ((_, *one), some), ((_, *other), all_of_them) = drawn(True), drawn(False)
+    jax.tree.map(np.testing.assert_array_equal, (one[1], some[0], some[2]), (other[1], all_of_them[0], all_of_them[2]))
+    np.testing.assert_allclose(some[1], all_of_them[1], atol=1e-5)
+    assert one[1].all(), "all have ended before the burst"
