@@ -201,6 +201,8 @@ TESTED_ELSEWHERE = {
     "models.layers": "models/test_transformer.py",
     "models.rope": "models/test_transformer.py",
     "plan.__main__": "plan/test_estimate.py",
+    "plan.compiled": "plan/test_targets.py",
+    "plan.report": "plan/test_estimate.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
     "rewards.worker_main": "rewards/test_workers.py",

@@ -245,8 +245,9 @@ class GRPOConfig(metaclass=_ReadFirst):
     )
     """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
     with weights, or those of attention too; each takes more memory and less time. Ours."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products; softmax, norms, logits and log-probs are float32 always. Ours (TRL: `bf16`)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs and on
+    GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
     master_params: bool = True
     """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
     its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
@@ -276,6 +277,9 @@ class GRPOConfig(metaclass=_ReadFirst):
     """Minutes after which a checkpoint is written even so; None: never. Ours."""
     save_total_limit: Count | None = None
     """Checkpoints kept, the newest ones; None: all."""
+    profile_steps: Count | None = None
+    """Optimizer steps of which `jax.profiler` writes a trace into the run directory, for TensorBoard or XProf, from the
+    third iteration on; None: none. Ours."""
     max_skipped_updates: Count | None = 10
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""

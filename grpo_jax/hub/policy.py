@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.sight import implementation
+from grpo_jax.models.sight import default_device, implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
@@ -122,6 +122,24 @@ def init_policy(
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
 
 
+def compute_dtype(name: str, devices: Sequence[Any] = ()) -> Literal["float32", "bfloat16"]:
+    """Of the matrix products: as `GRPOConfig.compute_dtype` says, or for "auto" as the devices have it.
+
+    Args:
+      name: "auto", or what is returned.
+      devices: those that compute, of one kind; none for the default device.
+
+    Example:
+      >>> compute_dtype("auto", jax.devices("cpu")), compute_dtype("bfloat16")
+      ('float32', 'bfloat16')
+    """
+    if name != "auto":
+        return cast(Literal["float32", "bfloat16"], name)
+    first = devices[0] if len(devices) else default_device()
+    has_it = first.platform == "tpu" or float(getattr(first, "compute_capability", 0)) >= 8
+    return "bfloat16" if has_it and first.platform != "cpu" else "float32"
+
+
 def with_settings(
     model: Model, config: GRPOConfig, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
@@ -133,7 +151,7 @@ def with_settings(
         return model
     shape = dataclasses.replace(
         model.config,
-        dtype=config.compute_dtype,
+        dtype=compute_dtype(config.compute_dtype, devices),
         remat=config.gradient_checkpointing,
         remat_policy=config.gradient_checkpointing_policy,
         attention=implementation(model.config.attention, devices),

@@ -35,6 +35,7 @@ _ASIDE = {
     "num_completions_to_print",
     "save_steps",
     "save_minutes",
+    "profile_steps",
     "save_total_limit",
     "metric_for_best_model",
     "greater_is_better",

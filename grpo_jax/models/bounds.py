@@ -21,20 +21,27 @@ PEAKS = {
     "H100": (989e12, 3.35e12),
     "H200": (989e12, 4.8e12),
     "B200": (2250e12, 8.0e12),
+    "TPU v4": (275e12, 1.2e12),
+    "TPU v5 lite": (197e12, 0.819e12),
+    "TPU v5": (459e12, 2.765e12),
+    "TPU v6 lite": (918e12, 1.64e12),
+    "TPU7x": (2307e12, 7.37e12),
 }
-"""Dense 16-bit operations per second and bytes per second, from the vendors' data sheets."""
+"""Dense 16-bit operations per second and bytes per second of a device, from the vendors' data sheets.
+
+Named as JAX names the device: v5e is "TPU v5 lite", v5p "TPU v5", v6e "TPU v6 lite"."""
 
 
 def peaks_of(device_kind: str) -> tuple[float, float] | None:
     """Operations and bytes per second of a kind of device; None for one that is not in the table.
 
     Example:
-      >>> peaks_of("NVIDIA H100 80GB HBM3")
-      (989000000000000.0, 3350000000000.0)
+      >>> peaks_of("NVIDIA H100 80GB HBM3"), peaks_of("TPU v5 lite")[0]
+      ((989000000000000.0, 3350000000000.0), 197000000000000.0)
       >>> peaks_of("cpu")
     """
     words = device_kind.replace("-", " ").split()
-    return next((peaks for name, peaks in PEAKS.items() if name in words), None)
+    return PEAKS.get(device_kind) or next((peaks for name, peaks in PEAKS.items() if name in words), None)
 
 
 def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:

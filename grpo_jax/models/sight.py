@@ -41,14 +41,15 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     """
     if name != "auto":
         return name
-    first = devices[0] if len(devices) else _default_device()
+    first = devices[0] if len(devices) else default_device()
     if first.platform == "cpu":
         return "einsum"
     kernel = first.platform in ("gpu", "cuda") and float(getattr(first, "compute_capability", 0)) >= 8
     return "triton" if kernel else "tiles"
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """The device that computes where none is named."""
     config: Any = jax.config
     chosen = config.jax_default_device
     return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]

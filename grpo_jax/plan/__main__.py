@@ -1,6 +1,7 @@
 """The command of `plan`: what a run will need, before there are weights or devices.
 
     python -m grpo_jax.plan --model Qwen/Qwen2.5-7B-Instruct --mesh fsdp=8 --batch 8 --memory 80
+    python -m grpo_jax.plan --model Qwen/Qwen2.5-0.5B-Instruct --device v5e-8 --mesh fsdp=8
 
 A file of its own, because what the package imports cannot be run with -m.
 """
@@ -32,6 +33,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference is kept (default 0)")
     parser.add_argument("--dtype", default="bfloat16", help="compute_dtype (default bfloat16)")
     parser.add_argument("--param-dtype", default="float32", help="of the params as loaded (default float32)")
+    parser.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, v5e-8, v6e-8, v5p-4, …")
     parser.add_argument("--memory", type=float, help="GB of a device: the largest batch that fits is looked for")
     parser.add_argument("--request", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -55,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         mesh=parse_mesh(arguments.mesh),
     )
     memory = None if arguments.memory is None else arguments.memory * 1e9
-    print(
-        plan(arguments.model, config, prompt_length=arguments.prompt, memory=memory, param_dtype=arguments.param_dtype)
-    )
+    how = {"memory": memory, "param_dtype": arguments.param_dtype, "device": arguments.device}
+    print(plan(arguments.model, config, prompt_length=arguments.prompt, **how))
 
 
 if __name__ == "__main__":

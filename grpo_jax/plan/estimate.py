@@ -25,69 +25,26 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import make_mesh, shard_count, split_sharding, tree_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
-from grpo_jax.hub.policy import with_settings
+from grpo_jax.hub.policy import compute_dtype, with_settings
 from grpo_jax.hub.tensors import abstract_params
-from grpo_jax.models.bounds import Work
+from grpo_jax.models.bounds import Work, count_weights, peaks_of
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.plan.compiled import collectives, compile_program, kernels
+from grpo_jax.plan.report import Plan
+from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.state import create_state
 from grpo_jax.update.updater import choose_updater
-from grpo_jax.watch.names import short
 
 # How LLVM's optimizer and the code for fusions turn out has next to no part in what a program holds (0.3 % at most, as
 # measured), and takes most of the time.
 _FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a run will need.
-
-    Attributes:
-      devices: of the mesh.
-      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
-        params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
-      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
-      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
-        "activations of all prompts" (which one device keeps from reading them to the last backward pass), ….
-      operations: of each phase of one iteration, over all devices.
-      sizes: prompts and completions of an iteration, and tokens.
-      largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
-        given, 0 where nothing fits.
-    """
-
-    devices: int
-    held: dict[str, int]
-    peaks: dict[str, int]
-    parts: dict[str, int]
-    operations: dict[str, float]
-    sizes: dict[str, int]
-    largest_batch: int | None = None
-
-    @property
-    def peak(self) -> int:
-        """Bytes on each device at the peak of the run."""
-        return max(self.peaks.values())
-
-    def __str__(self) -> str:
-        line = lambda values, unit: " · ".join(f"{name} {short(x, unit)}" for name, x in values.items())
-        sizes = self.sizes
-        lines = [
-            f"{self.devices} devices, each of an iteration's {sizes['prompts']} prompts × {sizes['group']} completions",
-            f"held on each device: {line(self.held, 'B')}",
-            f"added by the phases: {line(self.parts, 'B')}",
-            f"peak on each device: {line(self.peaks, 'B')}",
-            f"operations of an iteration: {line(self.operations, 'FLOP')}",
-        ]
-        if self.largest_batch is not None:
-            lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
-        return "\n".join(lines)
 
 
 def plan(
@@ -97,6 +54,7 @@ def plan(
     prompt_length: int,
     memory: float | None = None,
     param_dtype: str = "float32",
+    device: str | None = None,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
 
@@ -104,8 +62,10 @@ def plan(
       model: name of a model on the hub, a directory, a config.json, or what one holds.
       config: the settings, with `mesh` for several devices.
       prompt_length: P, tokens that prompts are padded to.
-      memory: bytes of a device, for `largest_batch`.
+      memory: bytes of a device, for what fits; None: those of `device`, if it is given.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
+      device: whose compiler is asked, such as "H100", "H100-8" or "v5e-8" (`targets`); needs the package that it comes
+        in, and without it the plan is this CPU's account, and says so. None: this CPU's account.
 
     Returns:
       A `Plan`.
@@ -128,11 +88,16 @@ def plan(
         "prompt_length": prompt_length,
         "memory": memory,
         "param_dtype": param_dtype,
+        "device": device,
     }
+    target = None if device is None else Target.read(device)
+    devices = math.prod((config.mesh or {}).values())
+    if target is not None and devices > target.count:
+        raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {devices} of them")
     done = subprocess.run(
         [sys.executable, "-m", "grpo_jax.plan", "--request"],
         input=json.dumps(request),
-        env=os.environ | _environment(config),
+        env=os.environ | (_environment(config) if target is None or target.missing else ENVIRONMENT),
         capture_output=True,
         text=True,
         check=False,
@@ -202,39 +167,77 @@ def _read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
 def answer(request: Mapping[str, Any]) -> str:
     """What the process that `plan` starts prints: the plan as JSON."""
     config = GRPOConfig.from_dict(request["config"])
-    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype")}
+    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype", "device")}
     return json.dumps(dataclasses.asdict(_plan(request["model"], config, **rest)))
 
 
 def _plan(
-    raw: Mapping[str, Any], config: GRPOConfig, *, prompt_length: int, memory: float | None, param_dtype: str
+    raw: Mapping[str, Any],
+    config: GRPOConfig,
+    *,
+    prompt_length: int,
+    memory: float | None,
+    param_dtype: str,
+    device: str | None = None,
 ) -> Plan:
     """`plan`, in this process."""
-    here = _at_batch(raw, config, prompt_length, param_dtype)
+    target, note = None if device is None else Target.read(device), ""
+    if target is not None:
+        memory = target.memory if memory is None else memory
+        if target.missing:
+            note = (
+                f"{target.missing} is not installed: these are a CPU's programs, and not those of {device}"
+                f" (pip install {target.missing})"
+            )
+            target = None
+    given = (prompt_length, param_dtype, target)
+    here = dataclasses.replace(_at_batch(raw, config, *given), memory=memory, note=note)
     if memory is None:
         return here
-    # Peaks grow by the same amount with every completion of a micro-batch.
-    size = config.per_device_train_batch_size
-    twice = dataclasses.replace(config, per_device_train_batch_size=2 * size)
-    slope = (_at_batch(raw, twice, prompt_length, param_dtype).peak - here.peak) / size
+    # Peaks grow by the same amount with every completion of a micro-batch, and with every token of a completion.
+    size, length = config.per_device_train_batch_size, config.max_completion_length
     group = config.num_generations
     unit = group if size % group == 0 else size
-    fits = size + math.floor((memory - here.peak) / slope) if slope > 0 else size if here.peak <= memory else 0
-    return dataclasses.replace(here, largest_batch=max(0, fits // unit * unit))
+
+    def largest(name: str, now: int, unit: int) -> int:
+        changed: dict[str, Any] = {name: 2 * now}
+        more = dataclasses.replace(config, **changed)
+        slope = (_at_batch(raw, more, *given).peak - here.peak) / now
+        fits = now + math.floor((memory - here.peak) / slope) if slope > 0 else now if here.peak <= memory else 0
+        return max(0, fits // unit * unit)
+
+    return dataclasses.replace(
+        here,
+        largest_batch=largest("per_device_train_batch_size", size, unit),
+        longest_completion=largest("max_completion_length", length, 64 if length >= 64 else 1),
+    )
 
 
-def _at_batch(raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str) -> Plan:
+def _at_batch(
+    raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str, target: Target | None = None
+) -> Plan:
     """The plan at one batch size."""
-    run = _Run.of(raw, config, prompt_length, param_dtype)
+    devices = None if target is None else target.devices()
+    run = _Run.of(raw, config, prompt_length, param_dtype, devices)
     held = run.held()
-    phases = {"rollout": run.rollout_parts(held["params"]), "update": run.update_parts()}
+    compiled = {"rollout": run.lower_rollout(), "update": run.lower_update()}
+    compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
+    found = {phase: compile_program(lowered) for phase, lowered in compiled.items()}
+    phases = {phase: run.parts(phase, held["params"], one.memory) for phase, one in found.items()}
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
-    parts = phases["rollout"] | phases["update"]
-    if config.beta > 0:
-        parts |= (scoring := run.reference_parts())
-        peaks["reference"] = sum(held.values()) + sum(scoring.values())
+    parts = {name: size for parts in phases.values() for name, size in parts.items()}
     sizes = {"prompts": run.sizes.prompts, "group": run.group, "tokens": run.sizes.completions * run.length}
-    return Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes)
+    plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes)
+    if target is None:
+        return plan
+    return dataclasses.replace(
+        plan,
+        device=target.kind,
+        collectives={phase: collectives(one.text) for phase, one in found.items()},
+        kernels={phase: kernels(one.text) for phase, one in found.items()},
+        bounds=run.bounds(),
+        compile_seconds={phase: one.seconds for phase, one in found.items()},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +271,10 @@ class _Run:
     ) -> _Run:
         """The run of a config.json and a config, on the first of some devices."""
         mesh, optimizer = make_mesh(config.mesh or {}, devices), make_optimizer(config, 1000)
+        kinds = list(mesh.devices.flat)
+        # Without devices that were asked for, the plan is that of an accelerator.
+        dtype = config.compute_dtype if devices is not None else config.compute_dtype.replace("auto", "bfloat16")
+        config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, kinds))
         shape = read_config(raw, dtype=config.compute_dtype)
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
         make = functools.partial(
@@ -335,20 +342,18 @@ class _Run:
         }
         return {name: size for name, tree in held.items() if (size := _on_device(tree))}
 
-    def rollout_parts(self, params: int) -> dict[str, int]:
-        """Bytes that the rollout adds on each device, whose params take `params` of its arguments."""
-        stats = self.lower_rollout().compile().memory_analysis()
-        return {"KV cache": stats.argument_size_in_bytes - params, "decode temporaries": stats.temp_size_in_bytes}
-
-    def update_parts(self) -> dict[str, int]:
-        """Bytes that an update adds on each device."""
-        state = self.state
-        stats = self.lower_update().compile().memory_analysis()
+    def parts(self, phase: str, params: int, stats: Any) -> dict[str, int]:
+        """Bytes that a phase adds on each device, by its program's memory; params take `params` of its arguments."""
+        if phase == "reference":
+            return {"reference temporaries": stats.temp_size_in_bytes}
+        if phase == "rollout":
+            cache = max(0, stats.argument_size_in_bytes - params)
+            return {"KV cache": cache, "decode temporaries": stats.temp_size_in_bytes}
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         # It is the program of a packed sequence, which is given the params and the gradients so far.
-        beside = max(0, given - _on_device(state.params))
+        beside = max(0, given - _on_device(self.state.params))
         parts = {"gradients, activations and batch": beside + stats.temp_size_in_bytes}
-        if kept := self.updater.kept_bytes(state, self.batch, tokens=self.tokens):
+        if kept := self.updater.kept_bytes(self.state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept
         return parts
 
@@ -357,10 +362,6 @@ class _Run:
         """As `train` chooses it."""
         micro = (self.sizes.micro_prompts, self.sizes.micro_completions)
         return choose_updater(self.model, self.config, micro=micro, optimizer=self.optimizer, mesh=self.several)
-
-    def reference_parts(self) -> dict[str, int]:
-        """Bytes that scoring under the reference adds on each device."""
-        return {"reference temporaries": self.lower_reference().compile().memory_analysis().temp_size_in_bytes}
 
     @property
     def tokens(self) -> int:
@@ -380,15 +381,29 @@ class _Run:
         """The same of what scores completions under the reference."""
         return self.updater.lower_score(self.state.params, self.batch, tokens=self.tokens)
 
+    @functools.cached_property
+    def work(self) -> Work:
+        """Of one iteration."""
+        itemsize = jnp.dtype(self.config.compute_dtype).itemsize
+        return Work(self.shape, self.sizes.prompts, self.group, self.prompt_length, self.length, itemsize)
+
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""
-        config = self.config
-        itemsize = 4 if config.compute_dtype == "float32" else 2
-        update = Work(
-            self.shape, self.sizes.prompts, self.group, self.prompt_length, self.length, itemsize
-        ).update_operations
-        reference = {"reference": update / 3} if config.beta > 0 else {}
-        return {"rollout": update / 3, **reference, "update": update * config.num_iterations}
+        update = self.work.update_operations
+        reference = {"reference": update / 3} if self.config.beta > 0 else {}
+        return {"rollout": update / 3, **reference, "update": update * self.config.num_iterations}
+
+    def bounds(self) -> dict[str, float]:
+        """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
+        found = peaks_of(self.mesh.devices.flat[0].device_kind)
+        if found is None:
+            return {}
+        operations, bandwidth = (peak * self.mesh.size for peak in found)
+        seconds = {phase: count / operations for phase, count in self.operations().items()}
+        # Each device reads the weights for its own completions.
+        weights = (self.mesh.size - 1) * self.length * count_weights(self.shape) * self.work.itemsize
+        seconds["rollout"] = max(seconds["rollout"], (self.work.decode_bytes + weights) / bandwidth)
+        return seconds
 
     def _arrays(self, b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
         x = jax.ShapeDtypeStruct((b, *rest), dtype)

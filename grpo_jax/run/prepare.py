@@ -19,7 +19,7 @@ from grpo_jax.config.fields import raise_all, show
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.devices.streams import devices_of
-from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.hub.policy import Policy, compute_dtype, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
@@ -86,6 +86,7 @@ def prepare(
         encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
         devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
+        config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
         model = with_settings(policy.model, config, devices, mesh)
         shape = model.config if isinstance(model, Transformer | LoraModel) else None
         longest = max(map(len, data.token_ids)) if data else 1

@@ -31,6 +31,7 @@ from grpo_jax.types import Batch, Completions
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
+from grpo_jax.watch.profile import Profile
 from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import check_trackers
 from grpo_jax.watch.writer import Callback
@@ -144,6 +145,7 @@ def train(
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
+        Profile(own_dir, config.profile_steps) as profile,
         contextlib.ExitStack() as ahead,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
@@ -155,7 +157,9 @@ def train(
         publisher.open()
         evaluate_if_due(loop, state)
         ahead.enter_context(compiled_ahead(run, state))
+        profile.begins_at(progress.step + 2 * run.sizes.updates)
         while progress.step < run.total_steps and not loop.stopping():
+            profile.at(progress.step)
             if loop.batch is None:
                 state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                 try:
@@ -191,6 +195,8 @@ def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publish
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
+    if run_dir is None and config.profile_steps is not None:
+        raise ValueError(f"profile_steps = {config.profile_steps}: there is nowhere to write the trace; give run_dir")
     check_trackers(config, run_dir)
     return Publisher(config, run.policy, run_dir)
 

@@ -117,6 +117,7 @@ BAD = [
     (dict(save_total_limit=0), f"save_total_limit = 0: {UP}"),
     (dict(max_skipped_updates=0), f"max_skipped_updates = 0: {UP}"),
     (dict(save_minutes=0), f"save_minutes = 0: {ABOVE}"),
+    (dict(profile_steps=0), f"profile_steps = 0: {UP}"),
     (dict(metric_for_best_model=1), "metric_for_best_model = 1: must be text"),
     (
         dict(load_best_model_at_end=True),
@@ -236,7 +237,10 @@ BAD = [
         'gradient_checkpointing_policy = \'dots\': must be "nothing_saveable" or "dots_with_no_batch_dims_saveable" or'
         ' "dots_saveable"',
     ),
-    (dict(compute_dtype="bf16"), 'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "float32" or "bfloat16"'),
+    (
+        dict(compute_dtype="bf16"),
+        'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "auto" or "float32" or "bfloat16"',
+    ),
     (
         dict(pad_to_multiple_of="atuo"),
         f'pad_to_multiple_of = \'atuo\': {WHOLE} str; or did you mean "auto"? must be "auto"',
@@ -598,12 +602,13 @@ OURS = dict(
     kl_estimator="k3",
     kl_placement="loss",
     gradient_checkpointing_policy="nothing_saveable",
-    compute_dtype="float32",
+    compute_dtype="auto",
     master_params=True,
     mesh=None,
     temperature_eval=None,
     max_skipped_updates=10,
     save_minutes=None,
+    profile_steps=None,
 )
 
 

@@ -11,6 +11,7 @@ from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts
 from grpo_jax.devices.sharding import constrained_sharding, make_mesh
+from grpo_jax.hub.policy import compute_dtype
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
 from grpo_jax.models.packing import pack
 from grpo_jax.models.sight import How, implementation
@@ -171,6 +172,7 @@ def test_the_devices_choose_the_implementation():
     assert implementation("auto", [h100, h100]) == "triton"
     assert implementation("auto", jax.devices("cpu")) == "einsum"
     assert implementation("tiles", [h100]) == "tiles"
+    assert [compute_dtype("auto", [x]) for x in (h100, t4, tpu)] == ["bfloat16", "float32", "bfloat16"]
 
 
 @pytest.mark.quick

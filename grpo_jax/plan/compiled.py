@@ -1,0 +1,74 @@
+"""What a compiled program takes, calls and sends, read off it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Compiled(NamedTuple):
+    """What is looked at of a compiled program."""
+
+    memory: Any
+    text: str
+    seconds: float
+
+
+class Refused(NamedTuple):
+    """The memory of a program that a TPU's compiler has refused: what it would have taken beside its arguments."""
+
+    temp_size_in_bytes: int
+    argument_size_in_bytes: int = 0
+    output_size_in_bytes: int = 0
+    alias_size_in_bytes: int = 0
+
+
+def compile_program(lowered: Any) -> Compiled:
+    """The program of what was lowered, or what a TPU's compiler says of one that passes its memory."""
+    begin = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
+            raise
+        size = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
+        return Compiled(Refused(int(size)), "", time.monotonic() - begin)
+    return Compiled(compiled.memory_analysis(), compiled.as_text(), time.monotonic() - begin)
+
+
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8, "f64": 8}
+_COLLECTIVE = re.compile(
+    r"= (\(?[^=]*?\)?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Bytes of the results of each kind of collective of a compiled program; in a loop, of one turn.
+
+    Example:
+      >>> collectives("x = bf16[8,16]{1,0} all-gather(y), z = (f32[4]{0}, f32[]) all-reduce(a, b)")
+      {'all-gather': 256, 'all-reduce': 20}
+    """
+    total: Counter[str] = Counter()
+    for shapes, kind in _COLLECTIVE.findall(text):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+            size = _BYTES.get(dtype, 4)
+            for n in dims.split(","):
+                size *= int(n or 1)
+            total[kind] += size
+    return dict(total)
+
+
+def kernels(text: str) -> dict[str, int]:
+    """Custom calls of a compiled program, and how often each stands in it.
+
+    Example:
+      >>> kernels('custom_call_target="a" custom_call_target="b" custom_call_target="a"')
+      {'a': 2, 'b': 1}
+    """
+    return dict(Counter(re.findall(r'custom_call_target="([^"]*)"', text)))

@@ -1,0 +1,89 @@
+"""What a plan says, and how it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from grpo_jax.watch.names import short
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will need.
+
+    Attributes:
+      devices: of the mesh.
+      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
+        params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
+      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
+      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
+        "activations of all prompts" (which one device keeps from reading them to the last backward pass), ….
+      operations: of each phase of one iteration, over all devices.
+      sizes: prompts and completions of an iteration, and tokens.
+      largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
+        given, 0 where nothing fits.
+      longest_completion: the largest `max_completion_length` whose peak stays in `memory`, likewise.
+      device: whose compiler made the programs; None: that of this machine's CPU.
+      memory: bytes of a device, if they are known.
+      collectives: bytes that a device gets from others in each phase, by kind; of a loop, one turn.
+      kernels: custom calls of each phase, and how often each stands in its program.
+      bounds: seconds of each phase of an iteration that no program can go below: operations over the peak, bytes over
+        the bandwidth. No measurement.
+      compile_seconds: of each phase's largest program.
+      note: what a reader of these numbers has to know.
+    """
+
+    devices: int
+    held: dict[str, int]
+    peaks: dict[str, int]
+    parts: dict[str, int]
+    operations: dict[str, float]
+    sizes: dict[str, int]
+    largest_batch: int | None = None
+    longest_completion: int | None = None
+    device: str | None = None
+    memory: float | None = None
+    collectives: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    kernels: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    bounds: dict[str, float] = dataclasses.field(default_factory=dict)
+    compile_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak stays in the memory of a device; None where that is not known."""
+        return None if self.memory is None else self.peak <= self.memory
+
+    @property
+    def peak(self) -> int:
+        """Bytes on each device at the peak of the run."""
+        return max(self.peaks.values())
+
+    def __str__(self) -> str:
+        line = lambda values, unit: " · ".join(f"{name} {short(x, unit)}" for name, x in values.items())
+        sizes = self.sizes
+        lines = [
+            f"{self.devices} {self.device or 'devices'}, each of an iteration's {sizes['prompts']} prompts ×"
+            f" {sizes['group']} completions",
+            f"held on each device: {line(self.held, 'B')}",
+            f"added by the phases: {line(self.parts, 'B')}",
+            f"peak on each device: {line(self.peaks, 'B')}",
+            f"operations of an iteration: {line(self.operations, 'FLOP')}",
+        ]
+        for phase, found in self.collectives.items():
+            if found:
+                lines.append(f"between devices, {phase}: {line(found, 'B')}")
+        for phase, calls in self.kernels.items():
+            if calls:
+                lines.append(f"kernels, {phase}: " + " · ".join(f"{name} × {n}" for name, n in calls.items()))
+        if self.bounds:
+            lines.append(f"not below, in an iteration (a bound, no measurement): {line(self.bounds, 's')}")
+        if self.compile_seconds:
+            lines.append("to compile: " + " · ".join(f"{name} {x:.0f} s" for name, x in self.compile_seconds.items()))
+        if self.memory is not None:
+            lines.append(f"{'fits' if self.fits else 'does not fit'} in {short(self.memory, 'B')} a device")
+        if self.longest_completion is not None:
+            lines.append(f"longest max_completion_length that fits: {self.longest_completion or 'none'}")
+        if self.largest_batch is not None:
+            lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
+        return "\n".join([*([self.note] if self.note else []), *lines])

@@ -1,0 +1,129 @@
+"""Devices without hardware: their names, and a small set of programs made by their own compilers where these are."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_jax import GRPOConfig, plan
+from grpo_jax.models.bounds import peaks_of
+from grpo_jax.plan.compiled import collectives
+from grpo_jax.plan.targets import Target
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+PYTHON = os.environ.get("GRPO_JAX_TARGETS_PYTHON", sys.executable)
+"""With the compilers of TPUs and GPUs beside jax; an environment of their own, because they are large."""
+
+
+@functools.cache
+def has(module):
+    found = subprocess.run([PYTHON, "-c", f"import importlib.util as u; print(u.find_spec('{module}'))"], **CAPTURED)
+    return found.returncode == 0 and found.stdout.strip() != "None"
+
+
+CAPTURED = {"capture_output": True, "text": True, "check": False}
+PROGRAM = """
+import json, os, sys
+request = json.load(sys.stdin)
+from grpo_jax.plan.targets import ENVIRONMENT, Target
+os.environ.update(ENVIRONMENT)
+from grpo_jax import GRPOConfig
+from grpo_jax.plan import programs
+from grpo_jax.plan.compiled import collectives, compile_program, kernels
+devices, found = Target.read(request["device"]).devices(), []
+for length in request["lengths"]:
+    config = GRPOConfig(max_completion_length=length, **request["config"])
+    lowered = programs(request["model"], config, prompt_length=256, devices=devices)[request["phase"]]
+    one = compile_program(lowered)
+    found.append([one.memory.temp_size_in_bytes, collectives(one.text), kernels(one.text), one.text.count(" copy(")])
+print(json.dumps(found))
+"""
+
+
+def compiled(device, lengths, phase="update", **config):
+    """(bytes of temporaries, collectives, kernels, copies) of a phase's largest program, for each T."""
+    module = "libtpu" if device.startswith("v") else "jax_cuda12_plugin"
+    if not has(module):
+        pytest.skip(f"{module} is not installed for {PYTHON}")
+    request = {"model": MODEL, "config": config, "device": device, "lengths": lengths, "phase": phase}
+    done = subprocess.run([PYTHON, "-c", PROGRAM], input=json.dumps(request), **CAPTURED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("device", ["v5e", "H100"])
+def test_an_update_takes_memory_that_grows_as_its_completions(device):
+    """Twice the tokens, twice the memory: scores that were written out would be four times as many."""
+    group = {"num_generations": 4, "per_device_train_batch_size": 4}
+    (short, _, kernels, _), (long, *_) = compiled(device, [2048, 4096], **group)
+    assert 1.5 * short < long < 2.3 * short
+    if device == "H100":
+        assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention is a fused kernel"
+
+
+@pytest.mark.parametrize(("device", "mesh"), [("v5e-4", {"fsdp": 4}), ("H100-4", {"data": 2, "fsdp": 2})])
+def test_an_update_on_a_mesh_exchanges_weights_and_no_activations(device, mesh):
+    """As much whatever the tokens; before, the activations of all devices came to each."""
+    (_, short, _, _), (_, long, _, _) = compiled(device, [512, 1024], mesh=mesh)
+    assert short["all-gather"] > 0
+    assert long["all-gather"] < 1.1 * short["all-gather"]
+
+
+def test_a_decode_on_a_gpu_copies_no_keys():
+    """The cache is written in place: the copies of a burst are as many for a cache of any size, and small."""
+    (short, _, _, few), (long, _, _, many) = compiled("H100", [1024, 4096], phase="rollout")
+    assert few == many
+    assert long < short + 1e6
+
+
+@pytest.mark.quick
+def test_targets_are_known_by_name():
+    assert [Target.read(name) for name in ("H100-8", "v6e-4")] == [Target("H100", 8), Target("v6e", 4)]
+    assert Target.read("v5e-16").memory == 16e9
+    for name in ("H101", "v5e-3", "H100-9", "v5p-16", "", "v5e-"):
+        with pytest.raises(ValueError, match=f"device is '{name}': give one of H100, A100, v4, v5e, v5p, v6e"):
+            Target.read(name)
+
+
+@pytest.mark.quick
+def test_a_target_smaller_than_the_mesh_is_refused_before_a_process_starts(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ValueError, match=r"device is 'v5e-4', and config.mesh = .* takes 8 of them"):
+        plan(MODEL, GRPOConfig(mesh={"fsdp": 8}), prompt_length=8, device="v5e-4")
+
+
+@pytest.mark.quick
+def test_without_its_compiler_the_plan_says_whose_it_is(monkeypatch):
+    if Target.read("H100").missing is None:
+        pytest.skip("it is installed")
+    tiny = {**MODEL, "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = GRPOConfig(max_completion_length=8, mesh={"fsdp": 2})
+    found = plan(tiny, config, prompt_length=8, device="H100-2")
+    assert found.note.startswith("jax-cuda12-plugin is not installed: these are a CPU's programs")
+    assert str(found).startswith(found.note)
+    assert (found.device, found.bounds, found.memory) == (None, {}, 80e9)
+    assert found.fits
+
+
+@pytest.mark.quick
+def test_bytes_of_collectives():
+    text = "a = (bf16[2,3]{1,0}, f32[]) all-reduce-start(x, y)\n b = pred[8] all-gather(z)\n c = f32[4] add(d, e)"
+    assert collectives(text) == {"all-reduce": 16, "all-gather": 8}
+
+
+@pytest.mark.quick
+def test_peaks_of_tpus():
+    assert peaks_of("TPU v5 lite") != peaks_of("TPU v5")
+    assert peaks_of("TPU v6 lite")[1] == 1.64e12
