@@ -19,7 +19,7 @@ from grpo_jax.config import config as _config
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
 from grpo_jax.hub.peft import add_lora
-from grpo_jax.hub.policy import Policy
+from grpo_jax.hub.policy import Policy, compute_dtype
 from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import reward_names
@@ -134,7 +134,7 @@ class GRPOTrainer:
             dtype = "float32" if stored in (None, "float32") else "bfloat16"
             if dtype == "bfloat16":
                 self.config = dataclasses.replace(self.config, compute_dtype="bfloat16")
-        return from_pretrained(model, dtype=self.config.compute_dtype, param_dtype=dtype or "float32")
+        return from_pretrained(model, dtype=compute_dtype(self.config.compute_dtype), param_dtype=dtype or "float32")
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
         """Train; a run that is found in `output_dir` goes on, asked or not.

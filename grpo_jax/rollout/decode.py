@@ -18,7 +18,7 @@ from grpo_jax.devices.streams import devices_of, shared
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.transformer import kernels_by_columns
-from grpo_jax.rollout.ladder import BURST
+from grpo_jax.rollout.ladder import BURST, whole_cache
 from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
 
 
@@ -343,7 +343,7 @@ def lower_decode(
         return None
     how: dict[str, Any] = {"eos_token_ids": (), "pad_token_id": 0, "sampling": sampling}
     keys = jax.eval_shape(lambda: completion_keys(jax.random.key(0), jnp.arange(len(prompts.lengths)), num_generations))
-    slots = max(1, max_completion_length - 1)
+    slots = whole_cache(max_completion_length, fixed=not on_cpu(params, mesh))
     given = (as_argument(model), params, prompts, keys, 0)
     stream, _ = jax.eval_shape(functools.partial(prefill, slots=slots, mesh=mesh, **how), *given)
     part = abstract_stream(stream, mesh)

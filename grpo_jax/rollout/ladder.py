@@ -29,6 +29,10 @@ BURST = 16
 FEWEST_SLOTS = 64
 """Slots of a cache at least."""
 
+ALIGNED = 64
+"""Slots of a GPU's or a TPU's cache are a multiple of this: a GPU's products copy the values of any other number of them
+at every step, to fill them up."""
+
 FEWEST = 8
 """Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
 
@@ -37,6 +41,17 @@ MOST_RUNGS = 3
 
 WORTH_A_MOVE = 0.8
 """Share of the present layout's cost that the next may have at most: a move costs a copy of the cache, and programs."""
+
+
+def whole_cache(length: int, *, fixed: bool) -> int:
+    """Slots of a cache for all but the last of `length` tokens, which nobody looks at; `fixed` as in `Ladder`.
+
+    Example:
+      >>> whole_cache(2048, fixed=False), whole_cache(2048, fixed=True)
+      (2047, 2048)
+    """
+    last = max(1, length - 1)
+    return -(-last // ALIGNED) * ALIGNED if fixed else last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +104,13 @@ class Ladder:
           >>> ladder.shapes, ladder.slots
           (((8, 8), (32, 1), (16, 1), (8, 1)), (64, 128, 255))
         """
-        last = max(1, length - 1)
-        steps = -(-last // -(-last // BURST))  # equal bursts, so that few steps are beyond the end
+        last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
+        # Where a cache grows, a burst ends; a short rollout has equal bursts, so that few steps are beyond its end.
+        steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if not waits:
             first = max(FEWEST_SLOTS, -(-length // 4))
-            first = -(-first // steps) * steps if fixed else first
+            first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
         while len(shapes) <= MOST_RUNGS and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:

@@ -27,7 +27,7 @@ from grpo_jax.rollout.decode import (
     prefill,
     refill,
 )
-from grpo_jax.rollout.ladder import Ladder
+from grpo_jax.rollout.ladder import Ladder, whole_cache
 from grpo_jax.types import Completions, Params, Prompts
 
 STREAM_COMPLETIONS = 16
@@ -163,7 +163,7 @@ def choose_ladder(
 ) -> Ladder:
     """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
     cpu = on_cpu(params, mesh)
-    step = decode_step(model, params, prompt_length, max(1, length - 1), cpu=cpu)
+    step = decode_step(model, params, prompt_length, whole_cache(length, fixed=not cpu), cpu=cpu)
     return Ladder.of(groups, width, length, step, shards=shard_count(mesh), waits=waits, fixed=not cpu)
 
 

@@ -164,7 +164,7 @@ def test_the_dtype_of_a_model_is_that_of_model_init_kwargs_or_of_its_files(tmp_p
         return params, trainer.config.compute_dtype
 
     auto = {"model_init_kwargs": {"dtype": "auto"}}
-    assert dtypes(model) == dtypes(model, **auto) == dtypes(tmp_path / "half") == ({"float32"}, "float32")
+    assert dtypes(model) == dtypes(model, **auto) == dtypes(tmp_path / "half") == ({"float32"}, "auto")
     assert dtypes(tmp_path / "half", **auto) == ({"bfloat16"}, "bfloat16")
     assert dtypes(model, model_init_kwargs={"torch_dtype": "float32"}, bf16=True) == ({"float32"}, "bfloat16")
     with pytest.raises(ValueError, match="model_init_kwargs has the dtype 'float32', and model is a Policy"):

@@ -24,8 +24,12 @@ MODEL = {
 }
 
 
+def config_of(**settings):
+    return GRPOConfig(**{"compute_dtype": "float32"} | settings)
+
+
 def test_what_is_held_is_what_was_counted_by_hand():
-    config = GRPOConfig(max_completion_length=8, beta=0.1, mesh={"fsdp": 2})
+    config = config_of(max_completion_length=8, beta=0.1, mesh={"fsdp": 2})
     found = plan(MODEL, config, prompt_length=8)
     cut = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32  # embedding, attention, MLP; every matrix is cut in two
     whole = 3 * 16 + 3 * 16  # norms and biases
@@ -48,7 +52,7 @@ def test_what_is_held_is_what_was_counted_by_hand():
 @pytest.mark.quick
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
-    found = _at_batch(model, GRPOConfig(max_completion_length=8), 8, "float32")
+    found = _at_batch(model, config_of(max_completion_length=8), 8, "float32")
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
@@ -56,7 +60,7 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     """Smaller micro-batches do not make them fewer: they grow with the prompts, and by nothing of the weights' size."""
     name, kept = "activations of all prompts", []
     for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
-        config = GRPOConfig(max_completion_length=8, gradient_accumulation_steps=accumulate)
+        config = config_of(max_completion_length=8, gradient_accumulation_steps=accumulate)
         found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, "float32")
         assert found.sizes["prompts"] == accumulate
         beside = found.parts["gradients, activations and batch"] + found.parts[name]
@@ -65,7 +69,7 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     assert kept[1] == 4 * kept[0]
     # Of one recomputed layer: a few arrays of [tokens, width], float32.
     assert 4 * 8 * 4 * 64 < kept[2] < 8 * (4 * 8 * 4 * 64)
-    on_two = plan(MODEL, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8)
+    on_two = plan(MODEL, config_of(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8)
     assert (on_two.sizes["prompts"], on_two.parts[name]) == (2, kept[0]), "each device has one prompt"
 
 
@@ -75,7 +79,7 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     name = "gradients, activations and batch"
 
     def parts(mesh):
-        config = GRPOConfig(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
+        config = config_of(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
         return [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
 
     at = parts({"fsdp": 8})
@@ -94,7 +98,7 @@ def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
     fits = int(lines[-1].rpartition(": ")[2])
     assert fits % 8 == 0
     peak = lambda batch: (
-        plan(MODEL, GRPOConfig(max_completion_length=8, per_device_train_batch_size=batch), prompt_length=8).peak
+        plan(MODEL, config_of(max_completion_length=8, per_device_train_batch_size=batch), prompt_length=8).peak
     )
     assert peak(fits) <= 1e6 < peak(fits + 8)
 
@@ -103,7 +107,7 @@ def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
 def test_a_model_that_is_not_known_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ValueError, match="NoSuchForCausalLM"):
-        plan({**MODEL, "architectures": ["NoSuchForCausalLM"]}, GRPOConfig(), prompt_length=8)
+        plan({**MODEL, "architectures": ["NoSuchForCausalLM"]}, config_of(), prompt_length=8)
 
 
 MEASURED = """
@@ -183,7 +187,7 @@ def test_the_peak_is_near_what_a_process_takes(tmp_path):
     """On two pretended devices, whose memory is the process's; the model is large beside what else a process takes."""
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
     model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
-    config = GRPOConfig(max_completion_length=32, mesh={"fsdp": 2}, gradient_checkpointing=False)
+    config = config_of(max_completion_length=32, mesh={"fsdp": 2}, gradient_checkpointing=False)
     found = plan(model, config, prompt_length=32)
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     done = subprocess.run(

@@ -75,17 +75,19 @@ def test_an_update_takes_memory_that_grows_as_its_completions(device):
 
 @pytest.mark.parametrize(("device", "mesh"), [("v5e-4", {"fsdp": 4}), ("H100-4", {"data": 2, "fsdp": 2})])
 def test_an_update_on_a_mesh_exchanges_weights_and_no_activations(device, mesh):
-    """As much whatever the tokens; before, the activations of all devices came to each."""
+    """Whatever the tokens, but for the embedding, which a TPU may gather; once, all activations came to each device."""
     (_, short, _, _), (_, long, _, _) = compiled(device, [512, 1024], mesh=mesh)
     assert short["all-gather"] > 0
-    assert long["all-gather"] < 1.1 * short["all-gather"]
+    embedding, activations = 4 * 4096 * 256, 2 * 8 * 1024 * 256  # float32, and bfloat16 of each other device
+    assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
 def test_a_decode_on_a_gpu_copies_no_keys():
     """The cache is written in place: the copies of a burst are as many for a cache of any size, and small."""
     (short, _, _, few), (long, _, _, many) = compiled("H100", [1024, 4096], phase="rollout")
     assert few == many
-    assert long < short + 1e6
+    of_a_layer = 2 * 8 * 2 * 64 * 3072  # bytes that the longer cache has more, of keys or of values
+    assert long - short < of_a_layer / 2
 
 
 @pytest.mark.quick

@@ -88,11 +88,12 @@ def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger
 @pytest.mark.parametrize("fixed", [False, True])
 def test_slots_and_bursts_hold_every_completion(length, fixed):
     ladder = ladder_of(length=length, fixed=fixed)
-    assert ladder.slots[-1] == max(1, length - 1)
+    assert max(1, length - 1) <= ladder.slots[-1] < max(1, length - 1) + (64 if fixed else 1)
     assert len(ladder.slots) <= 3
     assert list(ladder.slots) == sorted(set(ladder.slots))
     assert 1 <= ladder.steps <= BURST
     if fixed:  # a burst ends where the cache grows, and few of its steps are beyond the end
         assert all(n % ladder.steps == 0 for n in ladder.slots[:-1])
-        assert -(-ladder.slots[-1] // ladder.steps) * ladder.steps < ladder.slots[-1] * 1.1 + 1
+        assert -(-max(1, length - 1) // ladder.steps) * ladder.steps < max(1, length - 1) * 1.1 + 8
+        assert all(n % 64 == 0 for n in ladder.slots), "a GPU copies values to fill up any other number"
     assert ladder_of(length=length, fixed=fixed, waits=True).slots == ladder.slots[-1:]
