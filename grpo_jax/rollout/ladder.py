@@ -30,8 +30,8 @@ FEWEST_SLOTS = 64
 """Slots of a cache at least."""
 
 ALIGNED = 64
-"""Slots of a GPU's or a TPU's cache are a multiple of this: a GPU's products copy the values of any other number of them
-at every step, to fill them up."""
+"""Slots of a GPU's or a TPU's cache are a multiple of this; of any other number, a GPU copies the values at each step,
+to fill them up for the product."""
 
 FEWEST = 8
 """Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
