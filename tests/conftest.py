@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_ahead(request, monkeypatch):
+    """Programs that a test's run may need later are compiled when it does: but for the tests of just that."""
+    if request.path.stem != "test_ahead":
+        monkeypatch.setattr("grpo_jax.run.ahead.programs_of", lambda *_: ())
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module():
     """Drop what was compiled before it is too much: each program takes memory maps, and Linux gives a process 65530."""

@@ -150,12 +150,9 @@ class Call:
 
     def ladder(self, groups: int) -> Ladder:
         """The layouts that so many groups at a time may pass through."""
-        (b, g), length = self.keys.shape, self.table.length
-        return choose_ladder(
-            *(self.model, self.params, self.prompts.tokens.shape[1], groups, g, length),
-            mesh=self.mesh,
-            waits=groups < b,
-        )
+        (b, g), p = self.keys.shape, self.prompts.tokens.shape[1]
+        how: dict[str, Any] = {"mesh": self.mesh, "waits": groups < b}
+        return choose_ladder(self.model, self.params, p, groups, g, self.table.length, **how)
 
 
 def choose_ladder(

@@ -57,9 +57,8 @@ def rollout_programs(
     at_once = places(groups, g, batch_size, shards)
     # On a mesh those that wait come as a batch of their own, and the last of these may be smaller.
     waits = at_once < groups and mesh is None
-    ladder = choose_ladder(
-        *(given.model, shapes, prompt_length, at_once, g, max_completion_length), mesh=mesh, waits=waits
-    )
+    of_each: dict[str, Any] = {"mesh": mesh, "waits": waits}
+    ladder = choose_ladder(given.model, shapes, prompt_length, at_once, g, max_completion_length, **of_each)
     columns = variables_shape(model, params).get("columns")
     variables = {"params": shapes} | ({} if columns is None else {"columns": jax.tree.map(given.committed, columns)})
     how = {"steps": ladder.steps, "fixed": ladder.fixed, "mesh": mesh, **settings}

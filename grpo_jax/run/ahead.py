@@ -64,9 +64,13 @@ def abstract_batch(run: Run, state: TrainState) -> Batch:
 
 @contextlib.contextmanager
 def compiled_ahead(run: Run, state: TrainState) -> Iterator[None]:
-    """Compile the programs of a run while the block runs, one after another; its end waits for the present one."""
+    """Compile the programs of a run while the block runs, one after another; its end waits for the present one.
+
+    Not with several processes: a GPU's compiler shares its trials of kernels among them, and waits for those that have
+    stopped compiling.
+    """
     done = threading.Event()
-    programs = list(programs_of(run, state))
+    programs = list(programs_of(run, state)) if jax.process_count() == 1 else []
 
     def compile_all() -> None:
         for _, lower in programs:
