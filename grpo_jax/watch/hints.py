@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.hub.policy import compute_dtype as resolve
 
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
@@ -45,7 +46,7 @@ def sampler_gap_limit(compute_dtype: str) -> float:
       >>> sampler_gap_limit("bfloat16")
       1.5
     """
-    platform = jax.default_backend()
+    compute_dtype, platform = resolve(compute_dtype), jax.default_backend()
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if compute_dtype == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
         return SAMPLER_GAP["float32"]

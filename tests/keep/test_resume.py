@@ -225,6 +225,7 @@ HARMLESS = {
     "hub_strategy",
     "hub_revision",
     "max_skipped_updates",
+    "profile_steps",
 }
 CUTS = {
     "mesh",

@@ -85,8 +85,8 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     at = parts({"fsdp": 8})
     of_each, of_one = (two[1][name] - two[0][name] for two in (at, parts(None)))
     assert of_each < 1.2 * of_one
-    for layers, parts in zip((2, 4), at, strict=True):  # keys and values of its own prompt, and of 8 rows with 63 slots
-        assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 63), rel=1e-3)
+    for layers, parts in zip((2, 4), at, strict=True):  # keys and values of its own prompt, and of 8 rows with 64 slots
+        assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 64), rel=1e-3)
 
 
 def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
