@@ -400,8 +400,8 @@ class _Run:
             return {}
         operations, bandwidth = (peak * self.mesh.size for peak in found)
         seconds = {phase: count / operations for phase, count in self.operations().items()}
-        # Each device reads the weights for its own completions.
-        weights = (self.mesh.size - 1) * self.length * count_weights(self.shape) * self.work.itemsize
+        # Weights are read for each device's own completions; those along "tensor" share them, and read a part each.
+        weights = (shard_count(self.mesh) - 1) * self.length * count_weights(self.shape) * self.work.itemsize
         seconds["rollout"] = max(seconds["rollout"], (self.work.decode_bytes + weights) / bandwidth)
         return seconds
 

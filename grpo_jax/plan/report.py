@@ -17,7 +17,7 @@ class Plan:
         params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
       parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
-        "activations of all prompts" (which one device keeps from reading them to the last backward pass), ….
+        "activations of all prompts" (its own, kept from reading them to the last backward pass), ….
       operations: of each phase of one iteration, over all devices.
       sizes: prompts and completions of an iteration, and tokens.
       largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was

@@ -66,6 +66,8 @@ def draw(
 
 def _vocabulary_axes(size: int, mesh: Any) -> tuple[str, ...]:
     """The axes of a mesh along which a vocabulary is cut while tokens are drawn: each device has whole blocks of it."""
+    if mesh is None:
+        return ()
     blocks, width = vocabulary_blocks(size)
     names = tuple(name for name in ("fsdp", "tensor") if mesh.shape.get(name, 1) > 1)
     for axes in (names, names[1:], names[:1]):
@@ -218,9 +220,7 @@ def decode(
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
     # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst.
-    head = (model, variables)
-    if mesh is not None:
-        head = for_head(head, mesh, _vocabulary_axes(model.config.vocab_size, mesh))
+    head = for_head((model, variables), mesh, _vocabulary_axes(model.config.vocab_size, mesh))
 
     def unfinished(carry):
         i, _, _, ended, *_ = carry
