@@ -220,7 +220,7 @@ def decode(
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
     # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst.
-    head = for_head((model, variables), mesh, _vocabulary_axes(model.config.vocab_size, mesh))
+    head_model, head = for_head((model, variables), mesh, _vocabulary_axes(model.config.vocab_size, mesh))
 
     def unfinished(carry):
         i, _, _, ended, *_ = carry
@@ -231,7 +231,7 @@ def decode(
         hidden, cache = model.apply(
             variables, token[:, :, None], stream.prefix, cache, slot + i, stream.start, method="hidden"
         )
-        drawn, log_prob = _draw_next(*head, u[i], hidden[:, :, 0], sampling, mesh)
+        drawn, log_prob = _draw_next(head_model, head, u[i], hidden[:, :, 0], sampling, mesh)
         drawn = jnp.where(ended, pad_token_id, drawn)
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
