@@ -318,11 +318,11 @@ def place_of(tree: Any) -> Any:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of several devices that a tree lives on; None for one device, and for tracers."""
+    """The mesh of several devices that a tree lives on, or is to live on; None for one device, and for tracers."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.core.Tracer):
             continue
-        mesh = getattr(leaf.sharding, "mesh", None)
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and mesh.size > 1:
             return mesh
     return None

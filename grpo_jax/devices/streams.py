@@ -46,7 +46,7 @@ def count_streams(params: Params, parts: int) -> int:
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         return 1
-    if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > CACHED:
+    if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) > CACHED:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(parts, cores))

@@ -17,7 +17,7 @@ from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.sight import default_device, implementation
+from grpo_jax.models.sight import implementation, platform_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
@@ -135,9 +135,8 @@ def compute_dtype(name: str, devices: Sequence[Any] = ()) -> Literal["float32", 
     """
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
-    first = devices[0] if len(devices) else default_device()
-    has_it = first.platform == "tpu" or float(getattr(first, "compute_capability", 0)) >= 8
-    return "bfloat16" if has_it and first.platform != "cpu" else "float32"
+    platform, capability = platform_of(devices)
+    return "bfloat16" if platform == "tpu" or capability >= 8 else "float32"
 
 
 def with_settings(

@@ -41,11 +41,16 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     """
     if name != "auto":
         return name
-    first = devices[0] if len(devices) else default_device()
-    if first.platform == "cpu":
+    platform, capability = platform_of(devices)
+    if platform == "cpu":
         return "einsum"
-    kernel = first.platform in ("gpu", "cuda") and float(getattr(first, "compute_capability", 0)) >= 8
-    return "triton" if kernel else "tiles"
+    return "triton" if platform in ("gpu", "cuda") and capability >= 8 else "tiles"
+
+
+def platform_of(devices: Sequence[Any] = ()) -> tuple[str, float]:
+    """Platform of devices of one kind, and an NVIDIA GPU's compute capability, else 0; none: of the default device."""
+    first = devices[0] if len(devices) else default_device()
+    return first.platform, float(getattr(first, "compute_capability", 0))
 
 
 def default_device() -> Any:

@@ -34,6 +34,7 @@ from grpo_jax.plan.compiled import collectives, compile_program, kernels
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.rollout.programs import rollout_programs
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
@@ -55,6 +56,7 @@ def plan(
     memory: float | None = None,
     param_dtype: str = "float32",
     device: str | None = None,
+    largest: bool = True,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
 
@@ -66,6 +68,7 @@ def plan(
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
       device: whose compiler is asked, such as "H100", "H100-8" or "v5e-8" (`targets`); needs the package that it comes
         in, and without it the plan is this CPU's account, and says so. None: this CPU's account.
+      largest: whether the largest batch and the longest completion that fit are looked for, which compiles twice more.
 
     Returns:
       A `Plan`.
@@ -89,6 +92,7 @@ def plan(
         "memory": memory,
         "param_dtype": param_dtype,
         "device": device,
+        "largest": largest,
     }
     target = None if device is None else Target.read(device)
     devices = math.prod((config.mesh or {}).values())
@@ -106,7 +110,8 @@ def plan(
         raise ValueError(
             f"the run could not be planned: {done.stderr.strip().splitlines()[-1] if done.stderr else '?'}"
         )
-    return Plan(**json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Plan(**found | {"programs": tuple(found["programs"])})
 
 
 def programs(
@@ -167,7 +172,7 @@ def _read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
 def answer(request: Mapping[str, Any]) -> str:
     """What the process that `plan` starts prints: the plan as JSON."""
     config = GRPOConfig.from_dict(request["config"])
-    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype", "device")}
+    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype", "device", "largest")}
     return json.dumps(dataclasses.asdict(_plan(request["model"], config, **rest)))
 
 
@@ -179,6 +184,7 @@ def _plan(
     memory: float | None,
     param_dtype: str,
     device: str | None = None,
+    largest: bool = True,
 ) -> Plan:
     """`plan`, in this process."""
     target, note = None if device is None else Target.read(device), ""
@@ -192,14 +198,14 @@ def _plan(
             target = None
     given = (prompt_length, param_dtype, target)
     here = dataclasses.replace(_at_batch(raw, config, *given), memory=memory, note=note)
-    if memory is None:
+    if memory is None or not largest:
         return here
     # Peaks grow by the same amount with every completion of a micro-batch, and with every token of a completion.
     size, length = config.per_device_train_batch_size, config.max_completion_length
     group = config.num_generations
     unit = group if size % group == 0 else size
 
-    def largest(name: str, now: int, unit: int) -> int:
+    def most(name: str, now: int, unit: int) -> int:
         changed: dict[str, Any] = {name: 2 * now}
         more = dataclasses.replace(config, **changed)
         slope = (_at_batch(raw, more, *given).peak - here.peak) / now
@@ -208,8 +214,8 @@ def _plan(
 
     return dataclasses.replace(
         here,
-        largest_batch=largest("per_device_train_batch_size", size, unit),
-        longest_completion=largest("max_completion_length", length, 64 if length >= 64 else 1),
+        largest_batch=most("per_device_train_batch_size", size, unit),
+        longest_completion=most("max_completion_length", length, 64 if length >= 64 else 1),
     )
 
 
@@ -227,7 +233,7 @@ def _at_batch(
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
     parts = {name: size for parts in phases.values() for name, size in parts.items()}
     sizes = {"prompts": run.sizes.prompts, "group": run.group, "tokens": run.sizes.completions * run.length}
-    plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes)
+    plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes, programs=run.program_names())
     if target is None:
         return plan
     return dataclasses.replace(
@@ -380,6 +386,14 @@ class _Run:
     def lower_reference(self) -> Any:
         """The same of what scores completions under the reference."""
         return self.updater.lower_score(self.state.params, self.batch, tokens=self.tokens)
+
+    def program_names(self) -> tuple[str, ...]:
+        """Of all programs of the rollout and the updates."""
+        own = (self.model, self.state.params, self.sizes.prompts, self.prompt_length)
+        most = {"num_generations": self.group, "max_completion_length": self.length}
+        rest = {"eos_token_ids": (), "pad_token_id": 0, "sampling": sampling_of(self.config)}
+        rollout = rollout_programs(*own, **most, batch_size=self.config.rollout_batch_size, **rest)
+        return tuple(name for name, _ in (*rollout, *self.updater.lower_all(self.state, self.batch)))
 
     @functools.cached_property
     def work(self) -> Work:

@@ -30,6 +30,7 @@ class Plan:
       bounds: seconds of each phase of an iteration that no program can go below: operations over the peak, bytes over
         the bandwidth. No measurement.
       compile_seconds: of each phase's largest program.
+      programs: all that a run may need, by name; they are compiled in its first iteration or beside it, and no later.
       note: what a reader of these numbers has to know.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     kernels: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     bounds: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    programs: tuple[str, ...] = ()
     note: str = ""
 
     @property
@@ -86,4 +88,6 @@ class Plan:
             lines.append(f"longest max_completion_length that fits: {self.longest_completion or 'none'}")
         if self.largest_batch is not None:
             lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
+        if self.programs:
+            lines.append("programs of a run:\n  " + "\n  ".join(self.programs))
         return "\n".join([*([self.note] if self.note else []), *lines])

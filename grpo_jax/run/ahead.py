@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +40,7 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
         sampling=sampling_of(config),
     )
     batch = abstract_batch(run, state)
-    update = [(f"update {i}", lower) for i, lower in enumerate(run.updater.lower_all(state, batch))]
-    yield from reversed([*rollout, *update])
+    yield from reversed([*rollout, *run.updater.lower_all(state, batch)])
 
 
 def abstract_batch(run: Run, state: TrainState) -> Batch:
@@ -63,14 +63,21 @@ def abstract_batch(run: Run, state: TrainState) -> Batch:
 
 
 @contextlib.contextmanager
-def compiled_ahead(run: Run, state: TrainState) -> Iterator[None]:
+def compiled_ahead(run: Run, state: TrainState, *, say: Callable[[str], None]) -> Iterator[None]:
     """Compile the programs of a run while the block runs, one after another; its end waits for the present one.
+
+    How many there are is said first, so that nobody wonders what a first iteration waits for.
 
     Not with several processes: a GPU's compiler shares its trials of kernels among them, and waits for those that have
     stopped compiling.
     """
     done = threading.Event()
-    programs = list(programs_of(run, state)) if jax.process_count() == 1 else []
+    programs = list(programs_of(run, state))
+    if programs:
+        kinds = Counter(name.split()[0] for name, _ in programs)
+        say(f"the first iteration compiles: {', '.join(f'{kind} × {n}' for kind, n in sorted(kinds.items()))}")
+    if jax.process_count() > 1:
+        programs.clear()
 
     def compile_all() -> None:
         for _, lower in programs:

@@ -156,7 +156,7 @@ def train(
         monitor.start(state, progress, **sizes, resumed=found is not None)
         publisher.open()
         evaluate_if_due(loop, state)
-        ahead.enter_context(compiled_ahead(run, state))
+        ahead.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(progress.step + 2 * run.sizes.updates)
         while progress.step < run.total_steps and not loop.stopping():
             profile.at(progress.step)

@@ -160,18 +160,23 @@ class PackedUpdater:
         given = (*given[0], given[1], *self._placed((batch.prompts.lengths, batch.mask, sequence)))
         return _score_sequence.lower(*given, **how)
 
-    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
-        """Each program whose shape is that of the packed sequences, to be lowered: the only ones that may come late."""
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Name and lowering of each program whose shape is that of the packed sequences: the only ones that may come
+        late."""
         t = batch.mask.shape[2]
         most = self._most(state.params, t)
-        sequences = [self._any_sequence(batch, shape) for shape in self._shapes(state.params, t)]
         scores = [False] * (batch.ref_log_probs is not None) + [True] * (self.config.top_entropy_quantile < 1)
         state = abstract(state)  # the arrays will be taken by the first update
-        for sequence in sequences:
-            yield functools.partial(self.lower, state, batch, sequence=sequence, tokens=most)
+        for shape in self._shapes(state.params, t):
+            sequence = self._any_sequence(batch, shape)
+            name = f"{shape.size} tokens, completions of {'' if shape.whole else 'up to '}{shape.longest}"
+            yield f"update {name}", functools.partial(self.lower, state, batch, sequence=sequence, tokens=most)
             for entropy in scores:
                 how: dict[str, Any] = {"sequence": sequence, "tokens": most, "with_entropy": entropy}
-                yield functools.partial(self.lower_score, state.params, batch, **how)
+                yield (
+                    f"score {name}{', with entropy' * entropy}",
+                    functools.partial(self.lower_score, state.params, batch, **how),
+                )
 
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
         """Bytes that `update` holds on a device beside the program of `lower`: activations of all prompts."""

@@ -55,7 +55,7 @@ class Updater(Protocol):
         """The largest program of `score`, likewise."""
         ...
 
-    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Those programs of a run that its first iteration may leave out, each to be lowered."""
         ...
 
@@ -130,7 +130,7 @@ class PaddedUpdater:
         """The program of `update`, lowered; only shapes are looked at."""
         return _jit_train_step.lower(state, batch, **self._how, optimizer=self.optimizer, mesh=self.mesh)
 
-    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[Callable[[], Any]]:
+    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[tuple[str, Callable[[], Any]]]:
         """None: which lengths will come is not known."""
         yield from ()
 

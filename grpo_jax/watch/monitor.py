@@ -114,6 +114,10 @@ class Monitor:
         self._tokens = float(progress.tokens)
         self.phase.take()
 
+    def say(self, message: str) -> None:
+        """Show a line that is of no step."""
+        self._display.say(message)
+
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the completions that the update which makes `step` will learn from."""
         self._step = step

@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
+from grpo_jax.plan import plan
 from grpo_jax.run import ahead
 from grpo_jax.run.ahead import programs_of
 from grpo_jax.run.prepare import new_state, prepare
@@ -88,6 +89,20 @@ def test_after_the_second_iteration_hardly_anything_is_compiled(monkeypatch, set
     names, lengths = compiled_late(monkeypatch, config_of(**settings))
     assert lengths[1] > 3 * min(lengths), "the completions got shorter, or this test sees nothing"
     assert len(names) <= 2, names
+
+
+def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsys):
+    policy, config = tiny_policy(), config_of(beta=0.1)
+    run = prepare(policy, [{"prompt": text} for text in TEXTS], lambda completions: [0.0] * len(completions), config)
+    names = [name for name, _ in programs_of(run, new_state(run))]
+    assert sorted(plan(policy.config, config, prompt_length=run.task.prompt_length).programs) == sorted(names)
+    monkeypatch.setattr(ahead, "programs_of", lambda *given: [(name, lambda: None) for name in names])
+    said = []
+    with ahead.compiled_ahead(run, new_state(run), say=said.append):
+        pass
+    counts = {kind: sum(name.startswith(kind) for name in names) for kind in ("decode", "score", "update")}
+    assert all(f"{kind} × {n}" in said[0] for kind, n in counts.items()), said
+    assert counts["update"] > 1 and counts["score"] == counts["update"]
 
 
 @pytest.mark.quick

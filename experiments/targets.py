@@ -1,0 +1,246 @@
+"""What updates and rollouts need on accelerators, by their own compilers: the tables of docs/accelerators.md.
+
+    pip install grpo_jax[plan-tpu,plan-gpu]
+    python -m experiments.targets
+
+Two hours on two cores, most of them in the compilers; what has been compiled is kept in a file (--results) and not
+compiled again. Expected: each line says whether a model fits, how many GB a device holds at its peak, the longest
+completion that fits, a bound on the tokens per second, and the seconds that its programs took to compile. The last line
+on standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_jax import GRPOConfig
+from grpo_jax.plan import plan
+from grpo_jax.plan.targets import Target
+
+MACHINES = {"H100": "H100 × 1", "H100-8": "H100 × 8", "v5e-8": "v5e-8", "v5p-8": "v5p-8", "v6e-8": "v6e-8"}
+LENGTHS = (1024, 8192, 32768)
+PROMPT, GROUP, GROUPS = 512, 8, 4
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 131072,
+}
+
+
+def _qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return {**_QWEN, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+MODELS = {
+    "Qwen2.5-0.5B": _qwen(896, 4864, 24, 14, 2),
+    "Qwen2.5-1.5B": _qwen(1536, 8960, 28, 12, 2),
+    "Qwen2.5-7B": _qwen(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=False),
+    "Qwen3-30B-A3B": _qwen(
+        *(2048, 6144, 48, 32, 4),
+        architectures=["Qwen3MoeForCausalLM"],
+        tie_word_embeddings=False,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+}
+QWEN_3B = _qwen(2048, 11008, 36, 16, 2)
+
+
+def config_of(machine: str, length: int, *, group: int = GROUP, groups: int = GROUPS, micro: int = 1) -> GRPOConfig:
+    """`groups` groups a device in each iteration, `micro` of them in a micro-batch, the params cut over all devices."""
+    devices = Target.read(machine).count
+    return GRPOConfig(
+        num_generations=group,
+        per_device_train_batch_size=micro * group,
+        gradient_accumulation_steps=groups // micro,
+        max_completion_length=length,
+        mesh={"fsdp": devices} if devices > 1 else None,
+    )
+
+
+def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, prompt: int = PROMPT) -> dict[str, Any]:
+    """What a plan says, or why there is none."""
+    try:
+        found = plan(model, config, prompt_length=prompt, device=machine, largest=False)
+    except ValueError as error:
+        return {"error": str(error)}
+    if found.note:
+        raise SystemExit(found.note)
+    return {
+        "memory": found.memory,
+        "held": sum(found.held.values()),
+        "peaks": found.peaks,
+        "bounds": found.bounds,
+        "seconds": found.compile_seconds,
+        "tokens": found.sizes["tokens"],
+    }
+
+
+def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
+    """T at which the peak of some phase reaches the memory, on the lines between what was compiled, in tokens."""
+    lengths = [t for t in LENGTHS if "peaks" in cells.get(t, {})]
+    if not lengths:
+        return "?"
+    memory = cells[lengths[0]]["memory"]
+    peak = lambda t, phase: cells[t]["peaks"][phase]
+    reached = []
+    for phase in cells[lengths[0]]["peaks"]:
+        over = [t for t in lengths if peak(t, phase) > memory]
+        if not over:
+            continue
+        at = lengths.index(over[0])
+        if at == 0:
+            return "none" if lengths[0] == LENGTHS[0] else "?"
+        below, above = lengths[at - 1], over[0]
+        share = (memory - peak(below, phase)) / (peak(above, phase) - peak(below, phase))
+        reached.append(int(below + share * (above - below)) // 64 * 64)
+    return f"{min(reached):,}" if reached else f"≥ {lengths[-1]:,}"
+
+
+def line(name: str, length: int, cell: Mapping[str, Any], longest: str) -> str:
+    """One line of a table."""
+    if "peaks" not in cell:
+        return f"| {name} | {length:,} | {cell['error']} | | | | | |"
+    gigabytes = lambda bytes_: f"{bytes_ / 1e9:.1f}"
+    peaks, fits = cell["peaks"], max(cell["peaks"].values()) <= cell["memory"]
+    bound = cell["tokens"] / sum(cell["bounds"].values())
+    memory = (gigabytes(x) for x in (cell["held"], peaks["rollout"], peaks["update"]))
+    seconds = "/".join(f"{cell['seconds'][phase]:.0f}" for phase in ("rollout", "update"))
+    say = ("yes" if fits else "**no**", *memory, longest, f"{bound:,.0f}" if fits else "", seconds)
+    return f"| {name} | {length:,} | {' | '.join(say)} |"
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """docs/accelerators.md."""
+    parts = [HEAD]
+    for machine, title in MACHINES.items():
+        target = Target.read(machine)
+        parts.append(f"\n### {title}, {target.memory / 1e9:.0f} GB each\n\n{COLUMNS}")
+        for name in MODELS:
+            cells = {t: results[key] for t in LENGTHS if (key := f"{machine} {name} {t}") in results}
+            longest = longest_that_fits(cells)
+            parts += [line(name, t, cell, longest) for t, cell in cells.items()]
+    if "MLLM-JAX" in results:
+        found = results["MLLM-JAX"]
+        bounds = {phase: f"{seconds:.2f}" for phase, seconds in found["bounds"].items()}
+        peak = f"{max(found['peaks'].values()) / 1e9:.1f}"
+        parts.append(BESIDE.format(**bounds, peak=peak, total=f"{sum(found['bounds'].values()):.2f}"))
+    return "\n".join(parts) + TAIL
+
+
+HEAD = f"""# Accelerators
+
+**Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
+computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Seconds of
+compiling are those of two CPU cores. Tokens per second are a *bound*, operations over the peak and bytes over the
+bandwidth of the data sheets, which no program reaches; no step was timed on a GPU or TPU.
+
+## Models and machines
+
+Full fine-tuning as `GRPOConfig` has it by default, with AdamW and no reference (`beta = 0`): params in float32, computed
+in bfloat16, recomputed in the backward pass, cut over all devices (`mesh={{"fsdp": 8}}`). Prompts have {PROMPT} tokens,
+groups {GROUP} completions that all run to T tokens, a micro-batch one group a device, an iteration {GROUPS} groups a device.
+
+- **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's moments.
+- **rollout**, **update**: GB on each device at the peak of a phase, with what is held. A model that does not fit is
+  measured nevertheless, but for longer completions where what is held passes the memory already.
+- **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
+- **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
+- **compile**: seconds for the largest program of the rollout and of the update; the other programs of a run take about
+  as long each, beside its first iteration (`plan` lists them). They are kept on disk for the next run.
+"""
+
+COLUMNS = """\
+| model | T | fits | held | rollout | update | longest T | tokens/s, at most | compile, s |
+|---|---|---|---|---|---|---|---|---|"""
+
+BESIDE = """
+## Beside what others measured
+
+MLLM-JAX reports 20.2 s, and after tuning 12.1 s, for a step of GRPO with Qwen2.5-3B on a v6e-8: 128 completions of up to
+1,024 tokens. For the same shapes, all completions 1,024 tokens long, an iteration here holds {peak} GB of 32 GB on a
+device at its peak, and cannot take less than {total} s ({rollout} s for the rollout, {update} s for the update). That is
+a floor of the machine, and not a promise: the two numbers say how far any implementation still is from it, and neither
+says which is faster.
+"""
+
+TAIL = """
+## Which programs
+
+- **Attention**: on GPUs from Ampere on a fused kernel (Pallas, Triton), on TPUs and older GPUs a loop over tiles; both
+  take memory linear in T, and read each prompt once for its whole group. On CPUs einsum.
+- **Layers** are one loop on TPUs, so that a deep model compiles in the time of a shallow one, and one after another on
+  GPUs and CPUs.
+- **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at the last one's
+  ended completions. A key cache has a multiple of 64 slots.
+- **Updates** are packed: each device puts its own completions end to end.
+
+## Precision
+
+`compute_dtype="auto"` is bfloat16 on TPUs and on GPUs from Ampere on, and float32 elsewhere. Sums, softmax, norms,
+log-probs and the loss are float32 on every device, and so are the products that make logits. In float32, a GPU rounds
+the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.update("jax_default_matmul_precision",
+"highest")` asks for more; the fused kernel always computes float32 exactly. The sampler and the scorer are given the
+same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by how much, and a hint
+says when it is more than rounding explains (4e-5 with exact products; 0.02 in TF32; 0.1 with a TPU's default for float32;
+0.54 in bfloat16).
+
+## On a machine of your own
+
+```
+python -m grpo_jax.plan --model Qwen/Qwen2.5-7B-Instruct --device H100-8 --mesh fsdp=8 --batch 8 --completion 8192
+python -m experiments.benchmark --device gpu
+```
+
+The first needs no accelerator; the second measures one.
+"""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.targets", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=Path("targets.json"), help="where what was compiled is kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="what is written")
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Compile what is not there yet, and write the page."""
+    arguments = parse(argv)
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+
+    def note(key: str, model: Mapping[str, Any], machine: str, config: GRPOConfig, **more: int) -> None:
+        if key not in results:
+            results[key] = measure(model, machine, config, **more)
+            print(f"{key}: {results[key]}", file=sys.stderr, flush=True)
+            arguments.results.write_text(json.dumps(results, indent=1))
+            arguments.page.write_text(page(results), encoding="utf-8")
+
+    note("MLLM-JAX", QWEN_3B, "v6e-8", config_of("v6e-8", 1024, groups=2, micro=2), prompt=256)
+    for machine in arguments.machines:
+        for name in arguments.models:
+            for length in LENGTHS:
+                note(f"{machine} {name} {length}", MODELS[name], machine, config_of(machine, length))
+                cell = results[f"{machine} {name} {length}"]
+                if "held" in cell and cell["held"] > cell["memory"]:
+                    break
+    arguments.page.write_text(page(results), encoding="utf-8")
+    return {"cells": len(results)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
