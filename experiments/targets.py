@@ -149,11 +149,13 @@ bandwidth of the data sheets, which no program reaches; no step was timed on a G
 
 ## Models and machines
 
-Full fine-tuning as `GRPOConfig` has it by default, with AdamW and no reference (`beta = 0`): params in float32, computed
-in bfloat16, recomputed in the backward pass, cut over all devices (`mesh={{"fsdp": 8}}`). Prompts have {PROMPT} tokens,
-groups {GROUP} completions that all run to T tokens, a micro-batch one group a device, an iteration {GROUPS} groups a device.
+Full fine-tuning as `GRPOConfig` has it by default, with AdamW and no reference (`beta = 0`): params in float32,
+computed in bfloat16, recomputed in the backward pass, cut over all devices (`mesh={{"fsdp": 8}}`). Prompts have
+{PROMPT} tokens, groups {GROUP} completions that all run to T tokens, a micro-batch one group per device, an iteration
+{GROUPS} groups per device.
 
-- **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's moments.
+- **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's
+  moments.
 - **rollout**, **update**: GB on each device at the peak of a phase, with what is held. A model that does not fit is
   measured nevertheless, but for longer completions where what is held passes the memory already.
 - **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
@@ -169,11 +171,11 @@ COLUMNS = """\
 BESIDE = """
 ## Beside what others measured
 
-MLLM-JAX reports 20.2 s, and after tuning 12.1 s, for a step of GRPO with Qwen2.5-3B on a v6e-8: 128 completions of up to
-1,024 tokens. For the same shapes, all completions 1,024 tokens long, an iteration here holds {peak} GB of 32 GB on a
-device at its peak, and cannot take less than {total} s ({rollout} s for the rollout, {update} s for the update). That is
-a floor of the machine, and not a promise: the two numbers say how far any implementation still is from it, and neither
-says which is faster.
+MLLM-JAX reports 20.2 s, and after tuning 12.1 s, for a step of GRPO with Qwen2.5-3B on a v6e-8: 128 completions of up
+to 1,024 tokens. For the same shapes, all completions 1,024 tokens long, an iteration here holds {peak} GB of 32 GB on
+a device at its peak, and cannot take less than {total} s ({rollout} s for the rollout, {update} s for the update).
+That is a floor of the machine, and not a promise: the two numbers say how far any implementation still is from it, and
+neither says which is faster.
 """
 
 TAIL = """
@@ -183,8 +185,8 @@ TAIL = """
   take memory linear in T, and read each prompt once for its whole group. On CPUs einsum.
 - **Layers** are one loop on TPUs, so that a deep model compiles in the time of a shallow one, and one after another on
   GPUs and CPUs.
-- **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at the last one's
-  ended completions. A key cache has a multiple of 64 slots.
+- **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at which
+  completions the last one ended. A key cache has a multiple of 64 slots.
 - **Updates** are packed: each device puts its own completions end to end.
 
 ## Precision
@@ -194,8 +196,8 @@ log-probs and the loss are float32 on every device, and so are the products that
 the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.update("jax_default_matmul_precision",
 "highest")` asks for more; the fused kernel always computes float32 exactly. The sampler and the scorer are given the
 same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by how much, and a hint
-says when it is more than rounding explains (4e-5 with exact products; 0.02 in TF32; 0.1 with a TPU's default for float32;
-0.54 in bfloat16).
+says when it is more than rounding explains (largest gaps measured: 4e-5 with exact products, 0.02 in TF32, 0.1 with a
+TPU's default for float32, 0.54 in bfloat16).
 
 ## On a machine of your own
 

@@ -389,10 +389,16 @@ class _Run:
 
     def program_names(self) -> tuple[str, ...]:
         """Of all programs of the rollout and the updates."""
-        own = (self.model, self.state.params, self.sizes.prompts, self.prompt_length)
-        most = {"num_generations": self.group, "max_completion_length": self.length}
-        rest = {"eos_token_ids": (), "pad_token_id": 0, "sampling": sampling_of(self.config)}
-        rollout = rollout_programs(*own, **most, batch_size=self.config.rollout_batch_size, **rest)
+        own: Any = (self.model, self.state.params, self.sizes.prompts, self.prompt_length)
+        rollout = rollout_programs(
+            *own,
+            num_generations=self.group,
+            max_completion_length=self.length,
+            batch_size=self.config.rollout_batch_size,
+            eos_token_ids=(),
+            pad_token_id=0,
+            sampling=sampling_of(self.config),
+        )
         return tuple(name for name, _ in (*rollout, *self.updater.lower_all(self.state, self.batch)))
 
     @functools.cached_property

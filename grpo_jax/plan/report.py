@@ -72,12 +72,9 @@ class Plan:
             f"peak on each device: {line(self.peaks, 'B')}",
             f"operations of an iteration: {line(self.operations, 'FLOP')}",
         ]
-        for phase, found in self.collectives.items():
-            if found:
-                lines.append(f"between devices, {phase}: {line(found, 'B')}")
-        for phase, calls in self.kernels.items():
-            if calls:
-                lines.append(f"kernels, {phase}: " + " · ".join(f"{name} × {n}" for name, n in calls.items()))
+        lines += [f"between devices, {phase}: {line(x, 'B')}" for phase, x in self.collectives.items() if x]
+        counts = lambda calls: " · ".join(f"{name} × {n}" for name, n in calls.items())
+        lines += [f"kernels, {phase}: {counts(calls)}" for phase, calls in self.kernels.items() if calls]
         if self.bounds:
             lines.append(f"not below, in an iteration (a bound, no measurement): {line(self.bounds, 's')}")
         if self.compile_seconds:

@@ -102,7 +102,8 @@ def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsy
         pass
     counts = {kind: sum(name.startswith(kind) for name in names) for kind in ("decode", "score", "update")}
     assert all(f"{kind} × {n}" in said[0] for kind, n in counts.items()), said
-    assert counts["update"] > 1 and counts["score"] == counts["update"]
+    assert counts["update"] > 1
+    assert counts["score"] == counts["update"]
 
 
 @pytest.mark.quick
