@@ -101,7 +101,7 @@ def group_attention(
         Slots from S on are the first ones again: the query of slot S + 2 stands in slot 2.
       v: [B, H_kv, G, S, d], likewise.
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
-      index: slot of the first query; one, or [B] of them.
+      index: slot of the first query; one, or [B] or [B, G] of them.
       start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
@@ -112,12 +112,13 @@ def group_attention(
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
-    position = slot = jnp.reshape(index, (-1, 1)) + jnp.arange(t)[None]
+    first = index if jnp.ndim(index) == 2 else jnp.reshape(index, (-1, 1))
+    position = slot = first[..., None] + jnp.arange(t)[None, None]
     # The slots are a ring: what stands in the one after the query's is the oldest.
-    distance = (slot[:, :, None] - jnp.arange(s)[None, None]) % s
+    distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
-        position = slot - start.reshape(-1, 1)
-    visible = distance <= position[:, :, None]
+        position = slot - start.reshape(-1, 1, 1)
+    visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window
     return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
@@ -183,13 +184,13 @@ def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
         visible &= distance < window
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
     of_blocks = tuple(jnp.take(x, segments.prompt, axis=0) for x in prefix)
-    keys = keys.swapaxes(-1, -2)
+    keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
     out = _attend(q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap)
     return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
 
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
-    """`group_attention`, given which keys each query sees [B or 1, T, S] and the queries' positions [B or 1, T]."""
+    """`group_attention`, given which keys each query sees [B or 1, G or 1, T, S] and where the queries are, without S."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
@@ -199,7 +200,7 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
     own = cap(jnp.einsum("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
-    own = jnp.where(visible.reshape(-1, 1, 1, t, 1, s), own, MASKED)
+    own = jnp.where(visible[:, None, :, :, None], own, MASKED)
     top = own.max(axis=-1, keepdims=True)
     if prefix is None:
         e_own = jnp.exp(own - jax.lax.stop_gradient(top))
@@ -211,11 +212,11 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     p = pv.shape[2]
     chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
     shared = cap(jnp.einsum("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
-    at = jnp.arange(p).reshape(1, 1, p)
-    seen = at < lengths.reshape(b, 1, 1)
+    at, ends = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
+    seen = at < ends
     if window is not None:
-        seen = seen & (lengths.reshape(b, 1, 1) + position.reshape(-1, t, 1) - at < window)
-    shared = jnp.where(seen.reshape(b, 1, 1, -1, 1, p), shared, MASKED)
+        seen = seen & (ends + position[..., None] - at < window)
+    shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
     total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)

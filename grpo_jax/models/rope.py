@@ -123,10 +123,11 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
     """Factors [B, 1, T, 2, r/2] float32 at [B, T] positions, for each half: on itself, and on the other half.
 
-    The axis of one is G: rows of a prompt agree.
+    The axis of one is G, where the completions of a prompt agree; at [B, G, T] positions they need not.
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
-    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 

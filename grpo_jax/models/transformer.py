@@ -95,11 +95,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             own_keys, own_values = context.cache
             like = own_keys.shape[:-2]
-            keys = keys.reshape(*like, d, t).astype(own_keys.dtype)
-            slot = context.index % own_values.shape[-2]
-            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
-            v = v.reshape(*like, t, d).astype(own_values.dtype)
-            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
+            keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
+            k, v = _put(own_keys, keys, context.index, -1), _put(own_values, v, context.index, -2)
+            keys = k
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if context.sight is not None:
@@ -112,6 +110,18 @@ class Attention(nn.Module):
             y = packed_attention(q, k, v, context.prefix, context.segments, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+
+def _put(cache: jax.Array, new: jax.Array, index: jax.Array | int, axis: int) -> jax.Array:
+    """The cache with new slots from the slot `index` on: one for all completions, or [B, G] of them.
+
+    One slot is counted on in a ring. With one for each, the cache has all its axes, and room behind every index.
+    """
+    if jnp.ndim(index) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, index % cache.shape[axis], axis=axis)
+    own = lambda cache, new, index: jax.lax.dynamic_update_slice_in_dim(cache, new, index, axis=axis)
+    each = jax.vmap(jax.vmap(own, in_axes=(1, 1, 0), out_axes=1))  # over B, and over G behind the heads
+    return each(cache, new, index)
 
 
 class MLP(nn.Module):
@@ -243,7 +253,8 @@ class Transformer(nn.Module):
           tokens: [B, G, T] int32.
           prefix: the prompts' keys and values; None where the tokens stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
-          index: slot of the first token; the slots are a ring, from S on it is counted on.
+          index: slot of the first token; the slots are a ring, from S on it is counted on. Or [B, G] of them, for
+            completions that are not equally long: then the first token's position too, and S is never passed.
           start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
           segments: those of tokens [A, 1, N], packed sequences; None: completions side by side.
           last: [B] int32, the only token whose hidden state is wanted, not in a packed sequence; None: all.
@@ -255,12 +266,15 @@ class Transformer(nn.Module):
         c = self.config
         b, g, t = tokens.shape
         chex.assert_shape([x for x in (start, last) if x is not None], (b,))
-        positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
+        if jnp.ndim(index) == 2:
+            positions = jnp.reshape(index, (b, g, 1)) + jnp.arange(t)[None, None]
+        else:
+            positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
         if segments is not None and prefix is not None:
             lengths = jnp.take_along_axis(prefix.lengths.reshape(b, -1), segments.prompt, axis=1)
             positions = jnp.repeat(lengths, t // segments.prompt.shape[1], axis=1) + segments.position
         elif prefix is not None:
-            positions = positions + prefix.lengths[:, None]
+            positions = positions + prefix.lengths.reshape(b, *[1] * (positions.ndim - 1))
         if start is not None:
             positions = positions - start[:, None]
         longest = cache[0][1].shape[-2] if cache is not None else t if segments is None else segments.longest
