@@ -76,7 +76,7 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, promp
         found = plan(model, config, prompt_length=prompt, device=machine, largest=False)
     except ValueError as error:
         return {"error": str(error)}
-    if found.note:
+    if found.device is None:
         raise SystemExit(found.note)
     return {
         "memory": found.memory,

@@ -58,12 +58,15 @@ class Completions(flax.struct.PyTreeNode):
       mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
       log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
       ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
+      present: [B, G, T] bool; True on all tokens of a completion of several turns, those that were observed between its
+        turns too, which `mask` leaves out. None: those of `mask`.
     """
 
     tokens: jax.Array
     mask: jax.Array
     log_probs: jax.Array
     ended: jax.Array
+    present: jax.Array | None = None
 
 
 class Batch(flax.struct.PyTreeNode):

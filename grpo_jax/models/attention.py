@@ -190,7 +190,7 @@ def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
 
 
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
-    """`group_attention`, given which keys each query sees [B or 1, G or 1, T, S] and where the queries are, without S."""
+    """`group_attention`, given which keys queries see [B or 1, G or 1, T, S], and their positions, without the S."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
