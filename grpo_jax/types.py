@@ -166,6 +166,26 @@ class RewardFn(Protocol):
     def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
 
 
+class Environment(Protocol):
+    """What a completion of several turns is answered by: an object for each completion, with any of these methods.
+
+    All may be `async`. Every other public method is a tool: the policy calls it in the form of its chat template, with
+    a docstring that describes the arguments. What one method leaves in the object, the next one finds.
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin, given the dataset's row; text that is returned is added to the prompt, the same for all of a group."""
+        ...
+
+    def respond(self, text: str) -> str | None:
+        """What the policy sees after a turn in which it called no tool; None where the completion is over."""
+        ...
+
+    def get_reward(self) -> float | None:
+        """What the completion was worth, asked for when it is over; None for "not scored"."""
+        ...
+
+
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Prompt and completion as one right-padded row: [B·G, P+T] tokens, and where each completion starts [B·G]."""
     b, g, t = tokens.shape

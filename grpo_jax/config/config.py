@@ -128,6 +128,12 @@ class GRPOConfig(metaclass=_ReadFirst):
     rollout_ahead: bool = False
     """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
     one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
+    max_tool_calling_iterations: Count | None = None
+    """Turns of a completion that may call tools; None: as many as there is room for."""
+    environment_timeout: Positive | None = 300.0
+    """Seconds that a call of an environment or a tool may take; None: however long. Ours."""
+    on_environment_error: Literal["raise", "end"] = "raise"
+    """An environment that fails ends the run, or "end" its episode, which is counted and keeps its reward. Ours."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
     """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
     num_train_epochs: Positive = 3.0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -150,6 +151,10 @@ def choose(stream: TurnStream, groups, order, *, slots: int) -> TurnStream:
     cache = tuple((longer(own(k), -1), longer(own(v), -2)) for k, v in stream.cache)
     prefix = jax.tree.map(lambda x: x[groups], stream.prefix)
     return TurnStream(prefix, cache, pick(stream.token), pick(stream.index), pick(stream.keys))
+
+
+class _OtherFailed(Exception):
+    """Another stream has failed: nobody will want these completions."""
 
 
 class _Rows:
@@ -420,7 +425,14 @@ def generate_turns(
     keys = completion_keys(key, numbers, num_generations)
     rows = _Rows(b * num_generations, int(max_completion_length), int(pad_token_id))
     eos = tuple(int(i) for i in eos_token_ids)
-    call = _Call(as_argument(model), params, prompts, keys, rows, answers, eos, sampling, interrupt, mesh)
+    failed = threading.Event()
+
+    def interrupted() -> None:
+        interrupt()
+        if failed.is_set():
+            raise _OtherFailed
+
+    call = _Call(as_argument(model), params, prompts, keys, rows, answers, eos, sampling, interrupted, mesh)
     shards = shard_count(mesh)
     at_once = b if batch_size is None else max(1, min(b, batch_size // num_generations))
     at_once = -(-at_once // shards) * shards
@@ -428,8 +440,14 @@ def generate_turns(
     size = at_once // streams
 
     def play(stream: int) -> None:
-        for first in range(stream * size, b, at_once):
-            _Play(call, np.arange(first, first + size)).run()
+        try:
+            for first in range(stream * size, b, at_once):
+                _Play(call, np.arange(first, first + size)).run()
+        except _OtherFailed:
+            return  # the other one says why
+        except BaseException:
+            failed.set()
+            raise
 
     run_in_streams(play, range(streams))
     return rows.completions(b)

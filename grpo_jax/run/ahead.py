@@ -27,7 +27,8 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
     """Name and lowering of each program whose turn depends on what the policy does, the least likely first."""
     task, config, sizes = run.task, run.task.config, run.sizes
     params = state.params if state.old_params is None else state.old_params
-    rollout = rollout_programs(
+    turns = task.setting is not None  # what is read between them has no size that is known before
+    rollout = () if turns else rollout_programs(
         task.model,
         params,
         sizes.prompts,

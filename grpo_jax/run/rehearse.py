@@ -75,6 +75,8 @@ def rehearse(
     *,
     eval_dataset: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
 
@@ -87,6 +89,7 @@ def rehearse(
       config: the settings of the run.
       eval_dataset: rows to evaluate on; they are checked and encoded.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      tools, environment_factory: as in `train`; one group of episodes is played.
 
     Returns:
       A `DryRun`: sizes, memory by XLA's own account, seconds of each phase, and what looks suspicious.
@@ -117,7 +120,9 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+        given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer}
+        given |= {"tools": tools, "environment_factory": environment_factory}
+        run = prepare(policy, dataset, reward_fns, config, **given)
     with phase("state"):
         state = jax.block_until_ready(new_state(run))
     data = run.task.data
