@@ -58,12 +58,15 @@ class Completions(flax.struct.PyTreeNode):
       mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
       log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
       ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
+      old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
+        False. None: `log_probs` are just these.
     """
 
     tokens: jax.Array
     mask: jax.Array
     log_probs: jax.Array
     ended: jax.Array
+    old_log_probs: jax.Array | None = None
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -78,6 +81,8 @@ class Batch(flax.struct.PyTreeNode):
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
+      old_log_probs: [B, G, T] float32 under the policy that sampled, where the sampler is another engine; None: the
+        sampling ones are the old ones.
     """
 
     prompts: Prompts
@@ -88,6 +93,7 @@ class Batch(flax.struct.PyTreeNode):
     ref_log_probs: jax.Array | None = None
     initial_log_probs: jax.Array | None = None
     counted: jax.Array | None = None
+    old_log_probs: jax.Array | None = None
 
 
 class Model(Protocol):

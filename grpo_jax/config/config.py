@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from grpo_jax.config.checks import batch_problems, contradictions, split_problems
 from grpo_jax.config.fields import (
+    Correction,
     Count,
     In,
     NotNegative,
@@ -35,7 +36,6 @@ from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
 
 # What people write who come from elsewhere, and what it is here.
 _MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
-
 
 _Config = TypeVar("_Config")
 
@@ -180,6 +180,12 @@ class GRPOConfig(metaclass=_ReadFirst):
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
     """Nats per token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
+    sampler_correction: Correction | None = "sequence_mask"
+    """Of a `sampler` given to `train`: how the weights π_old / π_sampler are made and bounded; None: none. Ours."""
+    sampler_correction_max: Positive | None = 3.0
+    """Upper bound of those weights, see `maths.correction`; None: no bound. Ours."""
+    sampler_correction_min: NotNegative | None = None
+    """Lower bound of those weights. Ours."""
     max_kl_old: Positive | None = None
     """Nats per token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
     `moved_too_far` is 1 there; None: never. Ours."""

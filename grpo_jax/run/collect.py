@@ -32,6 +32,7 @@ from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
 from grpo_jax.rollout.generate import generate
+from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -58,6 +59,7 @@ class Task:
       prompt_length: P, one for all batches, so that nothing is compiled twice.
       reward_fns: K reward functions.
       config: the run's settings.
+      sampler: another engine in the place of `generate`, as `run.sampler` wants it; None for that.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Task:
     prompt_length: int
     reward_fns: Sequence[Callable[..., Any]]
     config: GRPOConfig
+    sampler: Sampler | None = None
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """What reward functions may know of the run after so many optimizer steps and sampled prompts."""
@@ -136,6 +139,7 @@ class _Rollouts:
     phase: Phase
     look_ahead: bool
     interrupt: Callable[[], None]
+    updater: Updater
 
     def rounds(
         self, cursor: int, ahead: Completions | None, begin: Callable[[Prompts, Completions], Batch] | None
@@ -184,21 +188,20 @@ class _Rollouts:
     def sample(self, cursor: int) -> Completions:
         """Completions of the next prompts, on the host."""
         task, config = self.task, self.task.config
-        completions = generate(
-            task.model,
-            self.params,
-            self.prompts(cursor)[1],
-            self.key,
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            eos_token_ids=task.eos_token_ids,
-            pad_token_id=task.pad_token_id,
-            prompt_indices=cursor + np.arange(self.count),
-            batch_size=config.rollout_batch_size,
-            interrupt=self.interrupt,
+        given = (task.model, self.params, self.prompts(cursor)[1], self.key)
+        how: dict[str, Any] = {
+            "num_generations": config.num_generations,
+            "max_completion_length": config.max_completion_length,
+            "eos_token_ids": task.eos_token_ids,
+            "pad_token_id": task.pad_token_id,
+            "prompt_indices": cursor + np.arange(self.count),
+            "batch_size": config.rollout_batch_size,
+            "interrupt": self.interrupt,
             **sampling_of(config)._asdict(),
-        )
-        return fetch(completions)
+        }
+        if task.sampler is not None:
+            return sample_by(task.sampler, self.updater, *given, **how)
+        return fetch(generate(*given, **how))
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -251,7 +254,7 @@ def collect(
       state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.
-      updater: computes the reference's log-probs.
+      updater: computes the reference's log-probs, and the old ones of another engine's completions.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
@@ -269,7 +272,7 @@ def collect(
 
     params = state.params if state.old_params is None else state.old_params
     key = jax.random.fold_in(state.key, 0)
-    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt)
+    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt, updater)
     if config.dynamic_sampling:
         last, counts_in = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
@@ -284,6 +287,7 @@ def collect(
     with watched("reference"):
         batch = jax.block_until_ready(batch.replace(advantages=advantages))
     interrupt()
+    metrics |= mismatch(batch, config)
     lines = zip((row for group in groups.rows for row in group), np.asarray(advantages).reshape(-1), strict=True)
     return Experience(batch, cursor, metrics, [row | {"advantage": float(a)} for row, a in lines], ahead)
 
@@ -317,6 +321,7 @@ def _begin(
         ref_log_probs=score_by(state.ref_params),
         initial_log_probs=score_by(state.initial_params),
         counted=None if counts_in is None else jnp.asarray(counts_in),
+        old_log_probs=None if completions.old_log_probs is None else jnp.asarray(completions.old_log_probs[:, :, :t]),
     )
 
 

@@ -25,6 +25,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.collect import Task
+from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
@@ -67,12 +68,14 @@ def prepare(
     *,
     eval_dataset: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    sampler: Sampler | None = None,
 ) -> Run:
     """Check the arguments of `train` against each other, and derive what follows from them."""
     faults = _Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
     faults.of(_check_optimizer, optimizer)
+    faults.of(check_sampler, sampler)
     fns = faults.of(_functions, reward_fns)
     sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
     rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
@@ -107,7 +110,9 @@ def prepare(
     # A fault may itself be a list: its head is left out.
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     assert data is not None, "what has no data has faults"
-    return _run(policy.replace(model=model).placed(mesh), config, mesh, data, eval_data, fns, longest, optimizer)
+    policy = policy.replace(model=model).placed(mesh)
+    run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
+    return dataclasses.replace(run, task=dataclasses.replace(run.task, sampler=sampler))
 
 
 def _run(
@@ -258,4 +263,5 @@ def about(run: Run, state: TrainState) -> dict[str, Any]:
         total_steps=run.total_steps,
         eos_token_ids=task.eos_token_ids,
         own_optimizer=run.schedule is None,
+        own_sampler=task.sampler is not None,
     )

@@ -26,6 +26,7 @@ from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Completions
 from grpo_jax.update.objective import sampling_of
@@ -73,6 +74,7 @@ def train(
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
+    sampler: Sampler | None = None,
     dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
@@ -90,6 +92,7 @@ def train(
         "must" is an error if there is none, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`.
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
@@ -127,15 +130,16 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
+    given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
     if dry_run:
         warnings.warn(
             "train(..., dry_run=True) is deprecated: call grpo_jax.rehearse(policy, dataset, reward_fns, config)",
             DeprecationWarning,
             stacklevel=2,
         )
-        report: Any = rehearse(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+        report: Any = rehearse(policy, dataset, reward_fns, config, **given)
         return report
-    run = prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    run = prepare(policy, dataset, reward_fns, config, **given)
     publisher = _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
