@@ -70,8 +70,8 @@ def sampler_weights(
     for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
         if value.shape != old.shape or old.ndim == 0:
             raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, that of old_log_probs [..., T].")
-    clean = lambda x: jnp.maximum(jnp.where(mask & ~jnp.isnan(x), x, 0).astype(old.dtype), MIN_LOG_PROB)
-    delta = jnp.where(mask & ~jnp.isnan(sampling), clean(old) - clean(sampling), 0)
+    delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
+    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # no gradient passes here: one `where` is enough
     if mode.startswith("sequence"):
         delta = delta.sum(axis=-1)
     w = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -180,7 +180,7 @@ def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:
     """A field as NumPy's, if it is an array of one of these kinds."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
-        value = fetch(value)
+        value = np.asarray(fetch(value))
     except Exception as error:
         raise ValueError(f"sampler returned {name} that is no array on the host ({error}): give {wanted}") from error
     if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):

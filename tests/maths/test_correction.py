@@ -69,6 +69,7 @@ def test_a_token_that_the_engine_could_not_score_weighs_nothing_more_or_less():
     by_token = sampler_weights(old, sampling, mask, mode="token_truncate")
     np.testing.assert_allclose(by_token, [[1.0, np.exp(0.5)]], rtol=1e-5)
     assert float(sampler_weights(old, sampling, mask)[0]) == pytest.approx(np.exp(0.5))
+    assert np.isnan(sampler_weights(sampling, old, mask)[0]), "what the trainer itself could not score is a fault"
 
 
 @pytest.mark.quick
