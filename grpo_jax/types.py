@@ -60,6 +60,8 @@ class Completions(flax.struct.PyTreeNode):
       ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
       present: [B, G, T] bool; True on all tokens of a completion of several turns, those that were observed between its
         turns too, which `mask` leaves out. None: those of `mask`.
+      old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
+        False. None: `log_probs` are just these.
     """
 
     tokens: jax.Array
@@ -67,6 +69,7 @@ class Completions(flax.struct.PyTreeNode):
     log_probs: jax.Array
     ended: jax.Array
     present: jax.Array | None = None
+    old_log_probs: jax.Array | None = None
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -81,6 +84,8 @@ class Batch(flax.struct.PyTreeNode):
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
+      old_log_probs: [B, G, T] float32 under the policy that sampled, where the sampler is another engine; None: the
+        sampling ones are the old ones.
     """
 
     prompts: Prompts
@@ -91,6 +96,7 @@ class Batch(flax.struct.PyTreeNode):
     ref_log_probs: jax.Array | None = None
     initial_log_probs: jax.Array | None = None
     counted: jax.Array | None = None
+    old_log_probs: jax.Array | None = None
 
 
 class Model(Protocol):

@@ -22,6 +22,14 @@ _PYTORCH_KWARGS = {
     "max_memory",
 }
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
+_VLLM = "vllm_importance_sampling_"
+_CORRECTION = {
+    "correction": "sampler_correction",
+    "mode": "sampler_correction",
+    "clip_max": "sampler_correction_max",
+    "clip_min": "sampler_correction_min",
+    "cap": "sampler_correction_max",
+}
 # Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
@@ -108,6 +116,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
         if name in ELSEWHERE:
             moved = _elsewhere(moved, name, value)
     _translate_evaluation(moved, values)
+    _translate_correction(moved, values)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
         del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
         moved.same.remove("generation_batch_size")
@@ -132,7 +141,7 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
         moved.translated[name] = f"gradient_checkpointing={bool(value)}"
     elif name == "optim" and value not in _NOTHING["optim"]:
         moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
-    elif value == default or value in _NOTHING.get(name, ()):
+    elif value == default or value in _NOTHING.get(name, ()) or name.removeprefix(_VLLM) in _CORRECTION:
         pass
     elif kind == "not here":
         moved.missing[name] = advice
@@ -197,6 +206,22 @@ def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
     moved.values[name] = ours
     moved.translated[name] = f'"{ours}"'
     moved.same.remove(name)
+
+
+def _translate_correction(moved: Migration, values: Mapping[str, Any]) -> None:
+    """Give the correction for vLLM the names that the one for a `sampler` has."""
+    of = {name: values.get(f"{_VLLM}{name}", ELSEWHERE[f"{_VLLM}{name}"].default) for name in _CORRECTION}
+    # The cap is the older name, and where it is set it is what TRL takes.
+    high = of["clip_max"] if of["cap"] is None else of["cap"]
+    ours = {
+        "sampler_correction": of["mode"] if of["correction"] else None,
+        "sampler_correction_max": high,
+        "sampler_correction_min": of["clip_min"],
+    }
+    for name, ours_name in _CORRECTION.items():
+        if of[name] != ELSEWHERE[f"{_VLLM}{name}"].default and ours_name not in values:
+            moved.values[ours_name] = ours[ours_name]
+            moved.translated[f"{_VLLM}{name}"] = f"{ours_name}={ours[ours_name]!r}"
 
 
 def field_table() -> str:

@@ -192,6 +192,23 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
     ),
     (
+        "sampler_correction_min sampler_correction_max",
+        lambda c: (
+            None not in (c.sampler_correction_min, c.sampler_correction_max)
+            and c.sampler_correction_min >= c.sampler_correction_max
+        ),
+        "must be below sampler_correction_max; lower the one or raise the other",
+    ),
+    (
+        "sampler_correction sampler_correction_max sampler_correction_min",
+        lambda c: (
+            (c.sampler_correction or "").endswith("truncate")
+            and c.sampler_correction_max is None
+            and c.sampler_correction_min is None
+        ),
+        "truncates at a bound, and there is none; set sampler_correction_max, or sampler_correction_min",
+    ),
+    (
         "rollout_batch_size num_generations",
         lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
         "must hold a group of num_generations completions; raise it or use None",

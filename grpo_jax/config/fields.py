@@ -36,6 +36,7 @@ Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
 Scale = Literal["group", "batch", "none"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:

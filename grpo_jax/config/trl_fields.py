@@ -46,6 +46,7 @@ def _absent(default: Any, advice: str) -> Elsewhere:
 _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
 _VLLM = "the sampler is built in, and there is no vLLM"
+_ENGINE = ", which counts where a sampler of your own is given to train"
 _MESH = "use mesh: there is one process per host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
 _HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes a directory"
@@ -55,6 +56,7 @@ _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
 SAME: dict[str, str] = {
     "num_generations": "",
     "max_completion_length": "",
+    "max_tool_calling_iterations": "",
     "temperature": "",
     "top_p": "",
     "top_k": "",
@@ -153,7 +155,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "transformers_continuous_batching_config": _needless(None, "rows that have ended leave the decode by themselves"),
     "use_transformers_paged": _needless(False, "rows that have ended leave the decode by themselves"),
     "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
-    "max_tool_calling_iterations": _absent(None, "there are no tools and no environments: one turn a completion"),
     "use_vllm": _needless(False, "the sampler is built in"),
     "vllm_mode": _needless("colocate", _VLLM),
     "vllm_model_impl": _needless("vllm", _VLLM),
@@ -167,13 +168,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "vllm_gpu_memory_utilization": _needless(0.3, _VLLM),
     "vllm_max_model_length": _needless(None, _VLLM),
     "vllm_tensor_parallel_size": _needless(1, _VLLM),
-    "vllm_importance_sampling_correction": _needless(
-        True, "the sampler's log-probs are the old ones, so that there is no mismatch to correct"
-    ),
-    "vllm_importance_sampling_mode": _needless("sequence_mask", _VLLM),
-    "vllm_importance_sampling_clip_max": _needless(3.0, _VLLM),
-    "vllm_importance_sampling_clip_min": _needless(None, _VLLM),
-    "vllm_importance_sampling_cap": _needless(None, _VLLM),
+    "vllm_importance_sampling_correction": _other(True, "use sampler_correction, None for False" + _ENGINE),
+    "vllm_importance_sampling_mode": _other("sequence_mask", "use sampler_correction" + _ENGINE),
+    "vllm_importance_sampling_clip_max": _other(3.0, "use sampler_correction_max" + _ENGINE),
+    "vllm_importance_sampling_clip_min": _other(None, "use sampler_correction_min" + _ENGINE),
+    "vllm_importance_sampling_cap": _other(None, "use sampler_correction_max" + _ENGINE),
     # Optimizer.
     "lr_scheduler_kwargs": _absent(
         None, "pass optimizer to train, an optax transformation with a schedule of your own"

@@ -77,6 +77,7 @@ def describe(
     total_steps: int,
     eos_token_ids: Sequence[int] = (),
     own_optimizer: bool = False,
+    own_sampler: bool = False,
 ) -> dict[str, Any]:
     """What decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
@@ -100,6 +101,7 @@ def describe(
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
         "optimizer": "the caller's" if own_optimizer else "the config's",
+        "sampler": "the caller's" if own_sampler else "generate",
         "state": _leaves(state),
         "total_steps": total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
@@ -124,6 +126,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
         lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
     if saved["optimizer"] != present["optimizer"]:
         lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
+    if saved.get("sampler", "generate") != present["sampler"]:
+        lines.append(f"sampler: {present['sampler']}, the run has {saved.get('sampler', 'generate')}")
     # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
     return lines or list(_of_state(saved["state"], present["state"]))
 

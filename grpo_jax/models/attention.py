@@ -112,7 +112,7 @@ def group_attention(
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
-    first = index if jnp.ndim(index) == 2 else jnp.reshape(index, (-1, 1))
+    first = jnp.reshape(index, jnp.shape(index) if jnp.ndim(index) == 2 else (-1, 1))
     position = slot = first[..., None] + jnp.arange(t)[None, None]
     # The slots are a ring: what stands in the one after the query's is the oldest.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s

@@ -191,7 +191,7 @@ def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, float
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """Start, at the first use, an event loop in a thread of its own: a notebook's thread has a running loop already."""
-    loop = asyncio.newevent_loop()
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
     thread.start()
 

@@ -195,8 +195,8 @@ class _Rows:
 
     def completions(self, groups: int) -> Completions:
         """As `Completions` of B = `groups` prompts."""
-        present = np.arange(self.length)[None] < self.lengths[:, None]
-        arrays = (self.tokens, self.sampled, self.log_probs, present)
+        there = np.arange(self.length)[None] < self.lengths[:, None]
+        arrays = (self.tokens, self.sampled, self.log_probs, there)
         tokens, mask, log_probs, present = (jnp.asarray(x.reshape(groups, -1, self.length)) for x in arrays)
         return Completions(tokens, mask, log_probs, jnp.asarray(self.ended.reshape(groups, -1)), present)
 
@@ -295,8 +295,8 @@ class _Play:
             return
         call, rows = self.call, self.call.rows
         texts = {row: [int(rows.tokens[row, rows.lengths[row] - 1]), *tokens] for row, tokens in observed.items()}
-        for row, tokens in observed.items():
-            rows.observe(row, tokens)
+        for row, more in observed.items():
+            rows.observe(row, more)
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(3, (longest - 1).bit_length()))
         for begin in range(0, longest, size):

@@ -27,21 +27,23 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
     """Name and lowering of each program whose turn depends on what the policy does, the least likely first."""
     task, config, sizes = run.task, run.task.config, run.sizes
     params = state.params if state.old_params is None else state.old_params
-    turns = task.setting is not None  # what is read between them has no size that is known before
-    rollout = () if turns else rollout_programs(
-        task.model,
-        params,
-        sizes.prompts,
-        task.prompt_length,
-        num_generations=config.num_generations,
-        max_completion_length=config.max_completion_length,
-        batch_size=config.rollout_batch_size,
-        eos_token_ids=tuple(task.eos_token_ids),
-        pad_token_id=task.pad_token_id,
-        sampling=sampling_of(config),
-    )
     batch = abstract_batch(run, state)
-    yield from reversed([*rollout, *run.updater.lower_all(state, batch)])
+    programs = [*run.updater.lower_all(state, batch)]
+    if task.sampler is None and task.setting is None:  # what is read between turns has no size known before
+        rollout = rollout_programs(
+            task.model,
+            params,
+            sizes.prompts,
+            task.prompt_length,
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            batch_size=config.rollout_batch_size,
+            eos_token_ids=tuple(task.eos_token_ids),
+            pad_token_id=task.pad_token_id,
+            sampling=sampling_of(config),
+        )
+        programs = [*rollout, *programs]
+    yield from reversed(programs)
 
 
 def abstract_batch(run: Run, state: TrainState) -> Batch:
@@ -60,6 +62,7 @@ def abstract_batch(run: Run, state: TrainState) -> Batch:
         ref_log_probs=None if state.ref_params is None else scored,
         initial_log_probs=None if state.initial_params is None else scored,
         counted=shape((b,), "bool") if config.dynamic_sampling else None,
+        old_log_probs=None if task.sampler is None else floats,
     )
 
 

@@ -28,10 +28,11 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
-from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.sample import Sampled, sample
+from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
 from grpo_jax.turns.episodes import Setting
@@ -60,6 +61,7 @@ class Task:
       reward_fns: K reward functions.
       config: the run's settings.
       setting: what completions of several turns are answered by; None: they have one.
+      sampler: another engine in the place of `generate`, as `run.sampler` wants it; None for that.
     """
 
     model: Model
@@ -71,6 +73,7 @@ class Task:
     reward_fns: Sequence[Callable[..., Any]]
     config: GRPOConfig
     setting: Setting | None = None
+    sampler: Sampler | None = None
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """What reward functions may know of the run after so many optimizer steps and sampled prompts."""
@@ -141,6 +144,7 @@ class _Rollouts:
     phase: Phase
     look_ahead: bool
     interrupt: Callable[[], None]
+    updater: Updater
 
     def rounds(
         self, cursor: int, ahead: Completions | None, begin: Callable[[Prompts, Completions], Batch] | None
@@ -192,25 +196,23 @@ class _Rollouts:
         """Completions of the next prompts."""
         task, config = self.task, self.task.config
         rows, numbers, token_ids = self.prompts(cursor)
-        return sample(
-            task.model,
-            self.params,
-            rows,
-            token_ids,
-            self.key,
-            setting=task.setting,
-            numbers=numbers,
-            prompt_length=task.prompt_length,
-            padding=config.padding,
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            eos_token_ids=task.eos_token_ids,
-            pad_token_id=task.pad_token_id,
-            prompt_indices=cursor + np.arange(self.count),
-            batch_size=config.rollout_batch_size,
-            interrupt=self.interrupt,
+        how: dict[str, Any] = {
+            "num_generations": config.num_generations,
+            "max_completion_length": config.max_completion_length,
+            "eos_token_ids": task.eos_token_ids,
+            "pad_token_id": task.pad_token_id,
+            "prompt_indices": cursor + np.arange(self.count),
+            "batch_size": config.rollout_batch_size,
+            "interrupt": self.interrupt,
             **sampling_of(config)._asdict(),
-        )
+        }
+        if task.sampler is not None:
+            prompts = make_prompts(token_ids, length=task.prompt_length)
+            given = (task.model, self.params, prompts, self.key)
+            return Sampled(rows, prompts, sample_by(task.sampler, self.updater, *given, **how))
+        how |= {"setting": task.setting, "numbers": numbers}
+        how |= {"prompt_length": task.prompt_length, "padding": config.padding}
+        return sample(task.model, self.params, rows, token_ids, self.key, **how)
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -263,7 +265,7 @@ def collect(
       state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.
-      updater: computes the reference's log-probs.
+      updater: computes the reference's log-probs, and the old ones of another engine's completions.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
@@ -281,7 +283,7 @@ def collect(
 
     params = state.params if state.old_params is None else state.old_params
     key = jax.random.fold_in(state.key, 0)
-    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt)
+    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt, updater)
     if config.dynamic_sampling:
         last, counts_in = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
@@ -296,6 +298,7 @@ def collect(
     with watched("reference"):
         batch = jax.block_until_ready(batch.replace(advantages=advantages))
     interrupt()
+    metrics |= mismatch(batch, config)
     lines = zip((row for group in groups.rows for row in group), np.asarray(advantages).reshape(-1), strict=True)
     return Experience(batch, cursor, metrics, [row | {"advantage": float(a)} for row, a in lines], ahead)
 
@@ -328,6 +331,7 @@ def _begin(
         ref_log_probs=score_by(state.ref_params),
         initial_log_probs=score_by(state.initial_params),
         counted=None if counts_in is None else jnp.asarray(counts_in),
+        old_log_probs=None if completions.old_log_probs is None else jnp.asarray(completions.old_log_probs[:, :, :t]),
     )
 
 

@@ -123,9 +123,7 @@ def evaluate(
         )
         reward_fns = with_environments(reward_fns, setting)
         encoding: dict[str, Any] = {"on_long_prompt": on_long_prompt, "chat_template_kwargs": chat_template_kwargs}
-        data = encode_rows(
-            setting, all_rows, policy.tokenizer, max_prompt_length=max_prompt_length, **encoding
-        )
+        data = encode_rows(setting, all_rows, policy.tokenizer, max_prompt_length=max_prompt_length, **encoding)
     check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)

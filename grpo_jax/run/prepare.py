@@ -25,6 +25,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.collect import Task
+from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.turns.episodes import Setting
@@ -72,19 +73,21 @@ def prepare(
     optimizer: optax.GradientTransformation | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
+    sampler: Sampler | None = None,
 ) -> Run:
     """Check the arguments of `train` against each other, and derive what follows from them."""
     faults = _Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
     faults.of(_check_optimizer, optimizer)
+    faults.of(check_sampler, sampler)
     fns = faults.of(_functions, reward_fns)
     sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
     rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
     setting = None
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         every = [row for some in rows.values() for row in some or ()]
-        setting = faults.of(_setting, policy, config, every, tools, environment_factory)
+        setting = faults.of(_setting, policy, config, every, tools, environment_factory, sampler)
     if fns is not None:
         fns = list(with_environments(fns, setting))
         columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
@@ -119,8 +122,9 @@ def prepare(
     # A fault may itself be a list: its head is left out.
     raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
     assert data is not None, "what has no data has faults"
-    run = _run(policy.replace(model=model).placed(mesh), config, mesh, data, eval_data, fns, longest, optimizer)
-    return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting))
+    policy = policy.replace(model=model).placed(mesh)
+    run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
+    return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting, sampler=sampler))
 
 
 def _run(
@@ -220,7 +224,7 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
 
 
 def _setting(
-    policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any
+    policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any, sampler: Any
 ) -> Setting | None:
     """What completions of several turns are answered by."""
     if not tools and environment_factory is None:
@@ -228,6 +232,7 @@ def _setting(
     for wrong, why in (
         (config.rollout_ahead, "rollout_ahead = True: environments cannot wait in a checkpoint; leave it False"),
         (jax.process_count() > 1, f"there are {jax.process_count()} processes: several turns run in one"),
+        (sampler is not None, "sampler samples completions of one turn: give one or the other"),
         (not is_cached(policy.model), "policy.model has no cache: several turns need a model of this package"),
     ):
         if wrong:
@@ -309,4 +314,5 @@ def about(run: Run, state: TrainState) -> dict[str, Any]:
         total_steps=run.total_steps,
         eos_token_ids=task.eos_token_ids,
         own_optimizer=run.schedule is None,
+        own_sampler=task.sampler is not None,
     )

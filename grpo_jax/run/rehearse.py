@@ -24,12 +24,13 @@ from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import Run, new_state, prepare
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.updater import choose_updater
-from grpo_jax.watch.hints import sampler_gap_limit
+from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.names import short
 from grpo_jax.watch.phases import Phases, describe_run
 
@@ -77,6 +78,7 @@ def rehearse(
     optimizer: optax.GradientTransformation | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
+    sampler: Sampler | None = None,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
 
@@ -90,6 +92,7 @@ def rehearse(
       eval_dataset: rows to evaluate on; they are checked and encoded.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
       tools, environment_factory: as in `train`; one group of episodes is played.
+      sampler: another engine in the place of `generate`; it is called once, for one group.
 
     Returns:
       A `DryRun`: sizes, memory by XLA's own account, seconds of each phase, and what looks suspicious.
@@ -120,7 +123,7 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer}
+        given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
         given |= {"tools": tools, "environment_factory": environment_factory}
         run = prepare(policy, dataset, reward_fns, config, **given)
     with phase("state"):
@@ -175,7 +178,9 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
     prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
     params = state.params
-    decode = lower_decode(task.model, params, prompts, g, t, sampling=sampling_of(config))
+    decode = None
+    if task.sampler is None:
+        decode = lower_decode(task.model, params, prompts, g, t, sampling=sampling_of(config))
     batch = abstract_batch(run, state)
     update = run.updater.lower(state, batch)
     programs = {"decode": (decode, 0), "update": (update, run.updater.kept_bytes(state, batch))}
@@ -227,7 +232,9 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["grad_norm"] == 0:
         yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
-    if metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
+    if run.task.sampler is not None:
+        yield from filter(None, [engine_fault(rollout.get, config)])
+    elif metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
         yield (
             f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
             " does not compute the same with and without a cache"

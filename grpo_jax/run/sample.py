@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,13 +36,14 @@ class Sampled(NamedTuple):
     completions: Completions
     episodes: Sequence[Episode] | None = None
     rewards: list[float | None] | None = None
-    metrics: dict[str, float] = {}
+    metrics: Mapping[str, float] = types.MappingProxyType({})
 
     def first(self, count: int) -> Sampled:
         """Those of the first `count` rows."""
         own = count * self.completions.tokens.shape[1]
         prompts, completions = jax.tree.map(lambda x: x[:count], (self.prompts, self.completions))
-        episodes, rewards = (None if x is None else x[:own] for x in (self.episodes, self.rewards))
+        episodes = None if self.episodes is None else self.episodes[:own]
+        rewards = None if self.rewards is None else self.rewards[:own]
         return Sampled(self.rows[:count], prompts, completions, episodes, rewards, self.metrics)
 
     @property

@@ -26,6 +26,7 @@ from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Completions
 from grpo_jax.update.objective import sampling_of
@@ -75,6 +76,7 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
+    sampler: Sampler | None = None,
     dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
@@ -95,9 +97,10 @@ def train(
       tools: functions, sync or async, that the policy may call between its turns: their signatures and docstrings are
         shown by the chat template, and what they return is read by the policy before its next turn.
       environment_factory: a class or function without arguments that makes an environment for each completion
-        (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or its
-        `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
+        (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
+        its `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
         reward, of weight 1 and named after its class. Reward functions that name `environments` get them.
+      sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`.
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
@@ -135,7 +138,7 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
-    given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer}
+    given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
     given |= {"tools": tools, "environment_factory": environment_factory}
     if dry_run:
         warnings.warn(

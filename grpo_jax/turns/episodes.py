@@ -145,7 +145,7 @@ class Episode:
         if parsed.calls or parsed.problems:
             if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
                 return None
-            said = self._call(parsed)
+            said: Any = self._call(parsed)
         else:
             said = self._respond(parsed.content)
         return None if said is None else self._encode(said, room)

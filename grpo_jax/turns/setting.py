@@ -84,11 +84,7 @@ def make_setting(
             schemas = schemas_of({**functions, **of_rows})
             try:
                 check_template(
-                    tokenizer,
-                    roles=roles,
-                    chat_template_kwargs=kwargs,
-                    tools=schemas,
-                    eos_token_ids=eos_token_ids,
+                    tokenizer, roles=roles, chat_template_kwargs=kwargs, tools=schemas, eos_token_ids=eos_token_ids
                 )
             except ValueError as error:
                 problems.append(str(error))
@@ -138,7 +134,9 @@ def encode_rows(setting: Setting | None, rows: Sequence[Row], tokenizer: Any, **
         tools = {"tools": setting.schemas(name)}
         own = encode_prompts([rows[i] for i in at[name]], tokenizer, chat_template_kwargs=kwargs | tools, **how)
         left = {at[name][i] for i in own.dropped}
-        kept |= dict(zip((i for i in at[name] if i not in left), zip(own.rows, own.token_ids, strict=True), strict=True))
+        kept |= dict(
+            zip((i for i in at[name] if i not in left), zip(own.rows, own.token_ids, strict=True), strict=True)
+        )
         dropped += left
     order = sorted(kept)
     return EncodedPrompts([kept[i][0] for i in order], [kept[i][1] for i in order], sorted(dropped))

@@ -1,7 +1,7 @@
 """Which number went bad first, when a loss or a gradient is not finite.
 
 ```
-reward → advantage → sampler log-prob → reference log-prob → log-prob → ratio → KL → loss → gradient
+reward → advantage → sampler log-prob → old log-prob → reference log-prob → log-prob → ratio → KL → loss → gradient
 ```
 
 The terms are looked at in the order in which they are computed, by the code that the update itself runs; the first
@@ -35,8 +35,8 @@ class Finding:
     """The first term that is not finite, and where.
 
     Attributes:
-      term: "reward", "advantage", "sampler log-prob", "reference log-prob", "log-prob", "ratio", "KL", "loss" or
-        "gradient".
+      term: "reward", "advantage", "sampler log-prob", "old log-prob", "reference log-prob", "log-prob", "ratio", "KL",
+        "loss" or "gradient".
       value: NaN or an infinity.
       prompt, completion, token: the place in the batch, as far as the term has one.
       parameter: path of the first parameter whose gradient is not finite.
@@ -118,6 +118,9 @@ def _terms(
     yield "advantage", np.asarray(batch.advantages)
     l_old = clean(batch.sampling_log_probs)
     yield "sampler log-prob", np.asarray(l_old)
+    if batch.old_log_probs is not None:
+        l_old = clean(batch.old_log_probs)
+        yield "old log-prob", np.asarray(l_old)
     for reference in (batch.ref_log_probs, batch.initial_log_probs):
         if reference is not None:
             yield "reference log-prob", np.asarray(clean(reference))

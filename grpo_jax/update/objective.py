@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, merge_metrics, update_entropy_coef
@@ -41,6 +42,23 @@ def sampling_of(config: GRPOConfig) -> Sampling:
 def has_bonus(config: GRPOConfig) -> bool:
     """Whether the entropy enters the loss."""
     return config.entropy_coef > 0 or config.use_adaptive_entropy
+
+
+def correction_of(batch: Batch, config: GRPOConfig) -> jax.Array | None:
+    """Importance weights of another engine's completions, [..., T] or [...]; None where nothing is to be corrected.
+
+    They depend on whole completions, and on nothing outside of them: any cut of the batch gives the same weights.
+    """
+    if batch.old_log_probs is None or config.sampler_correction is None:
+        return None
+    return sampler_weights(
+        batch.old_log_probs,
+        batch.sampling_log_probs,
+        batch.mask,
+        mode=config.sampler_correction,
+        clip_max=config.sampler_correction_max,
+        clip_min=config.sampler_correction_min,
+    )
 
 
 def count_totals(batch: Batch, config: GRPOConfig, entropies: jax.Array | None) -> dict[str, Any]:
@@ -81,9 +99,10 @@ def loss_of(
     """
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[:-1])
+    old_log_probs = part.sampling_log_probs if part.old_log_probs is None else part.old_log_probs
     loss, metrics = grpo_loss_terms(
         log_probs,
-        None if on_policy else part.sampling_log_probs,
+        None if on_policy else old_log_probs,
         part.ref_log_probs,
         part.advantages,
         part.mask,
@@ -92,6 +111,7 @@ def loss_of(
         entropies=entropies if has_bonus(config) else jax.lax.stop_gradient(entropies),
         entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,
         sampling_log_probs=part.sampling_log_probs,
+        importance_weights=correction_of(part, config),
         **totals,
     )
     l = jax.lax.stop_gradient(log_probs)

@@ -165,7 +165,8 @@ class PackedUpdater:
         late."""
         t = batch.mask.shape[2]
         most = self._most(state.params, t)
-        scores = [False] * (batch.ref_log_probs is not None) + [True] * (self.config.top_entropy_quantile < 1)
+        scored = batch.ref_log_probs is not None or batch.old_log_probs is not None
+        scores = [False] * scored + [True] * (self.config.top_entropy_quantile < 1)
         state = abstract(state)  # the arrays will be taken by the first update
         for shape in self._shapes(state.params, t):
             sequence = self._any_sequence(batch, shape)

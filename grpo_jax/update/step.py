@@ -115,7 +115,8 @@ def train_step(
       optimizer: the transformation that made `state.opt_state`.
       config: a `GRPOConfig`.
       on_policy: True if this is the only update of these completions: the ratio is then 1 in value
-        (`old_log_probs=None`). False takes the sampler's log-probs as the old ones.
+        (`old_log_probs=None`). False takes the batch's `old_log_probs` as the old ones, or where there are none
+        the sampler's.
       micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
 
     Returns:

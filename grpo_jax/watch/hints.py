@@ -34,6 +34,12 @@ bfloat16's 7 (as a TPU rounds those of float32 products), and 0.54 in bfloat16. 
 and tokens.
 """
 
+ENGINE_DIFFERENCE = 0.1
+"""Mean |log π_old − log π_sampler| in nats per token of another engine's completions that rounding may explain: engines
+that compute in bfloat16 come to about 0.01."""
+ENGINE_WEIGHT = 0.5
+"""Lowest mean importance weight of another engine's completions that is as it should be; without bounds it is 1."""
+
 History = Sequence[Mapping[str, Any]]
 
 
@@ -128,8 +134,35 @@ def much_clipped(history: History, config: GRPOConfig) -> str | None:
     )
 
 
+def engine_fault(measured: Callable[[str], float | None], config: GRPOConfig) -> str | None:
+    """What the metrics `sampler/…` of a run with its own sampler say against its engine; None if nothing.
+
+    Example:
+      >>> metrics = {"sampler/log_prob_difference_mean": 0.4, "sampler/importance_weight_mean": 0.2}
+      >>> engine_fault(metrics.get, GRPOConfig()).split(":")[0]
+      "the mean importance weight of the sampler's completions is 0.2, where about 1 is to be expected"
+    """
+    weight, gap = measured("sampler/importance_weight_mean"), measured("sampler/log_prob_difference_mean")
+    advice = "does the engine have the present params, and the same temperature, top_k, top_p and min_p?"
+    if weight is not None and weight < ENGINE_WEIGHT:
+        return (
+            f"the mean importance weight of the sampler's completions is {weight:.2g}, where about 1 is to be"
+            f" expected: {advice} Where its log-probs are right, other bounds (sampler_correction_max, now"
+            f" {config.sampler_correction_max}) or another sampler_correction (now {config.sampler_correction!r})"
+            " leave less out"
+        )
+    if gap is not None and gap > ENGINE_DIFFERENCE and config.sampler_correction is None:
+        return (
+            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token: {advice}"
+            " sampler_correction weighs its completions by what they differ"
+        )
+    return None
+
+
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
     """Sampler and trainer disagree about tokens that both should give the same log-probs."""
+    if _values(history, "sampler/log_prob_difference_mean"):
+        return engine_fault(lambda name: _now(history, name), config)
     gap = _now(history, "sampler_gap")
     # Where the policy is no longer that of the sampler, the gap is no fault.
     if gap is None or gap <= sampler_gap_limit(config.compute_dtype) or not config.on_policy:

@@ -159,6 +159,33 @@ def test_what_is_not_here_is_said(values, advice):
     assert advice in str(moved).partition("NOT HERE:")[2]
 
 
+VLLM = "vllm_importance_sampling_"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            {"mode": "token_truncate", "clip_max": 2.0},
+            {"sampler_correction": "token_truncate", "sampler_correction_max": 2.0},
+        ),
+        ({"correction": False, "mode": "token_mask"}, {"sampler_correction": None}),
+        ({"cap": 5.0, "clip_max": 2.0}, {"sampler_correction_max": 5.0}),
+        ({"clip_max": None, "clip_min": 0.0}, {"sampler_correction_max": None, "sampler_correction_min": 0.0}),
+        ({"mode": "sequence_mask", "clip_max": 3.0, "correction": True, "cap": None}, {}),
+    ],
+    ids=str,
+)
+def test_the_correction_for_vllm_is_that_of_a_sampler(theirs, ours):
+    moved = from_trl({VLLM + name: value for name, value in theirs.items()})
+    assert (moved.values, moved.left_out, moved.missing) == (ours, {}, {})
+    assert set(moved.translated) == {VLLM + name for name in theirs if ours}
+    assert moved.config() == GRPOConfig(**ours)
+    assert OURS["sampler_correction"] == ELSEWHERE[VLLM + "mode"].default
+    assert OURS["sampler_correction_max"] == ELSEWHERE[VLLM + "clip_max"].default
+
+
 class Named:
     """What a dtype of PyTorch looks like."""
 

@@ -81,6 +81,25 @@ BAD = [
         "top_entropy_quantile = 1.2: must be at least 0 and at most 1; use 1.0 to keep every token",
     ),
     (dict(off_policy_mask_threshold=0), f"off_policy_mask_threshold = 0: {ABOVE}"),
+    (
+        dict(sampler_correction="truncate"),
+        'sampler_correction = \'truncate\': did you mean "token_truncate"? must be "token_truncate" or "token_mask" or'
+        ' "sequence_truncate" or "sequence_mask"',
+    ),
+    (dict(max_tool_calling_iterations=0), f"max_tool_calling_iterations = 0: {FROM_1}"),
+    (dict(environment_timeout=0), f"environment_timeout = 0: {ABOVE}"),
+    (dict(on_environment_error="none"), 'on_environment_error = \'none\': must be "raise" or "end"'),
+    (dict(sampler_correction_max=0), f"sampler_correction_max = 0: {ABOVE}"),
+    (dict(sampler_correction_min=-0.1), f"sampler_correction_min = -0.1: {FROM_0}"),
+    (
+        dict(sampler_correction_min=3.0),
+        "sampler_correction_min = 3.0: must be below sampler_correction_max; lower the one or raise the other",
+    ),
+    (
+        dict(sampler_correction="token_truncate", sampler_correction_max=None),
+        "sampler_correction = 'token_truncate': truncates at a bound, and there is none; set sampler_correction_max, or"
+        " sampler_correction_min",
+    ),
     (dict(max_kl_old=0), f"max_kl_old = 0: {ABOVE}"),
     (dict(entropy_coef=-0.1), f"entropy_coef = -0.1: {FROM_0}"),
     (dict(entropy_coef_delta=0), f"entropy_coef_delta = 0: {ABOVE}"),
@@ -549,6 +568,9 @@ TRL = dict(
     vespo_lambda_neg=2.0,
     top_entropy_quantile=1.0,
     off_policy_mask_threshold=None,
+    sampler_correction="sequence_mask",
+    sampler_correction_max=3.0,
+    sampler_correction_min=None,
     entropy_coef=0.0,
     use_adaptive_entropy=False,
     entropy_coef_min=0.0,

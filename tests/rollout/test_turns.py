@@ -1,4 +1,4 @@
-"""Completions of several turns: one row of tokens, the same numbers as read whole, whatever the layout and the clock."""
+"""Completions of several turns: one row of tokens, with the numbers of a row read whole, whatever the clock."""
 
 import functools
 import time

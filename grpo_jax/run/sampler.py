@@ -1,0 +1,200 @@
+"""Completions of another engine than ours: asked for, checked at the door, and scored by the trainer's own scorer.
+
+```
+engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the same params by the trainer's own scorer
+                                                  │
+                                                  ├─► ratio π / π_old of the policy loss
+                                                  └─► importance weights π_old / π_sampler (`maths.correction`)
+```
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import show
+from grpo_jax.devices.sharding import fetch
+from grpo_jax.rollout.generate import generate
+from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
+from grpo_jax.update.objective import correction_of
+from grpo_jax.update.updater import Updater
+
+ARGUMENTS = tuple(inspect.signature(generate).parameters)
+"""Names of the arguments that a sampler may take: those of `generate`."""
+ROUNDING = 1e-2
+"""Nats by which an engine's log-prob may be above 0."""
+
+
+class Sampler(Protocol):
+    """An engine that samples: a function that may take any of the arguments of `generate`, by their names.
+
+    Only those are passed that its signature takes; `**kwargs` takes all. It returns `Completions` of NumPy's, JAX's or
+    PyTorch's arrays on the host:
+
+      tokens: [B, G, T] integers, T ≤ `max_completion_length`.
+      mask: [B, G, T] bool, True from the first token of a row on to its last, which is the EOS where it drew one.
+      log_probs: [B, G, T] floats, ≤ 0, of the distribution that the engine drew from: after `temperature`, `top_k`,
+        `top_p` and `min_p`, which the trainer's log-probs have in them too.
+      ended: [B, G] bool, True where the row drew an EOS.
+
+    What stands where `mask` is False is not looked at. `params` are those to sample from, at every call: an engine with
+    weights of its own has to be given them. `key` is the same at all calls of a run; with `prompt_indices`, which are
+    not, it gives draws that a resumed run makes again. With `rollout_ahead` the engine is called from another thread.
+    With several processes all of them call it, and what the first one's returns is taken.
+    """
+
+    def __call__(self, **kwargs: Any) -> Completions: ...
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments."""
+    if sampler is None:
+        return
+    wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
+    if not callable(sampler):
+        raise ValueError(f"sampler is {show(sampler)}: {wanted}")
+    required = [
+        p for p in _parameters(sampler) if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
+    if unknown:
+        raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
+
+
+def sample_by(
+    sampler: Sampler, updater: Updater, model: Model, params: Params, prompts: Prompts, key: jax.Array, **how: Any
+) -> Completions:
+    """Completions by an engine, on the host, with the old log-probs by the trainer's scorer.
+
+    Args:
+      sampler: the engine.
+      updater: scores.
+      model, params, prompts, key, how: all arguments of `generate`.
+
+    Returns:
+      `Completions` [B, G, T], T = `max_completion_length`, with `old_log_probs`.
+
+    Raises:
+      ValueError: the engine returned something else than `Sampler` says; the message tells what.
+    """
+    given = {"model": model, "params": params, "prompts": prompts, "key": key, **how}
+    named = {p.name for p in _parameters(sampler)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(sampler))
+    returned = sampler(**{name: value for name, value in given.items() if takes_all or name in named})
+    completions = read_completions(
+        returned,
+        (prompts.tokens.shape[0], how["num_generations"], how["max_completion_length"]),
+        vocab_size=_vocab_size(model, params),
+        pad_token_id=how["pad_token_id"],
+    )
+    if jax.process_count() > 1:
+        completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
+    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
+    tokens, mask = jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(completions.mask[:, :, :t])
+    old = fetch(updater.score(params, jax.tree.map(jnp.asarray, prompts), tokens, mask))
+    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+
+
+def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int) -> Completions:
+    """What an engine returned, checked, padded to [B, G, T] and clean where its mask is False."""
+    if not isinstance(returned, Completions):
+        raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
+    tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
+    mask, ended = _array(returned, "mask", "b"), _array(returned, "ended", "b")
+    b, g, longest = shape
+    t = tokens.shape[-1] if tokens.ndim == 3 else 0
+    if tokens.shape != (b, g, t) or not 1 <= t <= longest:
+        raise ValueError(
+            f"sampler returned tokens of the shape {tokens.shape}: make it ({b}, {g}, T), with T from 1 to"
+            f" max_completion_length = {longest}"
+        )
+    for name, value, right in (
+        ("mask", mask, (b, g, t)),
+        ("log_probs", log_probs, (b, g, t)),
+        ("ended", ended, (b, g)),
+    ):
+        if value.shape != right:
+            raise ValueError(f"sampler returned {name} of the shape {value.shape}: make it {right}, as tokens has it")
+    lengths = mask.sum(axis=-1)
+    _refuse(
+        (mask != (np.arange(t) < lengths[..., None])) | (lengths[..., None] == 0),
+        mask,
+        "a mask that is not True from the first token of a row to its last, with one token at least",
+    )
+    _refuse(
+        mask & ((tokens < 0) | (tokens >= vocab_size)), tokens, f"a token outside of the vocabulary of {vocab_size}"
+    )
+    bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
+    _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
+    clean: dict[str, Any] = {
+        "tokens": _padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
+        "mask": _padded(mask, longest, False),
+        "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
+    }
+    return Completions(**clean, ended=ended)  # type: ignore[arg-type]
+
+
+def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
+    """By how much an engine's log-probs differ from the trainer's, and what weights that comes to.
+
+    Of a batch from `generate` nothing. Differences are |log π_old − log π_sampler| of tokens; of the weights the mean,
+    least and largest over the tokens in the token modes, over completions in the sequence modes.
+    """
+    if batch.old_log_probs is None:
+        return {}
+    mask = np.asarray(batch.mask)
+    gaps = np.abs(np.asarray(batch.old_log_probs) - np.asarray(batch.sampling_log_probs))[mask]
+    found = {"sampler/log_prob_difference_mean": gaps, "sampler/log_prob_difference_max": gaps}
+    weights = correction_of(batch, config)
+    if weights is not None:
+        of_weights = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
+        found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
+    kinds: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
+    return {name: float(kinds[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """The parameters of a function; of one that does not tell, any by name."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _vocab_size(model: Model, params: Params) -> int:
+    """V, of the model's logits."""
+    if is_cached(model):
+        return int(model.config.vocab_size)
+    apply = lambda params: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32))
+    return int(jax.eval_shape(apply, params).shape[-1])
+
+
+def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:
+    """A field as NumPy's, if it is an array of one of these kinds."""
+    value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
+    try:
+        value = np.asarray(fetch(value))
+    except Exception as error:
+        raise ValueError(f"sampler returned {name} that is no array on the host ({error}): give {wanted}") from error
+    if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):
+        raise ValueError(f"sampler returned {name} of the dtype {value.dtype}: make it {wanted}")
+    return value
+
+
+def _refuse(bad: np.ndarray, values: np.ndarray, what: str) -> None:
+    """Raise if anything is bad, and say where the first one is."""
+    if bad.any():
+        b, g, t = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"sampler returned {what}; prompt {b}, completion {g}, token {t} has {values[b, g, t]}")
+
+
+def _padded(x: np.ndarray, length: int, value: Any) -> np.ndarray:
+    """[B, G, T] with a longer T."""
+    return np.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])), constant_values=value)
