@@ -195,6 +195,12 @@ def hermes(name="f", arguments="{}"):
             '<think>{"name": "f", "parameters": {}}</think> 3<|eot_id|>',
             Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
         ),
+        (
+            "llama3",
+            '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
+            Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
+        ),
+        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", (Call("f", {}),))),
         ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
         ("harmony", "just text", Parsed("just text")),
         (
@@ -229,6 +235,7 @@ def test_what_a_turn_says(name, text, parsed):
         ("hermes", '<tool_call>\n{"name": "f", "argu', "no valid JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
         ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "no valid JSON"),
+        ("hermes", "</tool_call><tool_call>so</tool_call>", "Expecting value at character 0"),
         ("hermes", "<tool_call></tool_call>", "no valid JSON"),
         ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], which is no JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
@@ -450,6 +457,7 @@ def test_each_family_is_recognised_by_its_template(name):
         # Templates that write calls in a way that is not in the table.
         "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>",
         '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+        "{% if tools %}{{ tools }}{% endif %}<|start|>assistant<|channel|>final<|message|>",
         "{% if tools %}{{ tools | tojson }}{% endif %}<｜tool▁call▁begin｜>",
     ],
 )
@@ -462,6 +470,7 @@ def test_json_escaped_in_a_template_is_recognised():
     assert (
         format_of(r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}') is FORMATS["hermes"]
     )
+    assert format_of(r'{{ "as {\"name\": function name, \"parameters\": its values}" }}') is FORMATS["llama3"]
     assert format_of(r"""{{- 'as {"name": function name, "parameters": its values}.' }}""") is FORMATS["llama3"]
 
 

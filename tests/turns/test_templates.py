@@ -241,6 +241,16 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
 
 
 @pytest.mark.quick
+def test_what_an_end_depends_on_is_remembered_apart():
+    tokenizer = tokenizer_of(chat("{{ '!' if loud else '' }}<|im_end|>\n"))
+    ids = [lib.observation_ids(tokenizer, [user("x")], chat_template_kwargs={"loud": loud}) for loud in (False, True)]
+    assert ids[0] == ids[1]
+    tokenizer, _ = family("hermes")  # before an answer stands a call, before a user's turn none
+    for messages in ([user("x")], [tool_message("add", "3")], [user("x")]):
+        assert lib.observation_ids(tokenizer, messages) == lib.observation_ids(family("hermes")[0], messages)
+
+
+@pytest.mark.quick
 def test_what_does_not_depend_on_messages_is_rendered_once_and_forgotten_with_the_tokenizer(monkeypatch):
     tokenizer = tokenizer_of(HERMES)
     rendered = []
