@@ -185,6 +185,10 @@ def test_each_file_of_tests_has_a_quick_one():
 
 # What is tested with the module that it is a part of.
 TESTED_ELSEWHERE = {
+    "config.reading": "config/test_config.py",
+    "rollout.turn_programs": "rollout/test_turns.py",
+    "run.sample": "run/test_turns_run.py",
+    "turns.setting": "run/test_turns_run.py",
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",

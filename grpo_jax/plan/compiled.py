@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -77,3 +78,20 @@ def kernels(text: str) -> dict[str, int]:
       {'a': 2, 'b': 1}
     """
     return dict(Counter(re.findall(r'custom_call_target="([^"]*)"', text)))
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays with their shardings."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes of a tree on each device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * (8 if _is_key(x) else x.dtype.itemsize)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _is_key(x: Any) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

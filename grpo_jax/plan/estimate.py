@@ -30,7 +30,7 @@ from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.bounds import Work, count_weights, peaks_of
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.plan.compiled import collectives, compile_program, kernels
+from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, placed
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
@@ -297,7 +297,7 @@ class _Run:
             keep_masters=config.master_params,
         )
         state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
-        return cls(config, prompt_length, shape, mesh, optimizer, _placed(state, tree_sharding(state, mesh)))
+        return cls(config, prompt_length, shape, mesh, optimizer, placed(state, tree_sharding(state, mesh)))
 
     @property
     def sizes(self) -> Any:
@@ -351,7 +351,7 @@ class _Run:
             "initial params": state.initial_params,
             "policy": state.params,
         }
-        return {name: size for name, tree in held.items() if (size := _on_device(tree))}
+        return {name: size for name, tree in held.items() if (size := bytes_on_device(tree))}
 
     def parts(self, phase: str, params: int, stats: Any) -> dict[str, int]:
         """Bytes that a phase adds on each device, by its program's memory; params take `params` of its arguments."""
@@ -362,7 +362,7 @@ class _Run:
             return {"KV cache": cache, "decode temporaries": stats.temp_size_in_bytes}
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         # It is the program of a packed sequence, which is given the params and the gradients so far.
-        beside = max(0, given - _on_device(self.state.params))
+        beside = max(0, given - bytes_on_device(self.state.params))
         parts = {"gradients, activations and batch": beside + stats.temp_size_in_bytes}
         if kept := self.updater.kept_bytes(self.state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept
@@ -432,24 +432,7 @@ class _Run:
 
     def _arrays(self, b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
         x = jax.ShapeDtypeStruct((b, *rest), dtype)
-        return _placed(x, split_sharding(x, self.mesh))
+        return placed(x, split_sharding(x, self.mesh))
 
     def _prompts(self, b: int) -> Prompts:
         return Prompts(self._arrays(b, self.prompt_length), self._arrays(b))
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-    """Abstract arrays with their shardings."""
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
-
-
-def _on_device(tree: Any) -> int:
-    """Bytes of a tree on each device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * (8 if _is_key(x) else x.dtype.itemsize)
-        for x in jax.tree.leaves(tree)
-    )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -110,20 +110,14 @@ def evaluate(
     data = dataset
     if not isinstance(data, EncodedPrompts):
         all_rows = load_rows(dataset)
-        setting = make_setting(
-            policy.tokenizer,
-            policy.eos_token_ids,
-            all_rows,
-            tools=tools,
-            environment_factory=environment_factory,
-            chat_template_kwargs=chat_template_kwargs,
-            most_calls=max_tool_calling_iterations,
-            seconds=environment_timeout,
-            on_error=on_environment_error,
-        )
+        kwargs: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
+        given: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory, **kwargs}
+        given |= {"most_calls": max_tool_calling_iterations, "seconds": environment_timeout}
+        own = (policy.tokenizer, policy.eos_token_ids, all_rows)
+        setting = make_setting(*own, **given, on_error=on_environment_error)
         reward_fns = with_environments(reward_fns, setting)
-        encoding: dict[str, Any] = {"on_long_prompt": on_long_prompt, "chat_template_kwargs": chat_template_kwargs}
-        data = encode_rows(setting, all_rows, policy.tokenizer, max_prompt_length=max_prompt_length, **encoding)
+        kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
+        data = encode_rows(setting, all_rows, policy.tokenizer, **kwargs)
     check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)

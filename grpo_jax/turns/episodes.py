@@ -125,7 +125,7 @@ class Episode:
         factory = self._setting.factories.get(self._setting.name_of(row))
         if factory is None:
             return
-        made, self.environment = self._guarded("be made", factory)
+        made, self.environment = self._guarded("the call", factory)
         if not made:
             return
         self.tools = {**self._setting.tools, **environment_tools(self.environment)}

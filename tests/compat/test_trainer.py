@@ -237,7 +237,6 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tools": [print]}, "takes no tools here"),
         ({"quantization_config": 4, "rollout_func": print}, "takes no quantization_config, rollout_func here"),
         ({"model": object()}, "model is a object: give a name, a directory or a Policy"),
         ({"args": {"beta": 0.1}}, "args is a builtins.dict: use grpo_jax.compat.trainer.GRPOConfig"),

@@ -86,7 +86,7 @@ BAD = [
         'sampler_correction = \'truncate\': did you mean "token_truncate"? must be "token_truncate" or "token_mask" or'
         ' "sequence_truncate" or "sequence_mask"',
     ),
-    (dict(max_tool_calling_iterations=0), f"max_tool_calling_iterations = 0: {FROM_1}"),
+    (dict(max_tool_calling_iterations=0), f"max_tool_calling_iterations = 0: {UP}"),
     (dict(environment_timeout=0), f"environment_timeout = 0: {ABOVE}"),
     (dict(on_environment_error="none"), 'on_environment_error = \'none\': must be "raise" or "end"'),
     (dict(sampler_correction_max=0), f"sampler_correction_max = 0: {ABOVE}"),
@@ -534,6 +534,7 @@ def test_a_config_does_not_change():
 # TRL 1.16.0 (and transformers 5.23 under it), read from its source. Ours differ by intent only in pad_to_multiple_of's
 # meaning; what is not here is ours alone.
 TRL = dict(
+    max_tool_calling_iterations=None,
     num_generations=8,
     max_completion_length=512,
     temperature=1.0,
@@ -613,6 +614,8 @@ TRL = dict(
     hub_revision=None,
 )
 OURS = dict(
+    environment_timeout=300.0,
+    on_environment_error="raise",
     max_prompt_length=None,
     on_long_prompt="error",
     on_reward_error="raise",

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
-from grpo_jax.run import collect as collect_module
+from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import Task, collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.text.prompts import encode_prompts
@@ -273,7 +273,7 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     assert messages[0] == messages[1]
     assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
 
-    generate, calls = collect_module.generate, []
+    generate, calls = sample_module.generate, []
 
     def once(*args, **how):
         calls.append(how["prompt_indices"][0])
@@ -281,7 +281,7 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
             raise MemoryError("no room for a second rollout")
         return generate(*args, **how)
 
-    monkeypatch.setattr(collect_module, "generate", once)
+    monkeypatch.setattr(sample_module, "generate", once)
     with pytest.raises(MemoryError, match="no room for a second rollout"):
         collect(run_of().task, state, 0, count=4, updater=run.updater, look_ahead=True)
     assert calls == [0, 4]

@@ -11,6 +11,7 @@ from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import layout as layout_module
+from grpo_jax.run import sample as sample_module
 from grpo_jax.run.evaluate import pass_at_k
 
 # The rooms have functions under these names.
@@ -81,11 +82,14 @@ def test_each_device_of_a_mesh_has_its_own_batch(axes, batch_size, rows, rollout
 
 def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
     """Eight prompts × 4 completions with per_device_eval_batch_size = 4, on eight devices: one rollout of no filler."""
-    sizes, plain = [], module.generate
-    spy = lambda model, params, prompts, *rest, **how: (
-        sizes.append(len(prompts.lengths)) or plain(model, params, prompts, *rest, **how)
-    )
-    monkeypatch.setattr(module, "generate", spy)
+    sizes, plain = [], sample_module.generate
+
+    def spy(model, params, prompts, *rest, **how):
+        if "batch_size" not in how:  # which a rollout in training has
+            sizes.append(len(prompts.lengths))
+        return plain(model, params, prompts, *rest, **how)
+
+    monkeypatch.setattr(sample_module, "generate", spy)
     rows = [{"prompt": letter} for letter in "abcdefgh"]
     config = GRPOConfig(
         mesh={"data": 8},
@@ -117,11 +121,11 @@ def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
 
 def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
     lengths = []
-    generate = module.generate
+    generate = sample_module.generate
     spy = lambda model, params, prompts, *rest, **more: (
         lengths.append(prompts.tokens.shape[1]) or generate(model, params, prompts, *rest, **more)
     )
-    monkeypatch.setattr(module, "generate", spy)
+    monkeypatch.setattr(sample_module, "generate", spy)
     for multiple in (32, 5, 1):
         evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
     longest = max(len(row["prompt"]) for row in ROWS)

@@ -1,0 +1,261 @@
+"""Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_resume import assert_same_run
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, evaluate, from_pretrained, rehearse, train
+from grpo_jax.models.scoring import score_completions
+from grpo_jax.run.collect import collect
+from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.turns.episodes import EnvironmentFault
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.watch.lines import read_lines
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+# A quarter of the bytes end a turn, so that most completions have several.
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 40,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+}
+
+
+class Game:
+    """Says something three times; what it was told decides the reward."""
+
+    def reset(self, target, **row):
+        self.target, self.heard = target, []
+
+    def respond(self, text):
+        self.heard.append(text)
+        return None if len(self.heard) == 4 else f" {self.target}{len(text)}: "
+
+    def get_reward(self):
+        return float(sum(map(len, self.heard)) % 5)
+
+
+def run(factory=Game, rows=ROWS, fns=(), policy=POLICY, run_dir=None, **settings):
+    lines = []
+    keep = lambda step, metrics: lines.append(metrics)
+    config = GRPOConfig(**SMALL | settings)
+    return train(policy, rows, list(fns), config, environment_factory=factory, callbacks=[keep], run_dir=run_dir), lines
+
+
+def experience_of(factory=Game, rows=ROWS, fns=(), **settings):
+    found = prepare(POLICY, rows, list(fns), GRPOConfig(**SMALL | settings), environment_factory=factory)
+    state = new_state(found)
+    return found, state, collect(found.task, state, 0, count=found.sizes.prompts, updater=found.updater)
+
+
+@pytest.mark.quick
+def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
+    def heard(environments, completions, environment_rewards):
+        assert all(isinstance(environment, Game) for environment in environments)
+        return [float(len(environment.heard)) for environment in environments]
+
+    _, lines = run(fns=[heard], run_dir=tmp_path)
+    for line in lines:
+        assert line["sampler_gap"] < 2e-5
+        assert 1 < line["turns/mean"] <= line["turns/max"] <= 4
+        assert line["completions/observation_tokens"] > 0
+        assert line["tools/calls"] == line["tools/failures"] == line["environment/errors"] == 0
+        drawn = line["completions/mean_length"] - line["completions/observation_tokens"]
+        assert line["tokens"] == pytest.approx(8 * drawn), "only these are in the loss; lengths are those of the whole"
+        assert np.isfinite(line["rewards/Game/mean"])
+        assert line["rewards/heard/mean"] == pytest.approx(line["turns/mean"], abs=1.0)
+    kept = read_lines(tmp_path / "completions.jsonl")
+    assert len(kept) == 3 * 8
+    for row in kept:
+        who = [turn["by"] for turn in row["turns"]]
+        assert who == (["policy", "environment"] * len(who))[: len(who)]
+        assert "".join(turn["text"] for turn in row["turns"]) == row["completion"]
+
+
+@pytest.mark.quick
+def test_observations_carry_no_gradient():
+    """Other log-probs, weights and advantages where something was observed change nothing."""
+    found, state, experience = experience_of(beta=0.1)
+    batch = experience.batch
+    observed = ~batch.mask & (batch.tokens != POLICY.pad_token_id)
+    assert observed.sum() > 20
+    gradients = lambda batch: found.updater.gradients(state, batch)
+    grads, sums = gradients(batch)
+    scrambled = jnp.where(observed, 7.0, 0.0)
+    others = batch.replace(
+        sampling_log_probs=batch.sampling_log_probs + scrambled, ref_log_probs=batch.ref_log_probs - scrambled
+    )
+    chex.assert_trees_all_equal((grads, sums), gradients(others))
+    # And they are seen: with other tokens there the same draws have another probability.
+    task, how = found.task, {"sampling": sampling_of(found.task.config), "with_entropy": False}
+    score = lambda tokens: score_completions(task.model, state.params, batch.prompts, tokens, batch.mask, **how)[0]
+    np.testing.assert_allclose(score(batch.tokens), batch.sampling_log_probs, atol=2e-5)
+    assert np.abs(score(jnp.where(observed, 9, batch.tokens)) - batch.sampling_log_probs).max() > 0.01
+
+
+@pytest.mark.quick
+def test_lengths_count_what_was_observed_and_the_end_is_the_environments():
+    _, _, experience = experience_of(fns=[lambda completions: [0.0] * len(completions)])
+    rows, batch = experience.rows, experience.batch
+    ended = [row["ended"] for row in rows]
+    assert [len([turn for turn in row["turns"] if turn["by"] == "policy"]) == 4 for row in rows] == ended
+    assert experience.metrics["completions/clipped_ratio"] == pytest.approx(1 - np.mean(ended))
+    assert experience.metrics["completions/max_length"] <= batch.mask.shape[-1]
+
+
+def test_prompts_that_environments_make_longer_and_groups_that_are_refilled():
+    class Opens(Game):
+        def reset(self, target, **row):
+            super().reset(target)
+            return " and then " * (1 + 3 * target)
+
+        def get_reward(self):
+            return 0.0 if self.target < 2 else super().get_reward()
+
+    _, lines = run(Opens, dynamic_sampling=True, max_refills=3)
+    assert max(line["dynamic_sampling/refills"] for line in lines) > 0
+    assert all(line["sampler_gap"] < 2e-5 for line in lines)
+
+
+@pytest.mark.quick
+def test_weights_of_environments_are_one():
+    one, half = (lambda completions: [1.0] * len(completions)), [0.5]
+    _, lines = run(fns=[one], reward_weights=half, max_steps=1)
+    assert lines[0]["reward"] == pytest.approx(0.5 + lines[0]["rewards/Game/mean"], abs=1e-5)
+
+
+@pytest.mark.quick
+def test_evaluation_and_rehearsal_play_too():
+    metrics, rows = evaluate(POLICY, ROWS, [], environment_factory=Game, max_completion_length=40, temperature=1.0)
+    assert set(metrics) == {"Game", "mean_length", "clipped_ratio"}
+    assert all(row["turns"] for row in rows)
+    report = rehearse(POLICY, ROWS, [], GRPOConfig(**SMALL), environment_factory=Game)
+    assert report.metrics["turns/mean"] > 0
+
+
+class Breaks(Game):
+    """The third row cannot begin, and after a while one answer fails."""
+
+    answers = 0
+
+    def reset(self, target, **row):
+        if target == 2:
+            raise OSError("no such level")
+        super().reset(target)
+
+    def respond(self, text):
+        Breaks.answers += 1
+        if self.target == 0 and len(self.heard) == 1:
+            raise ZeroDivisionError("half a point")
+        return super().respond(text)
+
+    def get_reward(self):
+        return super().get_reward() if hasattr(self, "heard") else None
+
+
+def test_what_environments_break_ends_their_episodes_or_the_run(tmp_path):
+    with pytest.raises(
+        EnvironmentFault, match=r"Breaks: reset raised OSError: no such level, for row 2 of the dataset"
+    ):
+        run(Breaks, shuffle_dataset=False, per_device_train_batch_size=16)
+    state, lines = run(Breaks, on_environment_error="end", per_device_train_batch_size=16, run_dir=tmp_path)
+    assert all(line["environment/errors"] >= 4 for line in lines)
+    assert all(line["rewards/Breaks/missing"] == 0.25 for line in lines)
+    assert all(line["sampler_gap"] < 2e-5 for line in lines)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.quick
+def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
+    class Plain:
+        def apply(self, variables, tokens):
+            raise AssertionError
+
+    for given, message in (
+        ({"rollout_ahead": True}, "rollout_ahead = True: environments cannot wait in a checkpoint"),
+        ({"policy": POLICY.replace(model=Plain())}, "several turns need a model of this package"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**given)
+    with pytest.raises(ValueError, match="needs the argument 'environments', which is no column"):
+        train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
+    with pytest.raises(ValueError, match="completions of one turn"):
+        how = {"environment_factory": Game, "sampler": lambda **arguments: None}
+        train(POLICY, ROWS, [], GRPOConfig(**SMALL), **how)
+
+
+CHILD = """
+import sys
+sys.path[:0] = {paths!r}
+from test_turns_run import run
+run(run_dir={run_dir!r}, max_steps=8, save_steps=2, save_total_limit=2)
+"""
+
+
+def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
+    expected, _ = run(run_dir=tmp_path / "whole", max_steps=8, save_steps=2, save_total_limit=2)
+    paths = [str(Path(__file__).parent), *(path for path in sys.path if "tests" in path)]
+    code = CHILD.format(paths=paths, run_dir=str(tmp_path / "killed"))
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    begin = time.monotonic()
+    while not (tmp_path / "killed" / "checkpoints" / "4").exists() and process.poll() is None:
+        assert time.monotonic() - begin < 500
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    state, _ = run(run_dir=tmp_path / "killed", max_steps=8, save_steps=2, save_total_limit=2)
+    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
+def test_stories_in_three_turns():
+    """A real model; the third row's environment cannot begin, and the fifth answer fails."""
+
+    class Listener:
+        answers = 0
+
+        def reset(self, number, **row):
+            if number == 2:
+                raise OSError("nobody listens")
+            self.turns = 0
+
+        def respond(self, text):
+            Listener.answers += 1
+            if Listener.answers == 5:
+                raise RuntimeError("fell asleep")
+            self.turns += 1
+            return None if self.turns == 3 else " And then"
+
+        def get_reward(self):
+            return float(getattr(self, "turns", 0))
+
+    policy = from_pretrained(STORIES)
+    comma = policy.tokenizer(",", add_special_tokens=False)["input_ids"][-1]
+    stop = policy.tokenizer(".", add_special_tokens=False)["input_ids"][-1]
+    policy = policy.replace(generation_config={**policy.generation_config, "eos_token_id": [2, comma, stop]})
+    rows = [{"prompt": text, "number": i} for i, text in enumerate(["Once", "A dog", "The sun", "Tim"])]
+    settings = {"max_completion_length": 96, "learning_rate": 1e-4, "max_steps": 2, "beta": 0.01}
+    settings |= {"per_device_train_batch_size": 16, "on_environment_error": "end"}
+    _, lines = run(Listener, rows=rows, policy=policy, **settings)
+    assert lines[0]["sampler_gap"] <= 2e-5
+    assert lines[0]["environment/errors"] >= 5
+    assert lines[0]["turns/max"] == 3
+    assert json.dumps(lines[0])

@@ -1,0 +1,424 @@
+"""Episodes: what is said between the turns of a completion, by tools and by environments, well-behaved or not."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
+from tiny import tiny_tokenizer
+
+from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
+from grpo_jax.turns.formats import Call, Parsed, assistant_message
+from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
+
+ROW = {"prompt": "find it: ", "target": 7}
+CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}
+
+
+class Guess:
+    """An environment that speaks text."""
+
+    def reset(self, target, **row):
+        self.target, self.heard = target, []
+        return f"(1 to {target * 2}) "
+
+    async def respond(self, text):
+        self.heard.append(text)
+        return None if len(self.heard) == 3 else f"no {len(self.heard)}. "
+
+    def get_reward(self):
+        return float(len(self.heard))
+
+
+class Sums:
+    """An environment with tools."""
+
+    def reset(self, **row):
+        self.total = 0
+
+    def add(self, n: int) -> int:
+        """Add to the sum.
+
+        Args:
+            n: how much
+        """
+        self.total += n
+        return self.total
+
+    async def fail(self, why: str) -> str:
+        """Fail.
+
+        Args:
+            why: the reason
+        """
+        raise RuntimeError(why)
+
+    def get_reward(self):
+        return float(self.total)
+
+
+def setting_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **how):
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    return make_setting(tokenizer, eos, rows, tools=tools, environment_factory=factory, **how)
+
+
+def chat_setting(factory=Sums, name="hermes", **how):
+    tokenizer, ends = family(name)
+    return setting_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **how)
+
+
+def ids(tokenizer, text):
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def begun(setting, row=ROW):
+    episode = Episode(setting, row, "row 3 of the dataset, completion 1")
+    episode.reset(row)
+    return episode
+
+
+# Environments that speak text ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
+    setting = setting_of(Guess)
+    episode, tokenizer = begun(setting), setting.tokenizer
+    assert episode.opening == "(1 to 14) "
+    said = [episode.answer(np.append(ids(tokenizer, text), 1), 100) for text in ("5", "6", "7")]
+    assert [x if x is None else tokenizer.decode(x) for x in said] == ["no 1. ", "no 2. ", None]
+    assert episode.environment.heard == ["5", "6", "7"]
+    assert episode.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "7")]
+    assert (episode.counts.turns, episode.counts.calls, episode.reward()) == (3, 0, 3.0)
+
+
+@pytest.mark.quick
+def test_in_a_conversation_it_speaks_as_the_user():
+    tokenizer, ends = family("hermes")
+
+    class Teacher:
+        def respond(self, text):
+            return "go on"
+
+    episode = begun(setting_of(Teacher, rows=(CHAT,), tokenizer=tokenizer, eos=ends), CHAT)
+    said = episode.answer(np.append(ids(tokenizer, "three"), ends[0]), 100)
+    assert tokenizer.decode(said) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert episode.messages == [{"role": "assistant", "content": "three"}, {"role": "user", "content": "go on"}]
+
+
+@pytest.mark.quick
+def test_an_observation_far_too_long_is_not_even_encoded():
+    class Endless:
+        def respond(self, text):
+            return "x" * 3_000_000
+
+    setting = setting_of(Endless)
+    begin = time.monotonic()
+    assert len(begun(setting).answer(np.array([5, 1]), 50)) > 50
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [b"bytes", 3, ["text"]])
+def test_what_is_not_text_is_an_error_of_the_environment(value):
+    class Odd:
+        def respond(self, text):
+            return value
+
+    with pytest.raises(
+        EnvironmentFault, match=r"Odd: respond returned .*text is needed, or None at the end, for row 3"
+    ):
+        begun(setting_of(Odd)).answer(np.array([5, 1]), 50)
+    episode = begun(setting_of(Odd, on_error="end"))
+    assert episode.answer(np.array([5, 1]), 50) is None
+    assert episode.counts.errors == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", ["the call", "reset", "respond", "get_reward"])
+def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
+    class Bad:
+        number = 0
+
+        def __init__(self):
+            Bad.number += 1
+            self._at("the call" if Bad.number > 1 else "")
+
+        def _at(self, place):
+            if place == where:
+                raise LookupError("gone")
+
+        def reset(self, **row):
+            self._at("reset")
+
+        def respond(self, text):
+            self._at("respond")
+            return "x"
+
+        def get_reward(self):
+            self._at("get_reward")
+            return 0.5
+
+    def all_of_it(on_error):
+        Bad.number = 0
+        episode = begun(setting_of(Bad, on_error=on_error))
+        said = episode.answer(np.array([5, 1]), 50)
+        return said, episode.reward(), episode.counts.errors
+
+    with pytest.raises(EnvironmentFault, match=f"{where} raised LookupError: gone, for row 3 .*on_environment_error"):
+        all_of_it("raise")
+    said, reward, errors = all_of_it("end")
+    assert (said is None) == (where != "get_reward"), "the episode is over, but for an error after its end"
+    assert reward == (None if where in ("the call", "get_reward") else 0.5), "kept, if there is one"
+    assert errors == 1
+
+
+@pytest.mark.quick
+def test_one_that_hangs_is_an_error_after_its_time():
+    class Slow:
+        def respond(self, text):
+            time.sleep(1000)
+
+    with pytest.raises(EnvironmentFault, match=r"respond raised TimeoutError: took longer than 0.05 s"):
+        begun(setting_of(Slow, seconds=0.05)).answer(np.array([5, 1]), 50)
+
+
+# Tools --------------------------------------------------------------------------------------------------------------
+
+
+def turn(tokenizer, *calls, text=""):
+    """The tokens of a turn that calls, as the template itself would write it."""
+    message = assistant_message(Parsed(text, tuple(Call(*call) for call in calls)))
+    rendered = tokenizer.apply_chat_template([*CHAT["prompt"], message], tokenize=False)
+    opening = tokenizer.apply_chat_template(CHAT["prompt"], tokenize=False, add_generation_prompt=True)
+    opening = opening.removesuffix("<think>\n")
+    return ids(tokenizer, rendered.removeprefix(opening).rstrip("\n"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tools_are_called_in_the_form_of_the_template(name):
+    setting = chat_setting(name=name)
+    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    said = episode.answer(turn(tokenizer, ("add", {"n": 4})), 400)
+    assert "4" in tokenizer.decode(said)
+    episode.answer(turn(tokenizer, ("add", {"n": 3})), 400)
+    assert episode.environment.total == 7
+    roles = [message["role"] for message in episode.messages]
+    assert roles == ["assistant", "tool", "assistant", "tool"]
+    assert [message["content"] for message in episode.messages[1::2]] == ["4", "7"]
+    call = episode.messages[0]["tool_calls"][0]["function"]
+    assert (call["name"], call["arguments"]) == ("add", {"n": 4})
+    assert (episode.counts.turns, episode.counts.calls, episode.counts.failures) == (2, 2, 0)
+    assert episode.reward() == 7.0
+
+
+@pytest.mark.quick
+def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
+    setting = chat_setting()
+    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    for call, told in (
+        (("sub", {"n": 1}), "there is no tool 'sub'"),
+        (("add", {"m": 1}), "m"),
+        (("fail", {"why": "no luck"}), "RuntimeError: no luck"),
+    ):
+        episode.answer(turn(tokenizer, call), 400)
+        assert episode.messages[-1]["content"].startswith("Error: ")
+        assert told in episode.messages[-1]["content"]
+    broken = '<tool_call>\n{"name": "add", "argum'
+    assert episode.answer(np.append(ids(tokenizer, broken), setting.eos_token_ids[0]), 400) is not None
+    assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 4, 0)
+
+
+@pytest.mark.quick
+def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
+    setting = chat_setting(most_calls=2)
+    tokenizer = setting.tokenizer
+    episode = begun(setting, CHAT)
+    assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
+    episode = begun(setting, CHAT)
+    said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
+    assert [x is None for x in said] == [False, False, True]
+    assert episode.environment.total == 2
+
+
+@pytest.mark.quick
+def test_plain_functions_are_tools_and_the_environments_own_come_beside():
+    def double(n: int) -> int:
+        """Double a number.
+
+        Args:
+            n: the number
+        """
+        return 2 * n
+
+    for factory in (None, Sums):
+        setting = chat_setting(factory, tools=[double])
+        episode = begun(setting, CHAT)
+        episode.answer(turn(setting.tokenizer, ("double", {"n": 21})), 400)
+        assert episode.messages[-1]["content"] == "42"
+        data = encode_rows(setting, [CHAT], setting.tokenizer)
+        shown = setting.tokenizer.decode(data.token_ids[0])
+        assert '"double"' in shown
+        assert ('"add"' in shown) == (factory is not None)
+
+
+@pytest.mark.quick
+def test_a_last_turn_without_room_is_noted():
+    setting = setting_of(Guess)
+    tokenizer = setting.tokenizer
+    with Episodes(setting, [ROW], 1, [0]) as episodes:
+        episodes.reset([ROW])
+        first = np.append(ids(tokenizer, "5"), 1)
+        said = episodes(0, first, 100).result()
+        tokens = np.concatenate([first, said, ids(tokenizer, "12")])
+        sampled = np.array([True] * 2 + [False] * len(said) + [True] * 2)
+        assert episodes.end(tokens[None], sampled[None]) == [1.0]
+        assert episodes.all[0].turns == [(True, "5"), (False, "no 1. "), (True, "12")]
+        metrics = episodes.metrics()
+    assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
+
+
+# Prompts and rewards ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
+    rows = [ROW, {"prompt": "again: ", "target": 2}]
+    with Episodes(setting_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
+        assert [row["prompt"] for row in episodes.reset(rows)] == ["find it: (1 to 14) ", "again: (1 to 4) "]
+
+    class Moody:
+        number = 0
+
+        def reset(self, **row):
+            Moody.number += 1
+            return f"{Moody.number} "
+
+        def respond(self, text):
+            return None
+
+    with (
+        Episodes(setting_of(Moody), [ROW], 2, [5]) as episodes,
+        pytest.raises(ValueError, match=r"row 5 .*reset returned '\d ' for one completion and '\d ' for another"),
+    ):
+        episodes.reset([ROW])
+
+
+@pytest.mark.quick
+def test_in_a_conversation_it_ends_the_users_last_message():
+    class Opens:
+        def reset(self, **row):
+            return " Now."
+
+        def respond(self, text):
+            return None
+
+    tokenizer, ends = family("hermes")
+    setting = setting_of(Opens, rows=(CHAT,), tokenizer=tokenizer, eos=ends)
+    with Episodes(setting, [CHAT], 2, [0]) as episodes:
+        (row,) = episodes.reset([CHAT])
+    assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2? Now."}]
+    assert CHAT["prompt"][0]["content"] == "What is 1 + 2?", "the dataset is left alone"
+
+
+@pytest.mark.quick
+def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
+    rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "quiet"}]
+
+    class Quiet:
+        def respond(self, text):
+            return None
+
+        def get_reward(self):
+            return 9.0
+
+    tokenizer, ends = family("hermes")
+    setting = setting_of({"sums": Sums, "quiet": Quiet}, rows=rows, tokenizer=tokenizer, eos=ends)
+    shown = [tokenizer.decode(x) for x in encode_rows(setting, rows, tokenizer).token_ids]
+    assert ["add" in text for text in shown] == [True, False]
+    fns = with_environments([], setting)
+    assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
+    with Episodes(setting, rows, 1, [0, 1]) as episodes:
+        episodes.reset(rows)
+        rewards = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
+        given = {"environments": [one.environment for one in episodes.all], "environment_rewards": rewards}
+    assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
+
+
+@pytest.mark.quick
+def test_dropped_rows_keep_their_order_beside_their_tools():
+    tokenizer, ends = family("hermes")
+    long = [{"role": "user", "content": "x " * 400}]
+    rows = [{**CHAT, "environment": name} for name in ("a", "b", "a")]
+    rows.insert(1, {"prompt": long, "target": 1, "environment": "a"})
+    setting = setting_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
+    data = encode_rows(setting, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
+    assert data.dropped == [1]
+    assert data.rows == [rows[0], rows[2], rows[3]]
+    plain = encode_prompts([rows[2]], tokenizer).token_ids
+    assert data.token_ids[1] == plain[0], "no tools are shown where there are none"
+    assert data.token_ids[0] == data.token_ids[2] != plain[0]
+
+
+# Before anything is sampled -----------------------------------------------------------------------------------------
+
+
+class Nothing:
+    """Nothing that could be called."""
+
+
+class Wants(Guess):
+    """A reset with an argument that no row has."""
+
+    def reset(self, target, level):
+        pass
+
+
+class Untold(Sums):
+    """A tool without a docstring."""
+
+    def sub(self, n: int):
+        return n
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"factory": 3}, "environment_factory is 3: give a class"),
+        ({"factory": {"a": 3}}, r"environment_factory\['a'\] is 3"),
+        ({"factory": Nothing}, "Nothing has no public method that the policy could call, and no respond"),
+        ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(prompt, target\).*level"),
+        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
+        ({"factory": Sums}, "the prompts of the dataset are text: give prompts as lists of messages"),
+        ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
+        ({"factory": {"a": Guess}}, "the dataset has no column 'environment'"),
+        (
+            {"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
+            "the column 'environment' has 'b', and environment_factory has only 'a'",
+        ),
+        (
+            {"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
+            "writes no tool calls in a form that is known here|without tool support",
+        ),
+        ({"tools": [print], "rows": (CHAT,), "tokenizer": tokenizer_of(HERMES)}, "print"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(given, message):
+    with pytest.raises(ValueError, match=message):
+        setting_of(**given)
+
+
+@pytest.mark.quick
+def test_nothing_given_is_nothing_made():
+    assert setting_of() is None
+    assert with_environments(len, None) is len
+
+
+@pytest.mark.quick
+def test_a_reward_is_named_after_its_class():
+    assert EnvironmentReward(Guess).__name__ == "Guess"
+    assert json.loads(json.dumps(EnvironmentReward(Guess)([0.5], [Guess()]))) == [0.5]
