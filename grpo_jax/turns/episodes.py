@@ -148,7 +148,13 @@ class Episode:
             said: Any = self._call(parsed)
         else:
             said = self._respond(parsed.content)
-        return None if said is None else self._encode(said, room)
+        if said is None:
+            return None
+        tokens = self._encode(said, room)
+        if len(tokens) <= room:  # else the policy never sees it
+            self.turns += [(False, text) for text in _texts(said)]
+            self.messages += [] if isinstance(said, str) else said
+        return tokens
 
     def unfinished(self, ids: np.ndarray) -> None:
         """Take note of a last turn that had no room to end."""
@@ -218,11 +224,7 @@ class Episode:
 
     def _encode(self, said: str | list[dict[str, Any]], room: int) -> Sequence[int]:
         """The tokens of an observation; as many as there is no room for, where it is far too long."""
-        texts = [said] if isinstance(said, str) else [message["content"] for message in said]
-        self.turns += [(False, text) for text in texts]
-        if not isinstance(said, str):
-            self.messages += said
-        if sum(map(len, texts)) > 1000 + LONGEST_TEXT * room:
+        if sum(map(len, _texts(said))) > 1000 + LONGEST_TEXT * room:
             return range(room + 1)
         if isinstance(said, str):
             return self._setting.tokenizer(said, add_special_tokens=False)["input_ids"]
@@ -255,6 +257,11 @@ class Episode:
                 f"{kind}: {what} {describe_fault(fault)}, for {self.where} (on_environment_error='end' would end that"
                 " episode and go on)"
             ) from cause
+
+
+def _texts(said: str | list[dict[str, Any]]) -> list[str]:
+    """What was said, message by message."""
+    return [said] if isinstance(said, str) else [message["content"] for message in said]
 
 
 class Episodes:
