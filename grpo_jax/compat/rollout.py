@@ -53,8 +53,8 @@ class RolloutSampler:
         if other is not None:
             raise ValueError(
                 f"rollout_func returned other prompt_ids than the trainer has for prompt {other}: "
-                f"{list(prompt_ids[other])} for {list(asked[other])}. Encode it by the tokenizer's chat template, with its "
-                "generation prompt, or put what is to be read before it into the dataset"
+                f"{list(prompt_ids[other])} for {list(asked[other])}. Encode it by the tokenizer's chat template, with "
+                "its generation prompt, or put what is to be read before it into the dataset"
             )
         ended = np.array([bool(ids) and ids[-1] in eos_token_ids for ids in found])
         shape = (len(rows), num_generations)
