@@ -76,7 +76,7 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, promp
         found = plan(model, config, prompt_length=prompt, device=machine, largest=False)
     except ValueError as error:
         return {"error": str(error)}
-    if found.note:
+    if found.device is None:
         raise SystemExit(found.note)
     return {
         "memory": found.memory,
@@ -132,8 +132,8 @@ def page(results: Mapping[str, Any]) -> str:
             cells = {t: results[key] for t in LENGTHS if (key := f"{machine} {name} {t}") in results}
             longest = longest_that_fits(cells)
             parts += [line(name, t, cell, longest) for t, cell in cells.items()]
-    if "MLLM-JAX" in results:
-        found = results["MLLM-JAX"]
+    found = results.get("MLLM-JAX", {})
+    if "bounds" in found:
         bounds = {phase: f"{seconds:.2f}" for phase, seconds in found["bounds"].items()}
         peak = f"{max(found['peaks'].values()) / 1e9:.1f}"
         parts.append(BESIDE.format(**bounds, peak=peak, total=f"{sum(found['bounds'].values()):.2f}"))

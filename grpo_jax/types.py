@@ -58,6 +58,8 @@ class Completions(flax.struct.PyTreeNode):
       mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
       log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
       ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
+      present: [B, G, T] bool; True on all tokens of a completion of several turns, those that were observed between its
+        turns too, which `mask` leaves out. None: those of `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
         False. None: `log_probs` are just these.
     """
@@ -66,6 +68,7 @@ class Completions(flax.struct.PyTreeNode):
     mask: jax.Array
     log_probs: jax.Array
     ended: jax.Array
+    present: jax.Array | None = None
     old_log_probs: jax.Array | None = None
 
 
@@ -167,6 +170,26 @@ class RewardFn(Protocol):
     """
 
     def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
+
+
+class Environment(Protocol):
+    """What a completion of several turns is answered by: an object for each completion, with any of these methods.
+
+    All may be `async`. Every other public method is a tool: the policy calls it in the form of its chat template, with
+    a docstring that describes the arguments. What one method leaves in the object, the next one finds.
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin, given the dataset's row; text that is returned is added to the prompt, the same for all of a group."""
+        ...
+
+    def respond(self, text: str) -> str | None:
+        """What the policy sees after a turn in which it called no tool; None where the completion is over."""
+        ...
+
+    def get_reward(self) -> float | None:
+        """What the completion was worth, asked for when it is over; None for "not scored"."""
+        ...
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ PACKAGE = Path(grpo_jax.__file__).parent
 FLOORS = [
     {"types", "config"},
     {"maths", "devices", "text", "rewards"},
-    {"models"},
+    {"models", "turns"},
     {"rollout", "update", "hub"},
     {"watch"},
     {"keep", "plan"},

@@ -23,7 +23,7 @@ from grpo_jax.hub.peft import add_lora
 from grpo_jax.hub.policy import Policy, compute_dtype
 from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
-from grpo_jax.rewards.contract import as_list, reward_names
+from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
@@ -80,6 +80,8 @@ class GRPOTrainer:
       processing_class: a tokenizer in the place of the checkpoint's.
       callbacks: functions called as `callback(step, metrics)`; TRL's objects are refused.
       optimizers: an optax transformation and None.
+      tools: functions that the policy may call, as in `train`.
+      environment_factory: what makes an environment for each completion, as in `train`.
       peft_config: PEFT's `LoraConfig`, or anything with its `r`, `lora_alpha`, `lora_dropout` and `target_modules`.
       rollout_func: samples in the place of the library, see `compat.rollout`; evaluations go on by the library. As in
         TRL its log-probs are corrected for with `use_vllm`, and else not.
@@ -103,6 +105,8 @@ class GRPOTrainer:
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        tools: Sequence[Any] | None = None,
+        environment_factory: Any = None,
         rollout_func: Callable[..., Any] | None = None,
         sampler: Sampler | None = None,
         **others: Any,
@@ -138,6 +142,7 @@ class GRPOTrainer:
         self._datasets = train_dataset, eval_dataset
         self._callbacks = tuple(callbacks or ())
         self._optimizer = optimizers[0]
+        self._answered_by: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
         self._sampler = sampler
         self._rollout_func = rollout_func
         if rollout_func is not None:
@@ -164,7 +169,7 @@ class GRPOTrainer:
     def _rollout(self, dataset: Any) -> tuple[Any, Any, Sampler | None]:
         """Rows, reward functions and sampler for `train`."""
         if self._rollout_func is None:
-            return dataset, self._reward_funcs, self._sampler
+            return dataset, self._reward_funcs or [], self._sampler
         rows, config = load_rows(dataset), self.config
         data = encode_prompts(
             rows,
@@ -209,6 +214,7 @@ class GRPOTrainer:
             callbacks=self._callbacks,
             optimizer=self._optimizer,
             sampler=sampler,
+            **self._answered_by,
         )
         self.policy = self.policy.replace(params=self.state.params)
         return self.state
@@ -219,10 +225,10 @@ class GRPOTrainer:
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
         config = self.config
-        metrics, _ = evaluate(
+        metrics, rows = evaluate(
             self.policy,
             data,
-            self._reward_funcs,
+            self._reward_funcs or [],
             num_generations=config.eval_generations,
             max_completion_length=config.max_completion_length,
             temperature=config.eval_temperature,
@@ -236,9 +242,12 @@ class GRPOTrainer:
             on_long_prompt=config.on_long_prompt,
             chat_template_kwargs=config.chat_template_kwargs,
             on_reward_error=config.on_reward_error,
+            max_tool_calling_iterations=config.max_tool_calling_iterations,
+            environment_timeout=config.environment_timeout,
+            on_environment_error=config.on_environment_error,
+            **self._answered_by,
         )
-        names = reward_names(self._reward_funcs)
-        scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in names}
+        scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in rows[0]["rewards"]}
         return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:

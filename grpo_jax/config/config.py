@@ -6,67 +6,18 @@ of the library take plain keyword arguments, which the loop reads from a config 
 """
 
 import dataclasses
-import functools
-import inspect
 import math
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from grpo_jax.config.checks import batch_problems, contradictions, split_problems
-from grpo_jax.config.fields import (
-    Correction,
-    Count,
-    In,
-    NotNegative,
-    Positive,
-    Scale,
-    raise_all,
-    read,
-    read_json,
-    read_mesh,
-    read_scale,
-    read_trackers,
-    read_weights,
-    show,
-    unknown_field,
-)
+from grpo_jax.config.checks import split_problems
+from grpo_jax.config.fields import Correction, Count, In, NotNegative, Positive, Scale, raise_all, show
+from grpo_jax.config.reading import ReadFirst, read_values
 from grpo_jax.config.sizes import Sizes
-from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
-
-# What people write who come from elsewhere, and what it is here.
-_MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
-
-_Config = TypeVar("_Config")
-
-
-class _ReadFirst(type):
-    """The type of a settings class whose values are read and checked before an object of it is made.
-
-    The dataclass below it stays a plain one: its `__init__` gets values that are right, and sets each of them once.
-    """
-
-    def __call__(cls: type[_Config], *args: Any, **values: Any) -> _Config:
-        """Make an object of the class, or raise one `ValueError` with a line for each unknown field and bad value."""
-        if args:
-            raise ValueError(
-                f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
-            )
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        problems = [unknown_field(name, set(fields), _MENDS) for name in values if name not in fields]
-        defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
-        values, bad = _read_values(defaults | {name: value for name, value in values.items() if name in fields})
-        raise_all(cls.__name__, problems + bad)
-        return type.__call__(cls, **values)
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The fields, for `help` and editors: `inspect` would show the `**values` of `__call__`."""
-        return inspect.signature(functools.partial(cls.__init__, None))  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig(metaclass=_ReadFirst):
+class GRPOConfig(metaclass=ReadFirst):
     """Settings of a GRPO run; one that exists is valid.
 
     All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
@@ -128,6 +79,12 @@ class GRPOConfig(metaclass=_ReadFirst):
     rollout_ahead: bool = False
     """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
     one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
+    max_tool_calling_iterations: Count | None = None
+    """Turns of a completion that may call tools; None: as many as there is room for."""
+    environment_timeout: Positive | None = 300.0
+    """Seconds that a call of an environment or a tool may take; None: however long. Ours."""
+    on_environment_error: Literal["raise", "end"] = "raise"
+    """An environment that fails ends the run, or "end" its episode, which is counted and keeps its reward. Ours."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
     """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
     num_train_epochs: Positive = 3.0
@@ -319,7 +276,7 @@ class GRPOConfig(metaclass=_ReadFirst):
 
     def validate(self) -> None:
         """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
-        raise_all(type(self).__name__, _read_values(vars(self))[1])
+        raise_all(type(self).__name__, read_values(type(self), vars(self))[1])
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":
@@ -425,26 +382,3 @@ class GRPOConfig(metaclass=_ReadFirst):
     def eval_generations(self) -> int:
         """Completions of each prompt in evaluation."""
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
-
-
-_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    field.name: functools.partial(read, field.type) for field in dataclasses.fields(GRPOConfig)
-} | {
-    "scale_rewards": read_scale,
-    "reward_weights": read_weights,
-    "chat_template_kwargs": read_json,
-    "mesh": read_mesh,
-    "report_to": read_trackers,
-}
-
-
-def _read_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of fields as their plain Python types, and the error lines; what a subclass adds is kept."""
-    plain, problems, wrong = dict(values), [], set()
-    for name, reader in _READERS.items():
-        plain[name], fault = reader(values[name])
-        if fault:
-            wrong.add(name)
-            problems.append(f"{name} = {show(values[name])}: {fault}")
-    settings = types.SimpleNamespace(**plain)
-    return plain, [*problems, *batch_problems(settings, wrong), *contradictions(settings, wrong)]

@@ -56,6 +56,7 @@ _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
 SAME: dict[str, str] = {
     "num_generations": "",
     "max_completion_length": "",
+    "max_tool_calling_iterations": "",
     "temperature": "",
     "top_p": "",
     "top_k": "",
@@ -154,7 +155,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "transformers_continuous_batching_config": _needless(None, "rows that have ended leave the decode by themselves"),
     "use_transformers_paged": _needless(False, "rows that have ended leave the decode by themselves"),
     "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
-    "max_tool_calling_iterations": _absent(None, "there are no tools and no environments: one turn a completion"),
     "use_vllm": _needless(False, "the sampler is built in"),
     "vllm_mode": _needless("colocate", _VLLM),
     "vllm_model_impl": _needless("vllm", _VLLM),

@@ -112,7 +112,7 @@ def group_attention(
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
-    first = index if jnp.ndim(index) == 2 else jnp.reshape(index, (-1, 1))
+    first = jnp.reshape(index, jnp.shape(index) if jnp.ndim(index) == 2 else (-1, 1))
     position = slot = first[..., None] + jnp.arange(t)[None, None]
     # The slots are a ring: what stands in the one after the query's is the oldest.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
@@ -190,7 +190,7 @@ def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
 
 
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
-    """`group_attention`, given which keys each query sees [B or 1, G or 1, T, S] and where the queries are, without S."""
+    """`group_attention`, given which keys queries see [B or 1, G or 1, T, S], and their positions, without the S."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]

@@ -14,7 +14,7 @@ class Compiled(NamedTuple):
     """What is looked at of a compiled program."""
 
     memory: Any
-    text: str
+    text: str | None  # None: this jaxlib is older than the compiler, and does not understand what it wrote
     seconds: float
 
 
@@ -38,7 +38,12 @@ def compile_program(lowered: Any) -> Compiled:
             raise
         size = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
         return Compiled(Refused(int(size)), "", time.monotonic() - begin)
-    return Compiled(compiled.memory_analysis(), compiled.as_text(), time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        text = None
+    return Compiled(compiled.memory_analysis(), text, seconds)
 
 
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8, "f64": 8}

@@ -47,6 +47,8 @@ _FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
 
+UNREAD = "what {} exchanges and calls is not known: this jaxlib does not understand the program that the compiler wrote"
+
 
 def plan(
     model: str | os.PathLike[str] | Mapping[str, Any],
@@ -197,7 +199,8 @@ def _plan(
             )
             target = None
     given = (prompt_length, param_dtype, target)
-    here = dataclasses.replace(_at_batch(raw, config, *given), memory=memory, note=note)
+    here = _at_batch(raw, config, *given)
+    here = dataclasses.replace(here, memory=memory, note=note or here.note)
     if memory is None or not largest:
         return here
     # Peaks grow by the same amount with every completion of a micro-batch, and with every token of a completion.
@@ -236,11 +239,13 @@ def _at_batch(
     plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes, programs=run.program_names())
     if target is None:
         return plan
+    unread = [phase for phase, one in found.items() if one.text is None]
     return dataclasses.replace(
         plan,
         device=target.kind,
-        collectives={phase: collectives(one.text) for phase, one in found.items()},
-        kernels={phase: kernels(one.text) for phase, one in found.items()},
+        note=UNREAD.format(", ".join(unread)) if unread else "",
+        collectives={phase: collectives(one.text) for phase, one in found.items() if one.text},
+        kernels={phase: kernels(one.text) for phase, one in found.items() if one.text},
         bounds=run.bounds(),
         compile_seconds={phase: one.seconds for phase, one in found.items()},
     )

@@ -180,7 +180,7 @@ def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, float
     async def together() -> list[tuple[Any, float]]:
         return await asyncio.gather(*map(outcome, awaitables))
 
-    future = asyncio.run_coroutine_threadsafe(together(), _event_loop())
+    future = asyncio.run_coroutine_threadsafe(together(), event_loop())
     try:
         return future.result()
     except BaseException:
@@ -189,7 +189,7 @@ def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, float
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """Start, at the first use, an event loop in a thread of its own: a notebook's thread has a running loop already."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)

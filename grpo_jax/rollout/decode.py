@@ -76,7 +76,7 @@ def _vocabulary_axes(size: int, mesh: Any) -> tuple[str, ...]:
     return ()
 
 
-def _draw_next(
+def draw_next(
     model: Any, variables: Any, u: jax.Array, hidden: jax.Array, sampling: Sampling, mesh: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
@@ -139,14 +139,22 @@ def _with_ones(stream: Stream) -> Cache:
     return jax.tree.map(lambda x: x.reshape(b, heads, g, *x.shape[-2:]), stream.cache)
 
 
-def _read(model, params, prompts, keys, slot, eos_token_ids, sampling, mesh) -> tuple[Stream, Drawn]:
-    """A stream without a cache, whose completions have their first token, from logits computed once per prompt."""
+def read_prompts(
+    model: Any, params: Params, prompts: Prompts, keys: jax.Array, sampling: Sampling, mesh: Any
+) -> tuple[Prefix, jax.Array, jax.Array]:
+    """The prompts' keys and values, and the first token [B, G] of every completion with its log-prob."""
     b, g = keys.shape
     model, params = for_lookup((model, params), mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
-    tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, sampling)
+    return prefix, *draw(step_uniforms(keys, 0, 1)[0], logits, sampling)
+
+
+def _read(model, params, prompts, keys, slot, eos_token_ids, sampling, mesh) -> tuple[Stream, Drawn]:
+    """A stream without a cache, whose completions have their first token, from logits computed once per prompt."""
+    b, g = keys.shape
+    prefix, tokens, log_probs = read_prompts(model, params, prompts, keys, sampling, mesh)
     stream = Stream(prefix, (), tokens, is_eos(tokens, eos_token_ids), keys, jnp.full(b, slot, jnp.int32))
     return stream, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
@@ -231,7 +239,7 @@ def decode(
         hidden, cache = model.apply(
             variables, token[:, :, None], stream.prefix, cache, slot + i, stream.start, method="hidden"
         )
-        drawn, log_prob = _draw_next(head_model, head, u[i], hidden[:, :, 0], sampling, mesh)
+        drawn, log_prob = draw_next(head_model, head, u[i], hidden[:, :, 0], sampling, mesh)
         drawn = jnp.where(ended, pad_token_id, drawn)
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))

@@ -26,15 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
-from grpo_jax.rollout.generate import generate
+from grpo_jax.run.sample import Sampled, sample
 from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
+from grpo_jax.turns.episodes import Setting
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -59,6 +60,7 @@ class Task:
       prompt_length: P, one for all batches, so that nothing is compiled twice.
       reward_fns: K reward functions.
       config: the run's settings.
+      setting: what completions of several turns are answered by; None: they have one.
       sampler: another engine in the place of `generate`, as `run.sampler` wants it; None for that.
     """
 
@@ -70,6 +72,7 @@ class Task:
     prompt_length: int
     reward_fns: Sequence[Callable[..., Any]]
     config: GRPOConfig
+    setting: Setting | None = None
     sampler: Sampler | None = None
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
@@ -114,7 +117,9 @@ class _Groups(NamedTuple):
     def join(self, other: _Groups) -> _Groups:
         """These groups and then the others."""
         both = lambda x, y: np.concatenate([np.asarray(x), np.asarray(y)])
-        return _Groups(self.rows + other.rows, *jax.tree.map(both, self[1:], other[1:]))
+        mine, theirs = _equally_long(self.prompts, other.prompts)
+        arrays = jax.tree.map(both, (mine, *self[2:]), (theirs, *other[2:]))
+        return _Groups(self.rows + other.rows, *arrays)
 
 
 class _Round(NamedTuple):
@@ -151,44 +156,46 @@ class _Rollouts:
             start, cursor = cursor, cursor + self.count
             if ahead is None:
                 with self.phase("rollout"):
-                    ahead = self.sample(start)
-            rows, prompts = self.prompts(start)
-            completions, batch = ahead, None
+                    sampled = self.sample(start)
+            else:
+                rows, _, token_ids = self.prompts(start)
+                sampled = Sampled(rows, make_prompts(token_ids, length=task.prompt_length), ahead)
+            batch = None
             if begin is not None:
                 with self.phase("reference"):
-                    batch = begin(prompts, completions)
+                    batch = begin(sampled.prompts, sampled.completions)
 
             def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return self.sample(cursor)
+                return self.sample(cursor).completions
 
             with beside(sample_next) if self.look_ahead else contextlib.nullcontext() as coming:
                 with self.phase("rewards"):
                     how: dict[str, Any] = {"on_error": task.config.on_reward_error}
                     how["extras"] = Extras(task.trainer_state(self.step, start))
-                    own = score_own(task.tokenizer, task.reward_fns, rows, completions, **how)
+                    own = score_own(task.tokenizer, task.reward_fns, sampled, **how)
                 with self.phase("rollout"):
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
                 scores = of_all_processes(own, task.reward_fns)
-            lines, g = completion_rows(scores, names, rows, completions.ended, advantage=None), scores.rewards.shape[1]
+            lines, g = completion_rows(scores, names, sampled, advantage=None), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
-            groups = _Groups(of_groups, prompts, completions, scores.rewards)
-            metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups)
+            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards)
+            metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups, sampled.present)
+            metrics |= sampled.metrics
             yield _Round(groups, metrics, batch, cursor, ahead)
 
-    def prompts(self, cursor: int) -> tuple[list[dict[str, Any]], Prompts]:
-        """The next rows of the dataset, and their prompts."""
+    def prompts(self, cursor: int) -> tuple[list[dict[str, Any]], list[int], list[list[int]]]:
+        """The next rows of the dataset, their numbers in it, and the tokens of their prompts."""
         data, config = self.task.data, self.task.config
         how: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset}
         at = [row for _, row in prompt_indices(cursor, self.count, num_rows=len(data.rows), **how)]
-        prompts = make_prompts([data.token_ids[row] for row in at], length=self.task.prompt_length)
-        return [data.rows[row] for row in at], prompts
+        return [data.rows[row] for row in at], at, [data.token_ids[row] for row in at]
 
-    def sample(self, cursor: int) -> Completions:
-        """Completions of the next prompts, on the host."""
+    def sample(self, cursor: int) -> Sampled:
+        """Completions of the next prompts."""
         task, config = self.task, self.task.config
-        given = (task.model, self.params, self.prompts(cursor)[1], self.key)
+        rows, numbers, token_ids = self.prompts(cursor)
         how: dict[str, Any] = {
             "num_generations": config.num_generations,
             "max_completion_length": config.max_completion_length,
@@ -200,8 +207,12 @@ class _Rollouts:
             **sampling_of(config)._asdict(),
         }
         if task.sampler is not None:
-            return sample_by(task.sampler, self.updater, *given, **how)
-        return fetch(generate(*given, **how))
+            prompts = make_prompts(token_ids, length=task.prompt_length)
+            given = (task.model, self.params, prompts, self.key)
+            return Sampled(rows, prompts, sample_by(task.sampler, self.updater, *given, **how))
+        how |= {"setting": task.setting, "numbers": numbers}
+        how |= {"prompt_length": task.prompt_length, "padding": config.padding}
+        return sample(task.model, self.params, rows, token_ids, self.key, **how)
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -302,8 +313,7 @@ def _begin(
 ) -> Batch:
     """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
     config = task.config
-    longest = int(np.asarray(completions.mask).sum(axis=-1).max())
-    t = updater.columns(longest)
+    t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     mask = completions.mask[:, :, :t]
     if counts_in is not None:
         mask = mask & counts_in[:, None, None]
@@ -325,9 +335,16 @@ def _begin(
     )
 
 
-def _rollout_metrics(config: GRPOConfig, groups: _Groups) -> dict[str, float]:
+def _equally_long(*prompts: Prompts) -> list[Prompts]:
+    """Prompts of several rollouts, padded to the longest: environments may have added to some."""
+    longest = max(some.tokens.shape[1] for some in prompts)
+    pad = lambda tokens: np.pad(np.asarray(tokens), ((0, 0), (0, longest - tokens.shape[1])))
+    return [some.replace(tokens=pad(some.tokens)) for some in prompts]
+
+
+def _rollout_metrics(config: GRPOConfig, groups: _Groups, present: np.ndarray) -> dict[str, float]:
     """What TRL logs of a rollout, under TRL's names."""
-    lengths = np.asarray(groups.completions.mask).sum(axis=-1)
+    lengths = present.sum(axis=-1)
     weights = np.ones(groups.rewards.shape[2]) if config.reward_weights is None else np.array(config.reward_weights)
     weighted = np.nansum(groups.rewards * weights[None, None], axis=2)
     rewards = np.where(np.isnan(groups.rewards).all(axis=2), np.nan, weighted)

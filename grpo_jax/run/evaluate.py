@@ -13,10 +13,12 @@ from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
-from grpo_jax.rollout.generate import generate
+from grpo_jax.run.sample import sample
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
-from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
+from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
+from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.setting import encode_rows, make_setting, reward_columns, with_environments
 from grpo_jax.types import Params
 
 
@@ -40,6 +42,12 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     on_reward_error: str = "raise",
     trainer_state: TrainerState | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
+    max_tool_calling_iterations: int | None = None,
+    environment_timeout: float | None = 300.0,
+    on_environment_error: str = "raise",
+    setting: Setting | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
@@ -65,6 +73,9 @@ def evaluate(
       chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
       trainer_state: for reward functions that name it.
+      tools, environment_factory: as in `train`, for completions of several turns.
+      max_tool_calling_iterations, environment_timeout, on_environment_error: as in `GRPOConfig`.
+      setting: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
 
     Returns:
@@ -98,9 +109,22 @@ def evaluate(
         raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
     data = dataset
     if not isinstance(data, EncodedPrompts):
+        all_rows = load_rows(dataset)
+        setting = make_setting(
+            policy.tokenizer,
+            policy.eos_token_ids,
+            all_rows,
+            tools=tools,
+            environment_factory=environment_factory,
+            chat_template_kwargs=chat_template_kwargs,
+            most_calls=max_tool_calling_iterations,
+            seconds=environment_timeout,
+            on_error=on_environment_error,
+        )
+        reward_fns = with_environments(reward_fns, setting)
         encoding: dict[str, Any] = {"on_long_prompt": on_long_prompt, "chat_template_kwargs": chat_template_kwargs}
-        data = encode_prompts(load_rows(dataset), policy.tokenizer, max_prompt_length=max_prompt_length, **encoding)
-    check_reward_fns(reward_fns, data.rows[0], extras=EXTRAS)
+        data = encode_rows(setting, all_rows, policy.tokenizer, max_prompt_length=max_prompt_length, **encoding)
+    check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
@@ -111,11 +135,16 @@ def evaluate(
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
         at = [min(i, count - 1) for i in range(start, start + batch_size)]
-        completions = generate(
+        sampled = sample(
             policy.model,
             params,
-            make_prompts([data.token_ids[i] for i in at], length=longest),
+            [data.rows[i] for i in at],
+            [data.token_ids[i] for i in at],
             jax.random.key(seed),
+            setting=setting,
+            numbers=at,
+            prompt_length=longest,
+            padding=pad_to_multiple_of,
             num_generations=num_generations,
             max_completion_length=max_completion_length,
             temperature=temperature,
@@ -128,15 +157,12 @@ def evaluate(
             interrupt=interrupt,
         )
         interrupt()
-        rows = data.rows[start : start + batch_size]
-        new = len(rows)
-        completions = jax.tree.map(lambda x, new=new: np.asarray(x)[:new], completions)
+        sampled = sampled.first(len(data.rows[start : start + batch_size]))
         how: dict[str, Any] = {"on_error": on_reward_error, "extras": Extras(trainer_state)}
-        own = score_own(policy.tokenizer, reward_fns, rows, completions, **how)
-        scored.append(of_all_processes(own, reward_fns))
-        lengths.append(completions.mask.sum(-1).reshape(-1))
-        ended.append(completions.ended.reshape(-1))
-        found += completion_rows(scored[-1], names, rows, completions.ended)
+        scored.append(of_all_processes(score_own(policy.tokenizer, reward_fns, sampled, **how), reward_fns))
+        lengths.append(sampled.present.sum(-1).reshape(-1))
+        ended.append(np.asarray(sampled.completions.ended).reshape(-1))
+        found += completion_rows(scored[-1], names, sampled)
     metrics = _means(names, scored)
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - np.concatenate(ended).mean())

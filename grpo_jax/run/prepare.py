@@ -26,8 +26,11 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
-from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
+from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
+from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, reward_columns, with_environments
+from grpo_jax.types import is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.updater import Updater, choose_updater
@@ -68,6 +71,8 @@ def prepare(
     *,
     eval_dataset: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
     sampler: Sampler | None = None,
 ) -> Run:
     """Check the arguments of `train` against each other, and derive what follows from them."""
@@ -79,14 +84,21 @@ def prepare(
     fns = faults.of(_functions, reward_fns)
     sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
     rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
+    setting = None
+    if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
+        every = [row for some in rows.values() for row in some or ()]
+        setting = faults.of(_setting, policy, config, every, tools, environment_factory, sampler)
     if fns is not None:
+        fns = list(with_environments(fns, setting))
         columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
         for name, names in columns.items():
             what = "the dataset" if name == "dataset" else name
-            faults.of(check_reward_fns, fns, names, extras=EXTRAS, argument=what)
+            faults.of(check_reward_fns, fns, names and reward_columns(names, setting), extras=EXTRAS, argument=what)
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
-        encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some}
+        config = _with_weights(config, fns)
+        given = (config, setting)
+        encoded = {name: faults.of(_encode, policy, some, *given, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
         devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
         config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
@@ -112,7 +124,7 @@ def prepare(
     assert data is not None, "what has no data has faults"
     policy = policy.replace(model=model).placed(mesh)
     run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
-    return dataclasses.replace(run, task=dataclasses.replace(run.task, sampler=sampler))
+    return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting, sampler=sampler))
 
 
 def _run(
@@ -211,11 +223,50 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
     return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
-def _encode(policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, argument: str) -> EncodedPrompts | None:
+def _setting(
+    policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any, sampler: Any
+) -> Setting | None:
+    """What completions of several turns are answered by."""
+    if not tools and environment_factory is None:
+        return None
+    for wrong, why in (
+        (config.rollout_ahead, "rollout_ahead = True: environments cannot wait in a checkpoint; leave it False"),
+        (jax.process_count() > 1, f"there are {jax.process_count()} processes: several turns run in one"),
+        (sampler is not None, "sampler samples completions of one turn: give one or the other"),
+        (not is_cached(policy.model), "policy.model has no cache: several turns need a model of this package"),
+    ):
+        if wrong:
+            raise ValueError(f"tools and environment_factory: {why}")
+    return make_setting(
+        policy.tokenizer,
+        policy.eos_token_ids,
+        rows,
+        tools=tools,
+        environment_factory=environment_factory,
+        chat_template_kwargs=config.chat_template_kwargs,
+        most_calls=config.max_tool_calling_iterations,
+        seconds=config.environment_timeout,
+        on_error=config.on_environment_error,
+    )
+
+
+def _with_weights(config: GRPOConfig, fns: Sequence[Any] | None) -> GRPOConfig:
+    """The config, whose weights leave those of environments out: they are 1."""
+    own = sum(isinstance(fn, EnvironmentReward) for fn in fns or ())
+    weights = config.reward_weights
+    if not own or weights is None or len(weights) != len(fns or ()) - own:
+        return config
+    return dataclasses.replace(config, reward_weights=[*weights, *[1.0] * own])
+
+
+def _encode(
+    policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, setting: Setting | None, argument: str
+) -> EncodedPrompts | None:
     """The tokens of a dataset's prompts, which the model has to know."""
     if policy.tokenizer is None:
         return None  # _check_policy has said so
-    data = encode_prompts(
+    data = encode_rows(
+        setting,
         rows,
         policy.tokenizer,
         max_prompt_length=config.max_prompt_length,

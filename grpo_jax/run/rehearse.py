@@ -76,6 +76,8 @@ def rehearse(
     *,
     eval_dataset: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
     sampler: Sampler | None = None,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
@@ -89,6 +91,7 @@ def rehearse(
       config: the settings of the run.
       eval_dataset: rows to evaluate on; they are checked and encoded.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      tools, environment_factory: as in `train`; one group of episodes is played.
       sampler: another engine in the place of `generate`; it is called once, for one group.
 
     Returns:
@@ -121,6 +124,7 @@ def rehearse(
     phase = Phases()
     with phase("load and tokenize"):
         given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
+        given |= {"tools": tools, "environment_factory": environment_factory}
         run = prepare(policy, dataset, reward_fns, config, **given)
     with phase("state"):
         state = jax.block_until_ready(new_state(run))

@@ -12,8 +12,9 @@ import numpy as np
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.rewards.calls import compute_rewards, reward_stats
 from grpo_jax.rewards.contract import Extras, reward_names
+from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
-from grpo_jax.types import Completions
+from grpo_jax.text.rows import is_conversation
 
 
 class Scores(NamedTuple):
@@ -29,8 +30,7 @@ class Scores(NamedTuple):
 def score_own(
     tokenizer: Any,
     reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    rows: Sequence[dict[str, Any]],
-    completions: Completions,
+    sampled: Sampled,
     *,
     on_error: str,
     extras: Extras,
@@ -39,11 +39,17 @@ def score_own(
 
     The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
     """
-    n, process, (_, g, _) = jax.process_count(), jax.process_index(), np.shape(completions.tokens)
+    rows, tokens, present = sampled.rows, sampled.completions.tokens, sampled.present
+    n, process, (_, g, _) = jax.process_count(), jax.process_index(), np.shape(tokens)
     own = slice(len(rows) * process // n, len(rows) * (process + 1) // n)
     if own.start == own.stop:
         return Scores([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
-    inputs = reward_inputs(tokenizer, rows[own], completions.tokens[own], completions.mask[own])
+    inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own])
+    if sampled.episodes is not None:
+        if is_conversation(rows[0]["prompt"]):
+            inputs["completions"] = [episode.messages for episode in sampled.episodes]
+        environments = [episode.environment for episode in sampled.episodes]
+        inputs["columns"] |= {"environments": environments, "environment_rewards": sampled.rewards}
     rewards, stats = compute_rewards(reward_fns, num_generations=g, on_error=on_error, extras=extras.given(), **inputs)
     texts = inputs["completions"]
     return Scores(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
@@ -77,16 +83,17 @@ def of_all_processes(own: Scores, reward_fns: Callable[..., Any] | Sequence[Call
     )
 
 
-def completion_rows(
-    scores: Scores, names: Sequence[str], rows: Sequence[dict[str, Any]], ended: Any, **more: Any
-) -> list[dict[str, Any]]:
-    """One dict a completion, in prompt-major order: `rows` are those of the dataset, `ended` is [B, G]."""
+def completion_rows(scores: Scores, names: Sequence[str], sampled: Sampled, **more: Any) -> list[dict[str, Any]]:
+    """One dict per completion, in prompt-major order; of one with several turns, who said what."""
+    rows, ended, episodes = sampled.rows, sampled.completions.ended, sampled.episodes
     g = ended.shape[1]
+    who = lambda turns: [{"by": "policy" if own else "environment", "text": text} for own, text in turns]
     return [
         {
             **scores.extras[i],
             "prompt": rows[i // g]["prompt"],
             "completion": text,
+            **({} if episodes is None else {"turns": who(episodes[i].turns)}),
             "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),
             **more,
             "ended": bool(ended[i // g, i % g]),

@@ -74,6 +74,8 @@ def train(
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
     sampler: Sampler | None = None,
     dry_run: bool = False,
 ) -> TrainState:
@@ -92,6 +94,12 @@ def train(
         "must" is an error if there is none, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      tools: functions, sync or async, that the policy may call between its turns: their signatures and docstrings are
+        shown by the chat template, and what they return is read by the policy before its next turn.
+      environment_factory: a class or function without arguments that makes an environment for each completion
+        (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
+        its `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
+        reward, of weight 1 and named after its class. Reward functions that name `environments` get them.
       sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`.
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
@@ -131,6 +139,7 @@ def train(
       1.0
     """
     given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
+    given |= {"tools": tools, "environment_factory": environment_factory}
     if dry_run:
         warnings.warn(
             "train(..., dry_run=True) is deprecated: call grpo_jax.rehearse(policy, dataset, reward_fns, config)",
@@ -305,6 +314,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
                 seed=config.seed,
                 on_reward_error=config.on_reward_error,
                 trainer_state=run.task.trainer_state(step, progress.cursor),
+                setting=run.task.setting,
                 interrupt=loop.signals.interrupt,
             )
     except Interrupted:  # the run that goes on makes it again

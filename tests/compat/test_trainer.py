@@ -237,8 +237,7 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tools": [print]}, "takes no tools here"),
-        ({"quantization_config": 4, "tools": [print]}, "takes no quantization_config, tools here"),
+        ({"quantization_config": 4, "use_liger": True}, "takes no quantization_config, use_liger here"),
         ({"rollout_func": print, "sampler": print}, "give one of them"),
         ({"rollout_func": print, "args": grpo_jax.GRPOConfig(rollout_ahead=True)}, "rollout_ahead does not go with"),
         ({"model": object()}, "model is a object: give a name, a directory or a Policy"),

@@ -86,6 +86,9 @@ BAD = [
         'sampler_correction = \'truncate\': did you mean "token_truncate"? must be "token_truncate" or "token_mask" or'
         ' "sequence_truncate" or "sequence_mask"',
     ),
+    (dict(max_tool_calling_iterations=0), f"max_tool_calling_iterations = 0: {FROM_1}"),
+    (dict(environment_timeout=0), f"environment_timeout = 0: {ABOVE}"),
+    (dict(on_environment_error="none"), 'on_environment_error = \'none\': must be "raise" or "end"'),
     (dict(sampler_correction_max=0), f"sampler_correction_max = 0: {ABOVE}"),
     (dict(sampler_correction_min=-0.1), f"sampler_correction_min = -0.1: {FROM_0}"),
     (

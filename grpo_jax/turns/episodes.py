@@ -1,0 +1,338 @@
+"""Episodes: what goes on between the turns of each completion of a rollout, in its environment and with its tools.
+
+```
+the policy's turn (ids) ──► text ──► calls of tools, or respond(text) ──► messages, or text ──► ids of the observation
+        kept as they are    only read                                     only these are encoded
+```
+
+An episode is a completion with an environment of its own. What goes wrong in a tool is told to the policy; what goes
+wrong in an environment ends the run or the episode, as `on_environment_error` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.rewards.contract import describe_fault, short
+from grpo_jax.text.rows import Row, is_conversation
+from grpo_jax.turns.calls import call_within
+from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.templates import observation_ids
+from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools
+
+WORKERS = 64
+"""Calls at a time, at most."""
+
+LONGEST_TEXT = 16
+"""Characters per token that there is room for, beyond which a text is not even encoded: it cannot fit."""
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment failed, and `on_environment_error` is "raise"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the completions of a run are answered by.
+
+    Attributes:
+      tokenizer: decodes turns, and encodes what is answered.
+      factories: makes an environment, by the value of the column `environment`; under None for all rows. {}: there are
+        only tools.
+      kinds: the class of what each factory makes.
+      own_tools: what can be called of it.
+      tools: functions that the policy may call, beside the methods of its environment.
+      format: how the chat template writes calls; None where nothing can be called.
+      thinking: whether a turn begins in the middle of a thought.
+      template_kwargs: of the chat template.
+      eos_token_ids: that end a turn.
+      most_calls: turns that may call tools, in each completion; None: no limit.
+      seconds: that a call may take; None: no limit.
+      on_error: "raise" or "end".
+    """
+
+    tokenizer: Any
+    factories: Mapping[Any, Callable[[], Any]]
+    kinds: Mapping[Any, type]
+    own_tools: Mapping[Any, Mapping[str, Tool]]
+    tools: Mapping[str, Tool]
+    format: Format | None
+    thinking: bool
+    template_kwargs: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    most_calls: int | None = None
+    seconds: float | None = None
+    on_error: str = "raise"
+
+    def name_of(self, row: Row) -> Any:
+        """Under which name a row's factory stands."""
+        return None if None in self.factories or not self.factories else row["environment"]
+
+    def schemas(self, name: Any) -> list[dict[str, Any]] | None:
+        """What the chat template is told of the tools of such rows."""
+        return schemas_of({**self.tools, **self.own_tools.get(name, {})})
+
+
+def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
+    """What the chat template is told of tools; None where there are none."""
+    return [tool.schema for tool in tools.values()] or None
+
+
+@dataclasses.dataclass
+class Counts:
+    """What happened in one episode."""
+
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+
+
+class Episode:
+    """One completion, its environment and what was said.
+
+    Attributes:
+      where: how messages name it.
+      environment: an object of the user's, or None.
+      opening: what `reset` adds to the prompt, "" for nothing.
+      turns: what was said so far, as (whether the policy said it, text).
+      messages: the same as messages, of a conversation.
+      counts: what happened.
+      over: whether an error has ended it.
+    """
+
+    def __init__(self, setting: Setting, row: Row, where: str):
+        self._setting, self.where = setting, where
+        self._talks = is_conversation(row["prompt"])
+        self.environment: Any = None
+        self.tools: Mapping[str, Tool] = dict(setting.tools)
+        self.opening = ""
+        self.turns: list[tuple[bool, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.counts, self.over = Counts(), False
+
+    def reset(self, row: Row) -> None:
+        """Make the environment, and let it begin."""
+        factory = self._setting.factories.get(self._setting.name_of(row))
+        if factory is None:
+            return
+        made, self.environment = self._guarded("be made", factory)
+        if not made:
+            return
+        self.tools = {**self._setting.tools, **environment_tools(self.environment)}
+        if hasattr(self.environment, "reset"):
+            _, opening = self._guarded("reset", self.environment.reset, **row)
+            self.opening = "" if opening is None else as_text(opening)
+
+    def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
+        """The observation after a turn; None where there is nothing more to say."""
+        self.counts.turns += 1
+        text, parsed = self._read(ids)
+        self.turns.append((True, text))
+        if self._talks:
+            self.messages.append(assistant_message(parsed))
+        if self.over:
+            return None
+        if parsed.calls or parsed.problems:
+            if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
+                return None
+            said: Any = self._call(parsed)
+        else:
+            said = self._respond(parsed.content)
+        return None if said is None else self._encode(said, room)
+
+    def unfinished(self, ids: np.ndarray) -> None:
+        """Take note of a last turn that had no room to end."""
+        self.counts.turns += 1
+        text, parsed = self._read(ids)
+        self.turns.append((True, text))
+        if self._talks:
+            self.messages.append(assistant_message(parsed))
+
+    def reward(self) -> float | None:
+        """What the environment says the completion was worth; None for "not scored"."""
+        get = getattr(self.environment, "get_reward", None)
+        return None if get is None else self._guarded("get_reward", get)[1]
+
+    def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
+        """The text of a turn, and what it says."""
+        decode, form = self._setting.tokenizer.decode, self._setting.format
+        text = decode(ids, skip_special_tokens=True)
+        if form is None or not self._talks or not self.tools:
+            return text, Parsed(text, (), ())
+        whole = decode(ids, skip_special_tokens=False) if form.keeps_special_tokens else text
+        schemas = {name: tool.schema for name, tool in self.tools.items()}
+        return text, form.parse(whole, schemas=schemas, thinking=self._setting.thinking)
+
+    def _call(self, parsed: Parsed) -> list[dict[str, Any]]:
+        """What the called tools say, as messages; of one that could not be called, why."""
+        said = []
+        for call in parsed.calls:
+            self.counts.calls += 1
+            said.append(tool_message(call.name, self._result(call)))
+        for problem in parsed.problems:
+            self.counts.calls, self.counts.failures = self.counts.calls + 1, self.counts.failures + 1
+            said.append(tool_message("", f"Error: {problem}"))
+        return said
+
+    def _result(self, call: Call) -> str:
+        """What a tool returned as text, or what went wrong."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            problem: Any = f"there is no tool {call.name!r}; there are {', '.join(self.tools)}"
+        else:
+            problem = bind_arguments(tool, call.arguments)
+            if not isinstance(problem, str):
+                begin = time.monotonic()
+                try:
+                    return as_text(call_within(self._setting.seconds, tool.function, **problem))
+                except (Exception, SystemExit) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                finally:
+                    self.counts.seconds += time.monotonic() - begin
+        self.counts.failures += 1
+        return as_text(f"Error: {problem}")
+
+    def _respond(self, text: str) -> str | list[dict[str, Any]] | None:
+        """What an environment that speaks text says next."""
+        respond = getattr(self.environment, "respond", None)
+        if respond is None:
+            return None
+        done, said = self._guarded("respond", respond, text)
+        if done and said is not None and not isinstance(said, str):
+            fault = f"returned {short(said)}, a {type(said).__name__}; text is needed, or None at the end"
+            self._fail("respond", fault)
+            return None
+        if said is None:
+            return None
+        return [{"role": "user", "content": said}] if self._talks else said
+
+    def _encode(self, said: str | list[dict[str, Any]], room: int) -> Sequence[int]:
+        """The tokens of an observation; as many as there is no room for, where it is far too long."""
+        texts = [said] if isinstance(said, str) else [message["content"] for message in said]
+        self.turns += [(False, text) for text in texts]
+        if not isinstance(said, str):
+            self.messages += said
+        if sum(map(len, texts)) > 1000 + LONGEST_TEXT * room:
+            return range(room + 1)
+        if isinstance(said, str):
+            return self._setting.tokenizer(said, add_special_tokens=False)["input_ids"]
+        return observation_ids(
+            self._setting.tokenizer,
+            said,
+            chat_template_kwargs=self._setting.template_kwargs,
+            tools=schemas_of(self.tools),
+            eos_token_ids=self._setting.eos_token_ids,
+        )
+
+    def _guarded(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[bool, Any]:
+        """Whether a call of the environment succeeded, and what it returned."""
+        begin = time.monotonic()
+        try:
+            return True, call_within(self._setting.seconds, function, *args, **keywords)
+        except (Exception, SystemExit) as error:
+            self._fail(what, error)
+            return False, None
+        finally:
+            self.counts.seconds += time.monotonic() - begin
+
+    def _fail(self, what: str, fault: Any) -> None:
+        """An error of the environment: the end of the episode, or of the run."""
+        self.counts.errors, self.over = self.counts.errors + 1, True
+        if self._setting.on_error == "raise":
+            kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
+            cause = fault if isinstance(fault, BaseException) else None
+            raise EnvironmentFault(
+                f"{kind}: {what} {describe_fault(fault)}, for {self.where} (on_environment_error='end' would end that"
+                " episode and go on)"
+            ) from cause
+
+
+class Episodes:
+    """The episodes of one rollout: B rows, G completions of each; they answer as `rollout.turns.Answers`.
+
+    A context manager: its threads end with the block.
+
+    Attributes:
+      all: the B·G episodes, prompt-major.
+    """
+
+    def __init__(self, setting: Setting, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
+        """`numbers` are those of the rows in the dataset, for messages."""
+        places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
+        self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
+        self._lock, self._group = threading.Lock(), num_generations
+        self.all = [Episode(setting, row, f"row {n} of the dataset, completion {g}") for (row, n), g in places]
+
+    def __enter__(self) -> Episodes:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def reset(self, rows: Sequence[Row]) -> list[Row]:
+        """Let all begin, and return the rows with what `reset` adds to their prompts.
+
+        Raises:
+          ValueError: the completions of one prompt were told different things: they are one group.
+        """
+        group = self._group
+        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), range(len(self.all))))
+        return [self._opened(row, self.all[b * group : (b + 1) * group]) for b, row in enumerate(rows)]
+
+    @staticmethod
+    def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
+        """A row whose prompt ends with what `reset` said."""
+        openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
+        if len(openings) > 1:
+            raise ValueError(
+                f"{episodes[0].where}: reset returned {short(openings[0])} for one completion and {short(openings[1])}"
+                " for another of the same prompt; a group is compared with itself, so make what reset returns follow"
+                " from the row alone (seed it by a column)"
+            )
+        if not openings or not openings[0]:
+            return row
+        if isinstance(row["prompt"], str):
+            return {**row, "prompt": row["prompt"] + openings[0]}
+        *before, last = row["prompt"]
+        if last["role"] != "user" or not isinstance(last["content"], str):
+            raise ValueError(
+                f"{episodes[0].where}: reset returned text, which is added to the user's last message, and the prompt"
+                f" ends with {short(last)}: end it with a text of the role 'user', or let reset return None"
+            )
+        return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
+
+    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None]:
+        """The promise of what follows a turn."""
+        return self._pool.submit(self.all[completion].answer, turn, room)
+
+    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[float | None]:
+        """What each environment says of its completion, given the tokens [B·G, T] and which were sampled."""
+        for episode, ids, own in zip(self.all, tokens, sampled, strict=True):
+            begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
+            if len(begins) > episode.counts.turns:
+                episode.unfinished(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
+        return list(self._pool.map(Episode.reward, self.all))
+
+    def metrics(self) -> dict[str, float]:
+        """What happened in all of them."""
+        counts = [episode.counts for episode in self.all]
+        total = lambda name: float(sum(getattr(one, name) for one in counts))
+        turns = [one.turns for one in counts]
+        return {
+            "turns/mean": float(np.mean(turns)),
+            "turns/max": float(max(turns)),
+            "tools/calls": total("calls"),
+            "tools/failures": total("failures"),
+            "environment/errors": total("errors"),
+            "environment/seconds": total("seconds"),
+        }

@@ -1,0 +1,310 @@
+"""An observation's tokens: what a chat template writes between the end of one turn of the policy and its next.
+
+What the policy drew is never encoded again, nor is anything before it: a stand-in conversation is rendered instead,
+
+```
+user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
+         ▲ stand-in        ▲ closing token; all behind it is the observation, and is encoded
+```
+
+so it does not matter what a template does to earlier turns (many remove their thinking): only what stands behind the
+closing token is used, and that this token closes the stand-in's turn is checked once for each template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo_jax.config.fields import raise_all
+
+_MARK = "Zq7"
+_PROBE = "Xw5"
+_USER = {"role": "user", "content": "Go."}
+# Stands within what looks like a special token but is part of a message: text is encoded in parts that are cut there.
+_CUT = "\U000f5ca1"
+
+
+class _End(NamedTuple):
+    """How a template ends the stand-in's turn: the text from its mark on, and the closing token that this ends with."""
+
+    text: str
+    closing: str
+
+
+# For each tokenizer: what does not depend on the messages.
+_ENDS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _End]] = weakref.WeakKeyDictionary()
+
+
+def observation_ids(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    eos_token_ids: Collection[int] | None = None,
+) -> list[int]:
+    """Return the tokens that follow a turn of the policy that ended with its EOS: messages, the next turn's opening.
+
+    A text within a message that reads like a special token is encoded as text: no tool can end a turn or open one.
+
+    Args:
+      tokenizer: a transformers tokenizer with a chat template.
+      messages: of the roles tool or user, at least one. The turn before them is a call if the first is a tool's.
+      chat_template_kwargs: further keywords for the chat template.
+      tools: the schemas given to the template with the prompt.
+      eos_token_ids: those that end a turn; default is the tokenizer's own.
+
+    Returns:
+      Token ids without the closing EOS, which the policy drew, and with what the template writes after it (a newline,
+      for instance). No BOS.
+
+    Raises:
+      ValueError: the template refuses the messages, or cannot be used in this way (`check_template` says so earlier).
+
+    Example:
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> vocab = {t: i for i, t in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+      >>> bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+      >>> bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+      >>> tokenizer.chat_template = (
+      ...     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\\n{% endfor %}"
+      ...     "{% if add_generation_prompt %}assistant: {% endif %}"
+      ... )
+      >>> tokenizer.decode(observation_ids(tokenizer, [{"role": "user", "content": "higher"}]))
+      '\\nuser: higher<eos>\\nassistant: '
+    """
+    if not messages:
+        raise ValueError("messages is empty: an observation is at least one message of a tool or of the user")
+    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
+    mark = _MARK
+    while mark in str(messages):
+        mark += "q"
+    end = _end_of_turn(tokenizer, messages[0]["role"], mark, kwargs, schemas, eos_token_ids)
+    special = _special_tokens(tokenizer)
+    guarded = [_guard(dict(message), special) for message in messages]
+    after = _after_mark(tokenizer, [_stand_in(messages[0], mark), *guarded], mark, kwargs, schemas)
+    if not after.startswith(end.text):
+        raise ValueError(
+            f"the chat template ends the turn before the messages with {after[: len(end.text)]!r}, and before others "
+            f"with {end.text!r}: use a template that closes every turn in the same way"
+        )
+    return _encode_after(tokenizer, end.closing, after[len(end.text) :])
+
+
+def check_template(
+    tokenizer: Any,
+    *,
+    roles: Sequence[str] = ("tool",),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    eos_token_ids: Collection[int] | None = None,
+) -> None:
+    """Raise if `observation_ids` cannot be had of a tokenizer's chat template; to be called before anything is sampled.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      roles: of the messages that will follow a turn: "tool" where there are tools, "user" where an environment speaks.
+      chat_template_kwargs: as they will be given to `observation_ids`.
+      tools: likewise; the template has to show them.
+      eos_token_ids: likewise.
+
+    Raises:
+      ValueError: no chat template; it refuses such messages, or does not show them; it does not show the tools; it does
+        not end the policy's turn with an EOS. Of several faults, all.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "several turns need a chat template, and the tokenizer has none: set tokenizer.chat_template, or use an "
+            "instruct checkpoint"
+        )
+    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
+    problems = []
+    for role in roles:
+        try:
+            _end_of_turn(tokenizer, role, _MARK, kwargs, schemas, eos_token_ids)
+        except ValueError as error:
+            problems.append(str(error))
+    if schemas and not problems and _shown_the_same(tokenizer, kwargs, schemas):
+        problems.append(
+            "it writes the same prompt with tools and without: a template without tool support; use one that shows "
+            "`tools` to the policy"
+        )
+    raise_all("the chat template", problems)
+
+
+def _shown_the_same(tokenizer: Any, kwargs: dict[str, Any], tools: list[Any]) -> bool:
+    """Return whether a prompt looks the same with tools and without."""
+    return _render(tokenizer, [_USER], kwargs, tools) == _render(tokenizer, [_USER], kwargs, None)
+
+
+def opens_thinking(
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> bool:
+    """Return whether the generation prompt opens <think>, so that a turn begins in the middle of a thought.
+
+    Args:
+      tokenizer: a transformers tokenizer with a chat template.
+      chat_template_kwargs: as for `observation_ids`.
+      tools: as for `observation_ids`.
+    """
+    text = _render(tokenizer, [_USER], dict(chat_template_kwargs or {}), list(tools) if tools else None)
+    opening = text[text.rfind(_USER["content"]) :]
+    return opening.rfind("<think>") > opening.rfind("</think>")
+
+
+def _stand_in(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Return the turn that stands in for the policy's: one call of a tool if a tool's message follows."""
+    turn: dict[str, Any] = {"role": "assistant", "content": mark}
+    if message["role"] == "tool":
+        # One call alone: some templates refuse two, and others name an answer after the first.
+        function = {"name": message.get("name", "tool"), "arguments": {"value": mark}}
+        turn["tool_calls"] = [{"type": "function", "function": function}]
+    return turn
+
+
+def _end_of_turn(
+    tokenizer: Any,
+    role: str,
+    mark: str,
+    kwargs: dict[str, Any],
+    tools: list[Any] | None,
+    eos_token_ids: Collection[int] | None,
+) -> _End:
+    """Return how the turn before a message of `role` ends, by a probe; remembered."""
+    described = json.dumps([kwargs, tools], sort_keys=True, default=repr)
+    key = (str(tokenizer.chat_template), role, mark, described, tuple(sorted(eos_token_ids or ())))
+    known = _ENDS.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = _read_end(tokenizer, role, mark, kwargs, tools, eos_token_ids)
+    return known[key]
+
+
+def _read_end(
+    tokenizer: Any,
+    role: str,
+    mark: str,
+    kwargs: dict[str, Any],
+    tools: list[Any] | None,
+    eos_token_ids: Collection[int] | None,
+) -> _End:
+    """Return how the turn before a message of `role` ends; raise if it does not, or if the message is not shown."""
+    probe = {"role": role, "name": "tool", "content": _PROBE} if role == "tool" else {"role": role, "content": _PROBE}
+    turn = _stand_in(probe, mark)
+    after = _after_mark(tokenizer, [turn, probe], mark, kwargs, tools)
+    if _PROBE not in after:
+        support = ": a template without tool support" if role == "tool" else ""
+        raise ValueError(f"it does not show messages of the role {role!r}{support}; use one that writes them")
+    # Up to where it goes on differently with the message and without, both are about the turn itself.
+    common = _common(_after_mark(tokenizer, [turn], mark, kwargs, tools), after)
+    ends = _eos_texts(tokenizer, eos_token_ids)
+    found = _first(common, ends)
+    if found is None:
+        # gpt-oss ends a turn of the past with another token than the one that the policy draws at its end.
+        found = _first(common, _special_tokens(tokenizer))
+        last = _after_mark(tokenizer, [turn], mark, kwargs, tools, generation_prompt=False)
+        if found is None or not last[found[0] :].startswith(tuple(ends)):
+            raise ValueError(
+                f"it does not end the turn before a message of the role {role!r} with an EOS ({', '.join(ends)}), but "
+                f"goes on with {common[:40]!r}: give the id of the token that ends a turn as an EOS, or use a template "
+                "that writes one"
+            )
+    position, closing = found
+    return _End(after[: position + len(closing)], closing)
+
+
+def _common(one: str, other: str) -> str:
+    """Return what two texts begin with."""
+    length = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[:length] if length is not None else min(one, other, key=len)
+
+
+def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
+    """Return where the first of some tokens stands in a text, and which; of several there, the longest."""
+    places = [(text.find(token), -len(token), token) for token in tokens if token in text]
+    return (min(places)[0], min(places)[2]) if places else None
+
+
+def _eos_texts(tokenizer: Any, eos_token_ids: Collection[int] | None) -> list[str]:
+    """Return the tokens that end a turn, as text."""
+    ids = list(eos_token_ids or ()) or [tokenizer.eos_token_id]
+    texts = [tokenizer.decode([index], skip_special_tokens=False) for index in ids if index is not None]
+    if not any(texts):
+        raise ValueError("the tokenizer has no EOS: set tokenizer.eos_token, or give eos_token_ids")
+    return [text for text in texts if text]
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Return the text of every special token of a tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return sorted({*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)})
+
+
+def _render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    kwargs: dict[str, Any],
+    tools: list[Any] | None,
+    *,
+    generation_prompt: bool = True,
+) -> str:
+    """Return a conversation as the template writes it."""
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **kwargs
+        )
+    except ImportError:  # jinja2 is missing, and the message says so
+        raise
+    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(f"it refuses a conversation of {roles} ({type(error).__name__}: {error})") from error
+
+
+def _after_mark(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    mark: str,
+    kwargs: dict[str, Any],
+    tools: list[Any] | None,
+    *,
+    generation_prompt: bool = True,
+) -> str:
+    """Return what the template writes after the last mark of a conversation that a user opens."""
+    text = _render(tokenizer, [_USER, *messages], kwargs, tools, generation_prompt=generation_prompt)
+    _, found, after = text.rpartition(mark)
+    if not found:
+        raise ValueError("it does not show what the assistant said before: use a template that writes its turns")
+    return after
+
+
+def _guard(value: Any, special: Sequence[str]) -> Any:
+    """Return a message in which no text is a special token: a cut stands after the first character of each."""
+    if isinstance(value, str):
+        value = value.replace(_CUT, "\ufffd")
+        pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+        return re.sub(pattern, lambda found: found[0][0] + _CUT + found[0][1:], value) if pattern else value
+    if isinstance(value, dict):
+        return {key: _guard(item, special) for key, item in value.items()}
+    return [_guard(item, special) for item in value] if isinstance(value, list) else value
+
+
+def _encode_after(tokenizer: Any, closing: str, text: str) -> list[int]:
+    """Return the ids of a text that stands after a closing token."""
+    first, *rest = text.split(_CUT)
+    # Encoded behind the closing token, since some tokenizers treat the beginning of a text, or what follows a token, in
+    # a way of their own.
+    before, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
+    ids = ids[len(before) :] if ids[: len(before)] == before else _encode(tokenizer, first)
+    return ids + [index for part in rest for index in _encode(tokenizer, part)]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text=text, add_special_tokens=False)["input_ids"]) if text else []

@@ -1,0 +1,280 @@
+"""Tools: functions that the policy may call, described by their own signatures; their arguments and what they return.
+
+```
+functions, an environment's methods ── read_tools, environment_tools ──► Tool(name, function, schema)
+a parsed call's arguments ── bind_arguments ──► keywords, or a text that says what is wrong
+what the function returned ── as_text ──► an observation
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from grpo_jax.config.fields import raise_all, show
+from grpo_jax.turns.formats import read_json
+
+NOT_TOOLS = ("reset", "get_reward", "respond")
+"""Public methods of an environment that the trainer calls itself."""
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_NO_HINTS = "give every argument a type hint, such as `x: int`"
+_NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+      name: what the policy calls it.
+      function: what is called, with keywords; sync or async. A method of an environment that was given as a class is
+        not bound: such a tool is good for its schema only.
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+
+
+def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") -> dict[str, Tool]:
+    """Return functions as tools, by their names.
+
+    Args:
+      tools: functions or bound methods, sync or async, each with a docstring that describes every argument in an
+        'Args:' section, and with a type hint for every argument; both become the schema that the policy reads.
+      argument: what the caller calls them, for the messages.
+
+    Raises:
+      ValueError: one error with a line for each problem: something that is no function or has no name, no docstring,
+        an argument without a type hint or description, positional-only or variadic arguments, two of one name, a hint
+        that has no JSON schema.
+
+    References:
+      What TRL asks of its `tools` (1.16), and transformers' `get_json_schema` for the schema.
+
+    Example:
+      >>> def add(a: int, b: int = 1) -> int:
+      ...     '''Add two numbers.
+      ...
+      ...     Args:
+      ...         a: the first
+      ...         b: the second
+      ...     '''
+      ...     return a + b
+      >>> read_tools([add])["add"].schema["function"]["parameters"]["required"]
+      ['a']
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise ValueError(f"{argument} is {show(tools)}: give a list of functions")
+    read: dict[str, Tool] = {}
+    problems: list[str] = []
+    for index, function in enumerate(tools):
+        where = f"{argument}[{index}]"
+        tool, faults = _read(function, function, where)
+        problems += faults
+        if tool is not None and tool.name in read:
+            problems.append(f"{where}: there is another tool {tool.name!r}: rename one of them")
+        elif tool is not None:
+            read[tool.name] = tool
+    raise_all(argument, problems)
+    return read
+
+
+def environment_tools(environment: Any) -> dict[str, Tool]:
+    """Return the public methods of an environment as tools, by their names.
+
+    Args:
+      environment: an object, or a class, whose methods are then not bound. `reset`, `get_reward`, `respond`, names that
+        begin with an underscore and attributes that are no methods are left out; inherited methods are not.
+
+    Raises:
+      ValueError: as `read_tools`, for the methods.
+
+    Example:
+      >>> class Counter:
+      ...     def reset(self, **row): self.count = 0
+      ...     def add(self, n: int):
+      ...         '''Add to the counter.
+      ...
+      ...         Args:
+      ...             n: how many
+      ...         '''
+      ...         self.count += n
+      >>> list(environment_tools(Counter())), list(environment_tools(Counter)["add"].schema["function"]["parameters"])
+      (['add'], ['type', 'properties', 'required'])
+    """
+    kind = environment if isinstance(environment, type) else type(environment)
+    methods: dict[str, Tool] = {}
+    problems: list[str] = []
+    for name in dir(kind):
+        member = None if name.startswith("_") or name in NOT_TOOLS else inspect.getattr_static(kind, name)
+        if not isinstance(member, (types.FunctionType, staticmethod, classmethod)):
+            continue
+        function = getattr(environment, name)
+        # Of a class, the method is described as an object would have it: without its first parameter.
+        bound = types.MethodType(member, kind) if function is member else function
+        tool, faults = _read(function, bound, f"{kind.__name__}.{name}", name)
+        problems += [f"{fault} (or begin its name with '_', if it is no tool)" for fault in faults]
+        if tool is not None:
+            methods[name] = tool
+    raise_all(f"environment {kind.__name__}", problems)
+    return methods
+
+
+def _read(function: Any, described: Any, where: str, name: str | None = None) -> tuple[Tool | None, list[str]]:
+    """Return a function as a tool, or what keeps it from being one; `described` is what its schema is made from."""
+    if not callable(function):
+        return None, [f"{where} is {show(function)}, which cannot be called: give a function"]
+    name = name or getattr(function, "__name__", "")
+    if isinstance(function, type) or not str(name).isidentifier():
+        return None, [f"{where} is {show(function)}, which is no named function: wrap it in a `def`"]
+    where = where if where.endswith(f".{name}") else f"{where}, {name!r}"
+    try:
+        parameters = list(inspect.signature(described).parameters.values())
+    except (TypeError, ValueError):
+        return None, [f"{where} has no signature: wrap it in a `def` with type hints"]
+    faults = _faults_of(described, parameters)
+    schema: dict[str, Any] = {}
+    if not faults:
+        try:
+            schema = _schema(described, str(name), parameters)
+        except Exception as error:  # transformers' own two, and whatever resolving a hint raises
+            advice = " If you need a more complex"  # transformers would take a schema in place of the function
+            faults = [f"its schema cannot be made: {str(error).partition(advice)[0]}"]
+    return (None if faults else Tool(str(name), function, schema)), [f"{where}: {fault}" for fault in faults]
+
+
+def _faults_of(function: Any, parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """Return what is wrong with the signature and docstring of a function."""
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    faults = []
+    docstring = inspect.getdoc(function)
+    if not docstring:
+        faults.append("it has no docstring: say in one what it does, since that is all the policy learns of it")
+    described = (docstring and parse_google_format_docstring(docstring.strip())[1]) or {}
+    for parameter in parameters:
+        which = f"argument {parameter.name!r}"
+        if parameter.kind in _VARIADIC:
+            faults.append(f"{which} takes any number of values, which no schema can say: name each argument")
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            faults.append(f"{which} is positional-only: calls give arguments by name")
+        if parameter.annotation is parameter.empty:
+            faults.append(f"{which} has no type hint: {_NO_HINTS}")
+        if docstring and parameter.name not in described:
+            faults.append(f"{which} has no description: {_NO_DESCRIPTION}")
+    return faults
+
+
+def _schema(function: Any, name: str, parameters: Sequence[inspect.Parameter]) -> dict[str, Any]:
+    """Return the schema of a function, made from a stand-in that has its face and no `self`."""
+    from transformers.utils import get_json_schema
+
+    def face(**arguments: Any) -> None:
+        """Replaced."""
+
+    hints = get_type_hints(function)
+    kept = {*(parameter.name for parameter in parameters), "return"}
+    face.__name__, face.__doc__ = name, inspect.getdoc(function)
+    face.__annotations__ = {key: hint for key, hint in hints.items() if key in kept}
+    face.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return get_json_schema(face)
+
+
+def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
+    """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
+
+    Names are checked, and that required ones are there; whether values fit is the tool's own affair.
+
+    Args:
+      tool: the tool that is called.
+      arguments: of a parsed call: a dict, JSON text of an object (as some templates write it), or None for no argument.
+
+    Returns:
+      A dict, fresh; or a text.
+
+    Example:
+      >>> schema = {"function": {"parameters": {"properties": {"word": {"type": "string"}}, "required": ["word"]}}}
+      >>> guess = Tool("guess", print, schema)
+      >>> bind_arguments(guess, '{"word": "tree"}'), bind_arguments(guess, {"wort": "tree"})
+      ({'word': 'tree'}, "guess: unknown argument 'wort' (did you mean 'word'?); missing argument 'word'")
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = read_json(arguments)
+        except ValueError as error:
+            return f"{tool.name}: the arguments are text that cannot be read: {error}"
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        return f"{tool.name}: the arguments are {_kind(arguments)}, {show(arguments)}; give a JSON object"
+    parameters = tool.schema["function"].get("parameters") or {}
+    known, required = list(parameters.get("properties") or {}), list(parameters.get("required") or [])
+    problems = [f"unknown argument {_suggested(name, known)}" for name in arguments if name not in known]
+    if len(problems) > 5:
+        problems = [*problems[:5], f"{len(problems) - 5} more unknown arguments"]
+    problems += [f"missing argument {name!r}" for name in required if name not in arguments]
+    return f"{tool.name}: {'; '.join(problems)}" if problems else dict(arguments)
+
+
+def _suggested(name: Any, known: Sequence[str]) -> str:
+    """Return an unknown name with the nearest known one, or all known ones if none is near."""
+    near = difflib.get_close_matches(str(name)[:100], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+    return f"{show(name)} ({hint})"
+
+
+def _kind(value: Any) -> str:
+    """Return what a value of JSON is called, with its article."""
+    names = {bool: "a truth value", list: "a list", int: "a number", float: "a number", str: "text"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def as_text(value: Any, *, limit: int = 20_000) -> str:
+    """Return what a tool or an environment gave back as text for the policy; never raises.
+
+    Text is left as it is, bytes are decoded, None is no text; lists, dicts, numbers and truth values become JSON,
+    anything else what `str` says of it. Whatever is not Unicode is replaced.
+
+    Args:
+      value: anything.
+      limit: characters ≥ 0 that are kept; behind them stands a note of how many were left out.
+
+    Example:
+      >>> as_text({"left": [1, None]}), as_text(b"caf\\xc3\\xa9"), as_text(None), as_text("abcdef", limit=4)
+      ('{"left": [1, null]}', 'café', '', 'abcd\\n[2 more characters were left out]')
+    """
+    try:
+        text = _text(value)
+        # Encoded by `str` itself, whatever a subclass of it makes of its own methods: what comes back is a plain str.
+        text = str.encode(text, "utf-8", "replace").decode("utf-8")
+    except (Exception, SystemExit) as error:  # a value can do anything while it is written
+        return f"[{type(value).__name__} that cannot be written as text: {type(error).__name__}]"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
+
+
+def _text(value: Any) -> str:
+    """Return a value as text; may raise."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, (dict, list, tuple, bool, int, float)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        except Exception:  # a circle, a key that JSON has none for: `str` may have an answer
+            return str(value)
+    return str(value)

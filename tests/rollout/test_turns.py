@@ -1,0 +1,228 @@
+"""Completions of several turns: one row of tokens, with the numbers of a row read whole, whatever the clock."""
+
+import functools
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_params
+
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.scoring import score_completions
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout import turns
+from grpo_jax.rollout.generate import generate
+from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.types import Prompts
+
+SHAPE = TransformerConfig(
+    32, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, windows=(None, 9)
+)
+MODEL = Transformer(SHAPE)
+PARAMS = random_params(MODEL)
+PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0], [9, 9, 9, 0], [5, 2, 0, 0]]), jnp.array([4, 2, 3, 2]))
+EOS, PAD = (0, 1, 2), 31
+T = 48
+
+
+def promise(value):
+    done = Future()
+    done.set_result(value)
+    return done
+
+
+class Script:
+    """Answers that follow from the completion and the number of its turn alone; the third turn is the last."""
+
+    def __init__(self, seconds=lambda completion: 0.0, most=3):
+        self.heard, self.seconds, self.most = {}, seconds, most
+        self.pool = ThreadPoolExecutor(16)
+
+    def __call__(self, completion, turn, room):
+        return self.pool.submit(self.answer, completion, turn, room)
+
+    def answer(self, completion, turn, room):
+        time.sleep(self.seconds(completion))
+        heard = self.heard.setdefault(completion, [])
+        heard.append((turn.tolist(), room))
+        number = len(heard)
+        return None if number == self.most else [10 + completion % 7] * ((3 * completion + 5 * number) % 11)
+
+
+def play(script=None, *, params=PARAMS, prompts=PROMPTS, group=4, length=T, **settings):
+    script = Script() if script is None else script
+    how = {"num_generations": group, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
+    return generate_turns(MODEL, params, prompts, jax.random.key(7), script, **how | settings), script
+
+
+@functools.cache
+def played():
+    return play()
+
+
+def turns_of(completions, i):
+    """(tokens, whether they were drawn) of the i-th completion, run after run."""
+    tokens, drawn = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
+    there = np.asarray(completions.present).reshape(-1, T)[i]
+    runs = []
+    for token, own in zip(tokens[there].tolist(), drawn[there].tolist(), strict=True):
+        if not runs or runs[-1][1] != own or (own and runs[-1][0][-1] in EOS):
+            runs.append(([], own))
+        runs[-1][0].append(token)
+    return runs
+
+
+@pytest.mark.quick
+def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
+    completions, script = played()
+    several = 0
+    for i in range(16):
+        runs, heard = turns_of(completions, i), script.heard.get(i, [])
+        drawn = [tokens for tokens, own in runs if own]
+        assert [turn for turn, _ in heard] == [tokens for tokens in drawn if tokens[-1] in EOS]
+        number = 0
+        for tokens, own in runs:
+            number += own
+            assert own or tokens == [10 + i % 7] * ((3 * i + 5 * number) % 11)
+        several += len(drawn) > 1
+        there, drawn_at = (np.asarray(x).reshape(-1, T)[i] for x in (completions.present, completions.mask))
+        assert (there == (np.arange(T) < there.sum())).all(), "a completion is one run from its first token on"
+        assert (drawn_at <= there).all()
+        assert (np.asarray(completions.tokens).reshape(-1, T)[i][~there] == PAD).all()
+        ended = bool(np.asarray(completions.ended).reshape(-1)[i])
+        assert ended == (len(heard) == 3), "ended, if the answer was that it is over"
+        if not ended:  # no room for what came next, or for the end of the turn
+            room = T - there.sum()
+            assert room == 0 or (3 * i + 5 * len(heard)) % 11 >= room
+    assert several > 8, "most have several turns, or this test sees little"
+
+
+@pytest.mark.quick
+def test_log_probs_are_those_of_the_whole_row_read_once():
+    completions, _ = played()
+    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
+    log_probs, _ = score_completions(*given, sampling=Sampling(), with_entropy=False)
+    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+    assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("chunk", [4, 256])
+@pytest.mark.parametrize("batch_size", [None, 4, 9])
+def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch, chunk, batch_size):
+    monkeypatch.setattr(turns, "CHUNK", chunk)
+    completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=batch_size)
+    expected, _ = played()
+    for name in ("tokens", "mask", "present", "ended"):
+        np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_the_bytes_do_not_depend_on_the_clock():
+    slow, _ = play(Script(seconds=lambda i: 0.004 * (i * 5 % 7)))
+    np.testing.assert_array_equal(slow.log_probs, played()[0].log_probs)
+
+
+@pytest.mark.quick
+def test_one_turn_is_generate():
+    completions, _ = play(Script(most=1))
+    how = {"num_generations": 4, "max_completion_length": T, "eos_token_ids": EOS, "pad_token_id": PAD}
+    expected = generate(MODEL, PARAMS, PROMPTS, jax.random.key(7), **how)
+    for name in ("tokens", "mask", "ended"):
+        np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_array_equal(completions.present, expected.mask)
+    np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_a_group_of_its_own_and_greedy_draws_are_the_same():
+    """The first prompt alone, in a cache of another size: as with its neighbours."""
+    alone, _ = play(prompts=jax.tree.map(lambda x: x[:1], PROMPTS), temperature=0.0)
+    together, _ = play(temperature=0.0)
+    np.testing.assert_array_equal(alone.tokens, together.tokens[:1])
+    assert (np.asarray(together.tokens[:, :1]) == np.asarray(together.tokens))[..., 0].all(), "greedy: all of a group"
+
+
+def test_on_a_mesh_of_several_devices():
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    completions, _ = play(params=place(PARAMS, mesh))
+    np.testing.assert_array_equal(completions.tokens, played()[0].tokens)
+    np.testing.assert_allclose(completions.log_probs, played()[0].log_probs, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_an_answer_that_fails_ends_all_and_is_raised():
+    asked = []
+
+    def answers(completion, turn, room):
+        asked.append(completion)
+        failed = Future()
+        failed.set_exception(ZeroDivisionError("no")) if completion == 5 else failed.set_result([4])
+        return failed
+
+    with pytest.raises(ZeroDivisionError, match="no"):
+        play(answers)
+    assert asked.count(5) == 1
+
+
+@pytest.mark.quick
+def test_the_interrupt_is_looked_at_while_answers_are_waited_for():
+    calls = []
+
+    def interrupt():
+        calls.append(time.monotonic())
+        if len(calls) > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play(lambda *_: Future(), interrupt=interrupt)
+
+
+@pytest.mark.quick
+def test_an_answer_of_no_tokens_goes_on_and_one_that_just_fits_leaves_a_token():
+    lengths = []
+
+    def answers(completion, turn, room):
+        lengths.append(room)
+        return promise([] if len(turn) > 1 and room > 20 else [9] * room)
+
+    completions, _ = play(answers)
+    assert not np.asarray(completions.ended).any()
+    assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
+    assert np.asarray(completions.mask)[..., -1].all()
+
+
+@pytest.mark.quick
+def test_an_observation_is_read_in_one_program_and_not_token_by_token():
+    calls = []
+    original = turns.read_chunk
+
+    class Counted:
+        def __call__(self, *args, **kwargs):
+            calls.append(args[3].shape)
+            return original(*args, **kwargs)
+
+    turns.read_chunk = Counted()
+    try:
+        play(lambda i, turn, room: promise([9] * 11 if room > 30 else None))
+    finally:
+        turns.read_chunk = original
+    assert calls, "something was observed"
+    assert all(shape[-1] == 16 for shape in calls), "the token that ended the turn and eleven more, in one go"
+
+
+@pytest.mark.quick
+def test_what_makes_no_sense_is_refused():
+    class Foreign:
+        def apply(self, variables, tokens):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Foreign: several turns need a model of this package"):
+        generate_turns(Foreign(), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
+    with pytest.raises(ValueError, match="temperature"):
+        play(temperature=-1.0)

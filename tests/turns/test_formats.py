@@ -1,0 +1,482 @@
+"""Formats: what each family's template writes is read back, and no text whatever raises, hangs or passes for a call."""
+
+import json
+import random
+import time
+
+import pytest
+from chat_families import FAMILIES, PLAIN, family
+
+from grpo_jax.turns.formats import (
+    FORMATS,
+    MOST_CALLS,
+    Call,
+    Parsed,
+    assistant_message,
+    format_of,
+    read_json,
+    tool_message,
+)
+
+# Strings that a careless reader stumbles over.
+NASTY = [
+    *("", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}'),
+    *(
+        "</tool_call>",
+        "<tool_call>",
+        "<think>",
+        "</think>",
+        "<function=f>",
+        "</parameter>",
+        "null",
+        "True",
+        "12",
+        "\n\n",
+    ),
+]
+
+
+def string(rng):
+    return "".join(rng.choice(NASTY) for _ in range(rng.randrange(4)))
+
+
+def value(rng, depth=0):
+    kinds = ["text", "int", "float", "bool", "none"] + ["list", "dict"] * (depth < 2)
+    kind = rng.choice(kinds)
+    if kind == "list":
+        return [value(rng, depth + 1) for _ in range(rng.randrange(3))]
+    if kind == "dict":
+        return {string(rng): value(rng, depth + 1) for _ in range(rng.randrange(3))}
+    scalars = {"text": string, "int": lambda r: r.randrange(-9, 10**9), "float": lambda r: r.random() * 1e6}
+    return scalars[kind](rng) if kind in scalars else rng.choice([True, False]) if kind == "bool" else None
+
+
+def turn_of(tokenizer, message, **kwargs):
+    """What a template writes of an assistant's message, from where the generation prompt ends to the end."""
+    user = [{"role": "user", "content": "go"}]
+    opening = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([*user, message], tokenize=False, **kwargs)
+    assert whole.startswith(opening)
+    return whole[len(opening) :]
+
+
+def message_of(*calls, content=""):
+    return assistant_message(Parsed(content, tuple(calls)))
+
+
+# --- What a template writes is read back.
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(20))
+def test_hermes_reads_back_what_its_template_writes(seed):
+    rng, (tokenizer, _) = random.Random(seed), family("hermes")
+    for _ in range(10):
+        calls = [Call(rng.choice(["add", "look_up"]), {string(rng): value(rng)}) for _ in range(rng.randrange(1, 4))]
+        content = rng.choice(["", "I add them.", "<think>\nor <tool_call> is\n</think>\n\nWell:"])
+        text = turn_of(tokenizer, message_of(*calls, content=content)).removesuffix("<|im_end|>\n")
+        parsed = FORMATS["hermes"].parse(text)
+        assert (parsed.calls, parsed.problems) == (tuple(calls), ())
+        assert parsed.content.removeprefix("<think>\n\n</think>").strip() == content
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_llama_reads_back_what_its_template_writes(seed, tagged):
+    rng, (tokenizer, _) = random.Random(seed), family("llama3")
+    for _ in range(10):
+        call = Call("add", {string(rng): value(rng)})
+        text = turn_of(tokenizer, message_of(call), tagged=tagged)
+        assert text.endswith("<|eot_id|>")
+        assert FORMATS["llama3"].parse(text) == Parsed("", (call,))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(10))
+def test_harmony_reads_back_what_its_template_writes(seed):
+    rng, (tokenizer, _) = random.Random(seed), family("harmony")
+    for _ in range(10):
+        call = Call("add", {string(rng): value(rng)})
+        thought = rng.choice(["", "I call to=functions.add now"])
+        text = turn_of(tokenizer, message_of(call, content=thought))
+        assert text.endswith("<|call|>")
+        content = f"<think>\n{thought}\n</think>" if thought else ""
+        assert FORMATS["harmony"].parse(text) == Parsed(content, (call,))
+
+
+SCHEMAS = {
+    "edit": {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "line": {"type": "integer"},
+                    "share": {"type": "number"},
+                    "sure": {"type": "boolean"},
+                    "many": {"type": "array", "items": {}},
+                    "more": {"type": "object"},
+                    "maybe": {"type": "integer", "nullable": True},
+                },
+            },
+        },
+    }
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(20))
+def test_tags_are_read_back_with_the_schema(seed):
+    rng, (tokenizer, _) = random.Random(seed), family("qwen_xml")
+    for _ in range(10):
+        everything = {
+            "text": string(rng),
+            "line": rng.randrange(-5, 5),
+            "share": rng.random(),
+            "sure": rng.random() < 0.5,
+            "many": [value(rng) for _ in range(2)],
+            "more": {string(rng): value(rng)},
+            "maybe": rng.choice([None, 3]),
+        }
+        kept = {key: item for key, item in everything.items() if rng.random() < 0.7}
+        calls = [Call("edit", kept), Call("edit", {})][: rng.randrange(1, 3)]
+        text = turn_of(tokenizer, message_of(*calls)).removesuffix("<|im_end|>\n")
+        assert text.startswith("\n</think>")  # the generation prompt has opened the thought
+        parsed = FORMATS["qwen_xml"].parse(text, schemas=SCHEMAS, thinking=True)
+        assert (parsed.calls, parsed.problems) == (tuple(calls), ())
+
+
+@pytest.mark.quick
+def test_tags_without_a_schema_are_json_where_they_can_be():
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
+        "<parameter=c>\ntwelve\n\n</parameter>\n<parameter=d>\nTrue\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert FORMATS["qwen_xml"].parse(text).calls == (Call("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
+
+
+# --- What the policy may write besides.
+
+
+def hermes(name="f", arguments="{}"):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "text", "parsed"),
+    [
+        ("hermes", " It is 2. ", Parsed(" It is 2. ")),
+        ("hermes", "", Parsed("")),
+        ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (Call("f", {}), Call("g", {})))),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", (Call("f", {}),))),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            Parsed("", (Call("f", '{"a": 1}'),)),
+        ),
+        ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
+        ("hermes", f"<think>\n{hermes()}", Parsed(f"<think>\n{hermes()}")),
+        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", (Call("f", {}),))),
+        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", (Call("f", {}),))),
+        ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
+        ("llama3", 'Use {"name": "f", "parameters": {}}', Parsed('Use {"name": "f", "parameters": {}}')),
+        ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (Call("f", {"a": 1}),))),
+        (
+            "llama3",
+            '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
+            Parsed("<think>x</think>\nI ask", (Call("f", {}),)),
+        ),
+        (
+            "llama3",
+            '<think>{"name": "f", "parameters": {}}</think> 3<|eot_id|>',
+            Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
+        ),
+        (
+            "llama3",
+            '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
+            Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
+        ),
+        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", (Call("f", {}),))),
+        ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
+        ("harmony", "just text", Parsed("just text")),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>to=functions.f<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>2<|return|>",
+            Parsed("<think>\nto=functions.f\n</think>\n\n2"),
+        ),
+        (
+            "harmony",
+            ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+            Parsed("", (Call("f", {"a": 1}),)),
+        ),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", (Call("f", {}),))),
+        (
+            "harmony",
+            "<|channel|>commentary<|message|>First I look.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+            Parsed("First I look.", (Call("f", {}),)),
+        ),
+    ],
+)
+def test_what_a_turn_says(name, text, parsed):
+    assert FORMATS[name].parse(text) == parsed
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "no valid JSON"),
+        ("hermes", '<tool_call>\n{"name": "f", "argu', "no valid JSON"),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
+        ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "no valid JSON"),
+        ("hermes", "</tool_call><tool_call>so</tool_call>", "Expecting value at character 0"),
+        ("hermes", "<tool_call></tool_call>", "no valid JSON"),
+        ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], which is no JSON object"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', "no 'name'"),
+        ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
+        ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is no number"),
+        ("hermes", hermes(arguments="9" * 5000), "5000"),
+        ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
+        ("hermes", f"<tool_call>{hermes()}</tool_call>", "no valid JSON"),
+        ("qwen_xml", hermes(), "no <function="),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
+        ("qwen_xml", "<tool_call><function=f>text</function></tool_call>", "not followed by </function>"),
+        ("qwen_xml", "<tool_call><function=f></function>", "not followed by </function> and </tool_call>"),
+        (
+            "qwen_xml",
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+            "'a' is given twice",
+        ),
+        ("llama3", "<|python_tag|>print(1)<|eot_id|>", "no valid JSON"),
+        ("llama3", '{"name": "f", "parameters": {', "no valid JSON"),
+        ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "no valid JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json", "not closed by <|call|>"),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "no valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):
+    parsed = FORMATS[name].parse(text)
+    assert parsed.calls == ()
+    (problem,) = parsed.problems
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(problem)
+    assert "Write calls as" in problem
+    assert len(problem) < 500
+    assert parsed.content
+    assert "<|call|>" not in parsed.content
+    assert "<|eot_id|>" not in parsed.content
+
+
+@pytest.mark.quick
+def test_good_calls_beside_bad_ones_are_kept():
+    text = f"a {hermes('f')} b <tool_call>oh</tool_call> c {hermes('g')}"
+    parsed = FORMATS["hermes"].parse(text)
+    assert [call.name for call in parsed.calls] == ["f", "g"]
+    assert len(parsed.problems) == 1
+    assert parsed.content == "a  b <tool_call>oh</tool_call> c"
+
+
+@pytest.mark.quick
+def test_a_turn_that_begins_in_a_thought_calls_only_after_it():
+    text = f"I may write {hermes('f')} later.</think>{hermes('g')}"
+    for name in ("hermes", "qwen_xml"):
+        assert FORMATS[name].parse("of <tool_call> I think", thinking=True) == Parsed("of <tool_call> I think")
+    assert [call.name for call in FORMATS["hermes"].parse(text, thinking=True).calls] == ["g"]
+    assert [call.name for call in FORMATS["hermes"].parse(text).calls] == ["f", "g"]
+    thought = '{"name": "f", "parameters": {}}'
+    assert FORMATS["llama3"].parse(thought, thinking=True).calls == ()
+    assert FORMATS["llama3"].parse(f"{thought}</think>{thought}", thinking=True).calls == (Call("f", {}),)
+
+
+# --- Anything at all.
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>"),
+    *("</think>", '{"name": "f", ', '"arguments": {', '"parameters": {', "}", "}}", '"', "\\", "[", "]", "1e999", "\n"),
+    *(
+        "<|python_tag|>",
+        "<|start|>",
+        "<|channel|>",
+        "commentary",
+        " to=functions.f",
+        "<|message|>",
+        "<|call|>",
+        "<|end|>",
+    ),
+    *(
+        "<|constrain|>json",
+        "NaN",
+        "\x00",
+        "\ud800",
+        '"\\ud800"',
+        "é",
+        " ",
+        "text",
+        "\\u0000",
+        ":",
+        ",",
+        "-",
+        "<|",
+        "|>",
+    ),
+]
+
+
+def damaged(text, rng):
+    """A text with a few pieces put in, taken out and doubled."""
+    for _ in range(rng.randrange(5)):
+        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        edits = [text[:a] + rng.choice(PIECES) + text[a:], text[:a] + text[min(b, a + 9) :], text[:b] + text[a:]]
+        text = rng.choice(edits)
+    return text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_text_raises_and_everything_read_can_be_written(name):
+    rng, (tokenizer, _) = random.Random(0), family(name)
+    turn = turn_of(tokenizer, message_of(Call("edit", {"text": "\\ud83d é", "line": 3, "many": [1, {"a": None}]})))
+    read, problems = 0, 0
+    for _ in range(4000):
+        noise = "".join(rng.choice(PIECES) for _ in range(rng.randrange(12)))
+        text = rng.choice([noise, damaged(turn, rng), damaged(turn + noise + turn, rng)])
+        schemas = rng.choice([None, SCHEMAS, {"edit": {}}, {"f": {"parameters": None}}])
+        parsed = FORMATS[name].parse(text, schemas=schemas, thinking=rng.random() < 0.1)
+        read, problems = read + len(parsed.calls), problems + len(parsed.problems)
+        assert isinstance(parsed.content, str)
+        assert all(isinstance(call.name, str) and call.name for call in parsed.calls)
+        calls = assistant_message(parsed).get("tool_calls", [])
+        written = json.dumps(calls, allow_nan=False, ensure_ascii=False)
+        # Half a character goes out only where one came in, which decoding cannot give.
+        assert "\ud800" in text or written.encode("utf-8")
+    assert read > 200  # the fuzz does reach calls, and what is no call
+    assert problems > 200
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(name):
+    tokenizer, _ = family(name)
+    text = turn_of(tokenizer, message_of(Call("edit", {"text": "</tool_call> é", "line": 3})))
+    body = text.removesuffix("<|eot_id|>").removesuffix("<|call|>")  # decoding gives these whole or not at all
+    cuts = [*(body[:n] for n in range(len(body) + 1)), text]
+    called = [len(FORMATS[name].parse(cut, thinking=name == "qwen_xml").calls) for cut in cuts]
+    first = called.index(1)
+    assert called == [0] * first + [1] * (len(cuts) - first)
+    assert body[len(cuts[first]) :] in ("", "<|im_end|>\n")
+
+
+# A text that is long, and of which some reader might look at every part from every place.
+LONG = [
+    *(
+        "<tool_call>",
+        "<tool_call>[",
+        '<tool_call>["',
+        "<think>",
+        "</think>",
+        '<tool_call>{"name":',
+        "<tool_call>\n\n\n\n",
+    ),
+    *(
+        "<tool_call><function=f>",
+        "<tool_call><function=f><parameter=a>",
+        "<parameter=a>",
+        "</parameter>",
+        "</parameter>  ",
+    ),
+    *(
+        '{"name": "f", "parameters": {',
+        "<|python_tag|>",
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "to=",
+        "<|",
+        "[",
+        " ",
+    ),
+    *(
+        "<|start|>to=functions.a<|message|>",
+        "<|start|>assistant<|channel|>commentary to=functions.a<|message|>{}<|call|>",
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_text_takes_time_that_grows_with_its_square(name):
+    for part in LONG:
+        for start in ("", "<tool_call><function=f><parameter=a>"):
+            begin = time.process_time()
+            parsed = FORMATS[name].parse(start + part * (300_000 // len(part)))
+            assert time.process_time() - begin < 1.0, part
+            assert len(parsed.calls) + len(parsed.problems) <= MOST_CALLS + 1
+
+
+@pytest.mark.quick
+def test_the_calls_of_a_turn_are_counted():
+    parsed = FORMATS["hermes"].parse(hermes() * 1000)
+    assert len(parsed.calls) == MOST_CALLS
+    assert parsed.problems == ("Only the first 64 tool calls of a turn are read.",)
+
+
+@pytest.mark.quick
+def test_read_json_replaces_halves_of_characters():
+    assert read_json('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "?", "b": "😀"}
+
+
+# --- Which format a template has.
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_recognised_by_its_template(name):
+    found = format_of(FAMILIES[name][0])
+    assert found is FORMATS[name]
+    assert found.keeps_special_tokens == (name in ("llama3", "harmony"))
+    assert format_of({"default": PLAIN, "tool_use": FAMILIES[name][0]}) is found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "",
+        PLAIN,
+        {"default": PLAIN},
+        # Templates that write calls in a way that is not in the table.
+        "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+        "{% if tools %}{{ tools }}{% endif %}<|start|>assistant<|channel|>final<|message|>",
+        "{% if tools %}{{ tools | tojson }}{% endif %}<｜tool▁call▁begin｜>",
+    ],
+)
+def test_other_templates_have_none(template):
+    assert format_of(template) is None
+
+
+@pytest.mark.quick
+def test_json_escaped_in_a_template_is_recognised():
+    assert (
+        format_of(r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}') is FORMATS["hermes"]
+    )
+    assert format_of(r'{{ "as {\"name\": function name, \"parameters\": its values}" }}') is FORMATS["llama3"]
+    assert format_of(r"""{{- 'as {"name": function name, "parameters": its values}.' }}""") is FORMATS["llama3"]
+
+
+@pytest.mark.quick
+def test_messages_have_the_form_of_chat_templates():
+    assert tool_message("add", "3") == {"role": "tool", "name": "add", "content": "3"}
+    assert assistant_message(Parsed("x", (), ("no",))) == {"role": "assistant", "content": "x"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert message_of(Call("add", {"a": 1})) == {"role": "assistant", "content": "", "tool_calls": [call]}

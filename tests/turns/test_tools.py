@@ -1,0 +1,322 @@
+"""Tools: what may be one, what the policy reads of it, what it may be called with, and what comes back as text."""
+
+import asyncio
+import json
+import re
+from decimal import Decimal
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, read_tools
+
+
+def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:
+    """Multiply two numbers.
+
+    Args:
+        a: the first factor
+        b: the second factor
+        how: what matters
+
+    Returns:
+        The product.
+    """
+    return a * b
+
+
+async def fetch(page: str | None = None) -> str:
+    """Fetch a page.
+
+    Args:
+        page: its name
+    """
+    return f"page {page}"
+
+
+def now() -> str:
+    """Say what time it is."""
+    return "noon"
+
+
+class Base:
+    def shared(self, n: int) -> int:
+        """Give back a number.
+
+        Args:
+            n: the number
+        """
+        return n
+
+
+class World(Base):
+    """An environment with one of each kind of attribute."""
+
+    limit = 3
+    helper = len  # callable, but no method
+    Inner = Base
+
+    def __init__(self):
+        self.count = 0
+        self.on_change = lambda: None
+
+    def reset(self, **row):
+        return "start"
+
+    def get_reward(self):
+        return 1.0
+
+    def respond(self, text):
+        return None
+
+    def _private(self):
+        return None
+
+    @property
+    def state(self):
+        raise RuntimeError("a property is not to be looked at")
+
+    def move(this: "World", steps: int) -> int:
+        """Move on.
+
+        Args:
+            steps: how many
+        """
+        this.count += steps
+        return this.count
+
+    async def wait(self) -> str:
+        """Wait a moment."""
+        return f"waited at {self.count}"
+
+    @staticmethod
+    def roll(sides: int) -> int:
+        """Roll a die.
+
+        Args:
+            sides: of the die
+        """
+        return sides
+
+    @classmethod
+    def rules(cls) -> str:
+        """Say the rules."""
+        return cls.__name__
+
+
+@pytest.mark.quick
+def test_a_function_becomes_a_schema_of_its_signature_and_docstring():
+    tools = read_tools([multiply, fetch, now])
+    assert list(tools) == ["multiply", "fetch", "now"]
+    assert tools["multiply"].function is multiply
+    described = tools["multiply"].schema["function"]
+    assert tools["multiply"].schema["type"] == "function"
+    assert (described["name"], described["description"]) == ("multiply", "Multiply two numbers.")
+    assert described["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "the first factor"},
+            "b": {"type": "number", "description": "the second factor"},
+            "how": {"type": "string", "enum": ["fast", "slow"], "description": "what matters"},
+        },
+        "required": ["a"],
+    }
+    assert tools["now"].schema["function"]["parameters"]["properties"] == {}
+    assert json.dumps([tool.schema for tool in tools.values()])
+
+
+@pytest.mark.quick
+def test_the_schema_is_what_transformers_makes_of_the_function_itself():
+    from transformers.utils import get_json_schema
+
+    for function in (multiply, fetch, now, Base().shared, World().wait):
+        assert read_tools([function])[function.__name__].schema == get_json_schema(function)
+
+
+@pytest.mark.quick
+def test_every_problem_is_named_in_one_error():
+    def silent(a: int):
+        return a
+
+    def careless(a, b: int, *rest: int, **more: int):
+        """Do something.
+
+        Args:
+            a: described
+        """
+
+    def positional(a: int, /):
+        """Do something.
+
+        Args:
+            a: described
+        """
+
+    def strange(a: Decimal):
+        """Do something.
+
+        Args:
+            a: described
+        """
+
+    with pytest.raises(ValueError, match="tools has 11 errors") as caught:
+        read_tools([3, silent, careless, positional, strange, lambda: 0, World, now, now])
+    said = str(caught.value)
+    assert "by hand" not in said  # transformers' advice, which does not hold here
+    for part in [
+        r"tools\[0\] is 3, which cannot be called: give a function",
+        r"tools\[1\], 'silent': it has no docstring",
+        r"tools\[2\], 'careless': argument 'a' has no type hint",
+        r"tools\[2\], 'careless': argument 'b' has no description",
+        r"'careless': argument 'rest' takes any number of values",
+        r"'careless': argument 'more' takes any number of values",
+        r"'positional': argument 'a' is positional-only",
+        r"'strange': its schema cannot be made: .*Decimal",
+        r"tools\[5\] is <function .*, which is no named function",
+        r"tools\[6\] is <class .*World'>, which is no named function",
+        r"tools\[8\]: there is another tool 'now'",
+    ]:
+        assert re.search(part, said), part
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tools", [multiply, "multiply", {"multiply": multiply}])
+def test_tools_are_a_list(tools):
+    with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
+        read_tools(tools)
+
+
+@pytest.mark.quick
+def test_an_environment_has_its_public_methods_as_tools():
+    world = World()
+    tools = environment_tools(world)
+    assert list(tools) == ["move", "roll", "rules", "shared", "wait"]
+    tools["move"].function(steps=2)
+    assert world.count == 2
+    assert asyncio.run(tools["wait"].function()) == "waited at 2"
+    assert (tools["roll"].function(sides=6), tools["rules"].function(), tools["shared"].function(n=1)) == (
+        6,
+        "World",
+        1,
+    )
+    assert environment_tools(World()) is not tools
+    of_class = environment_tools(World)
+    assert {name: tool.schema for name, tool in of_class.items()} == {n: t.schema for n, t in tools.items()}
+    for tool in tools.values():
+        assert not {"self", "this", "cls"} & set(tool.schema["function"]["parameters"]["properties"])
+
+
+@pytest.mark.quick
+def test_an_environment_with_an_undescribed_method_is_refused():
+    class Careless:
+        def step(self, action): ...
+
+        def close(self): ...
+
+    with pytest.raises(ValueError, match="environment Careless has 3 errors") as caught:
+        environment_tools(Careless())
+    assert "Careless.step: argument 'action' has no type hint" in str(caught.value)
+    assert "Careless.close: it has no docstring" in str(caught.value)
+    assert "begin its name with '_', if it is no tool" in str(caught.value)
+
+
+TOOL = read_tools([multiply])["multiply"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "bound"),
+    [
+        ({"a": 3}, {"a": 3}),
+        ({"a": "three", "how": "slow"}, {"a": "three", "how": "slow"}),
+        ('{"a": 3, "b": 1.5}', {"a": 3, "b": 1.5}),
+        (None, "multiply: missing argument 'a'"),
+        ({}, "multiply: missing argument 'a'"),
+        ({"A": 1}, "multiply: unknown argument 'A' (there are: a, b, how); missing argument 'a'"),
+        ({"a": 1, "hoow": 2}, "multiply: unknown argument 'hoow' (did you mean 'how'?)"),
+        ([1, 2], "multiply: the arguments are a list, [1, 2]; give a JSON object"),
+        (True, "multiply: the arguments are a truth value, True; give a JSON object"),
+        ("[1]", "multiply: the arguments are a list, [1]; give a JSON object"),
+        (
+            "a=1",
+            "multiply: the arguments are text that cannot be read: it is no valid JSON (Expecting value at character "
+            "0)",
+        ),
+        ("[" * 100_000, "multiply: the arguments are text that cannot be read: it is nested deeper than 100 levels"),
+    ],
+)
+def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
+    assert bind_arguments(TOOL, arguments) == bound
+
+
+@pytest.mark.quick
+def test_bound_arguments_are_a_fresh_dict_and_a_text_stays_short():
+    arguments = {"a": 1}
+    assert bind_arguments(TOOL, arguments) is not arguments
+    many = bind_arguments(TOOL, {f"{n}" * 300: n for n in range(1000)})
+    assert many.endswith("995 more unknown arguments; missing argument 'a'")
+    assert len(many) < 1000
+    assert bind_arguments(Tool("now", now, read_tools([now])["now"].schema), None) == {}
+
+
+class Hostile:
+    def __str__(self):
+        raise SystemExit("no text of me")
+
+    __repr__ = __str__
+
+
+class Sly(str):
+    def __getitem__(self, index):
+        raise RuntimeError("not sliced")
+
+    def __len__(self):
+        return 0
+
+    def encode(self, *_):
+        raise RuntimeError("not encoded")
+
+
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is\n", "as it is\n"),
+        (b"caf\xc3\xa9 \xff", "café \ufffd"),
+        (bytearray(b"x"), "x"),
+        (None, ""),
+        (True, "true"),
+        (7, "7"),
+        ({"ä": [1, None, 2.5]}, '{"ä": [1, null, 2.5]}'),
+        ((1, Decimal("2.5")), '[1, "2.5"]'),
+        (Decimal("2.5"), "2.5"),
+        (np.float32(1.5), "1.5"),
+        (np.arange(3), "[0 1 2]"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (CIRCLE, "[[...]]"),
+        ("half \ud83d a pair", "half ? a pair"),
+        ({"half": "\ud83d"}, '{"half": "?"}'),
+        (Hostile(), "[Hostile that cannot be written as text: SystemExit]"),
+        ([Hostile()], "[list that cannot be written as text: SystemExit]"),
+        (DEEP, "[list that cannot be written as text: RecursionError]"),
+    ],
+)
+def test_whatever_a_tool_returns_becomes_text(value, text):
+    assert as_text(value) == text
+
+
+@pytest.mark.quick
+def test_long_text_is_cut_with_a_note():
+    assert as_text("x" * 20_000) == "x" * 20_000
+    assert as_text("x" * 20_001) == "x" * 20_000 + "\n[1 more characters were left out]"
+    assert as_text(b"y" * 10**6, limit=3) == "yyy\n[999997 more characters were left out]"
+    assert type(as_text(Sly("abc"))) is str
+    assert as_text(Sly("abc"), limit=1) == "a\n[2 more characters were left out]"
