@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
@@ -22,8 +23,12 @@ from grpo_jax.hub.peft import add_lora
 from grpo_jax.hub.policy import Policy, compute_dtype
 from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
+from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
+from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.text.rows import load_rows
 from grpo_jax.update.state import TrainState
 
 _PEFT_ELSEWHERE = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
@@ -38,6 +43,7 @@ class GRPOConfig:
       config: the `grpo_jax.GRPOConfig` that it comes to.
       output_dir: the run directory, None for none.
       dtype: of the params, by `model_init_kwargs`; "auto": that of the checkpoint; None: float32.
+      use_vllm: whether TRL would sample by vLLM, and correct for it.
 
     Raises:
       ValueError: a field that means something in TRL and cannot be had here, each with what to do; a wrong value.
@@ -59,6 +65,7 @@ class GRPOConfig:
         self.config = moved.config()
         self.output_dir = moved.run_dir
         self.dtype = moved.dtype
+        self.use_vllm = bool(values.get("use_vllm"))
 
 
 class GRPOTrainer:
@@ -76,6 +83,9 @@ class GRPOTrainer:
       tools: functions that the policy may call, as in `train`.
       environment_factory: what makes an environment for each completion, as in `train`.
       peft_config: PEFT's `LoraConfig`, or anything with its `r`, `lora_alpha`, `lora_dropout` and `target_modules`.
+      rollout_func: samples in the place of the library, see `compat.rollout`; evaluations go on by the library. As in
+        TRL its log-probs are corrected for with `use_vllm`, and else not.
+      sampler: likewise, in the form of `train`.
       others: TRL's further arguments, all refused but for None.
 
     Attributes:
@@ -97,6 +107,8 @@ class GRPOTrainer:
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
         environment_factory: Any = None,
+        rollout_func: Callable[..., Any] | None = None,
+        sampler: Sampler | None = None,
         **others: Any,
     ):
         asked = [name for name, value in others.items() if value is not None]
@@ -112,6 +124,8 @@ class GRPOTrainer:
                 f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
             )
         self.config = args.config if isinstance(args, GRPOConfig) else args
+        self.args = self.config
+        self.num_generations = self.config.num_generations
         self.run_dir = args.output_dir if isinstance(args, GRPOConfig) else None
         if not isinstance(model, str | Path | Policy):
             raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
@@ -129,6 +143,43 @@ class GRPOTrainer:
         self._callbacks = tuple(callbacks or ())
         self._optimizer = optimizers[0]
         self._answered_by: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
+        self._sampler = sampler
+        self._rollout_func = rollout_func
+        if rollout_func is not None:
+            self._check_rollout(corrected=not isinstance(args, GRPOConfig) or args.use_vllm)
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.policy.tokenizer
+
+    def _check_rollout(self, *, corrected: bool) -> None:
+        """Refuse what does not go with a `rollout_func`; without vLLM nothing is corrected, as in TRL."""
+        if self._sampler is not None:
+            raise ValueError("rollout_func and sampler are two ways to say what samples: give one of them.")
+        if self.config.rollout_ahead:
+            raise ValueError(
+                "rollout_ahead does not go with rollout_func: its fields belong to the latest completions."
+            )
+        if jax.process_count() > 1:
+            raise ValueError("rollout_func works in one process; for several of them give sampler.")
+        if not corrected:
+            self.config = self.args = dataclasses.replace(self.config, sampler_correction=None)
+
+    def _rollout(self, dataset: Any) -> tuple[Any, Any, Sampler | None]:
+        """Rows, reward functions and sampler for `train`."""
+        if self._rollout_func is None:
+            return dataset, self._reward_funcs or [], self._sampler
+        rows, config = load_rows(dataset), self.config
+        data = encode_prompts(
+            rows,
+            self.policy.tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            on_long_prompt=config.on_long_prompt,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        sampler: Any = RolloutSampler(self._rollout_func, self, data)
+        return rows, [with_fields(fn, sampler, rows[0]) for fn in as_list(self._reward_funcs)], sampler
 
     def _load(self, model: str | Path, dtype: str | None) -> Policy:
         """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
@@ -152,15 +203,17 @@ class GRPOTrainer:
                 "output_dir; for a fresh one give another output_dir."
             )
         data, eval_data = self._datasets
+        data, reward_funcs, sampler = self._rollout(data)
         self.state = train(
             self.policy,
             data,
-            self._reward_funcs or [],
+            reward_funcs,
             self.config,
             eval_dataset=eval_data,
             run_dir=self.run_dir,
             callbacks=self._callbacks,
             optimizer=self._optimizer,
+            sampler=sampler,
             **self._answered_by,
         )
         self.policy = self.policy.replace(params=self.state.params)

@@ -237,7 +237,9 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantization_config": 4, "rollout_func": print}, "takes no quantization_config, rollout_func here"),
+        ({"quantization_config": 4, "use_liger": True}, "takes no quantization_config, use_liger here"),
+        ({"rollout_func": print, "sampler": print}, "give one of them"),
+        ({"rollout_func": print, "args": grpo_jax.GRPOConfig(rollout_ahead=True)}, "rollout_ahead does not go with"),
         ({"model": object()}, "model is a object: give a name, a directory or a Policy"),
         ({"args": {"beta": 0.1}}, "args is a builtins.dict: use grpo_jax.compat.trainer.GRPOConfig"),
         ({"optimizers": (None, 1)}, "optimizers has a scheduler"),

@@ -74,6 +74,21 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
 
 
+def test_of_an_engine_that_draws_otherwise_in_each_process_the_first_counts(tmp_path):
+    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--sampler", "--rollout-ahead")
+    finish([start(alone, 4, *flags)])
+    finish(together(run_dir, 4, *flags))
+    for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))
+    for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
+        values = [line[name] for line in others if name in line]
+        assert values == pytest.approx([line[name] for line in lines if name in line], rel=1e-4)
+        assert len(values) == 2
+    rows, other_rows = (list(read_lines(where / "completions.jsonl")) for where in (alone, run_dir))
+    assert [row["completion"] for row in rows] == [row["completion"] for row in other_rows]
+
+
 def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_path):
     alone, run_dir = tmp_path / "alone", tmp_path / "run"
     finish([start(alone, 6)])

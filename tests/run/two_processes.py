@@ -32,7 +32,7 @@ def main():
     sys.path.append(str(Path(__file__).parents[1]))
     from tiny import tiny_policy
 
-    from grpo_jax import GRPOConfig, train
+    from grpo_jax import GRPOConfig, generate, train
     from grpo_jax.devices import distributed
     from grpo_jax.devices.sharding import fetch
 
@@ -41,6 +41,7 @@ def main():
     parser.add_argument("steps", type=int)
     parser.add_argument("--rollout-ahead", action="store_true")
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--sampler", action="store_true")
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
@@ -57,8 +58,15 @@ def main():
         calls["evaluation" if prompts[0].startswith("held out") else "training"] += len(completions)
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
+    def engine(**how):
+        """Another engine; that of the second process draws other tokens."""
+        made = fetch(generate(**how))
+        tokens = (made.tokens + 7 * jax.process_index()) % 200
+        return made.replace(tokens=tokens, log_probs=made.log_probs - 0.1 - jax.process_index())
+
     held_out = HELD_OUT if arguments.evaluate else None
-    state = train(tiny_policy(), ROWS, lower_case, config, eval_dataset=held_out, run_dir=run_dir)
+    how = {"eval_dataset": held_out, "run_dir": run_dir, "sampler": engine if arguments.sampler else None}
+    state = train(tiny_policy(), ROWS, lower_case, config, **how)
     whole = fetch({"params": state.params, "ref": state.ref_params})
     if jax.process_index() == 0:
         np.savez(run_dir + ".npz", *jax.tree.leaves(whole))
