@@ -201,7 +201,6 @@ TESTED_ELSEWHERE = {
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
     "models.bounds": "experiments/test_benchmark.py",
-    "models.experts": "models/test_transformer.py",
     "models.layers": "models/test_transformer.py",
     "models.rope": "models/test_transformer.py",
     "plan.__main__": "plan/test_estimate.py",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
 
@@ -22,8 +25,8 @@ class Experts(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """x [N, D], weights and chosen [N, k] to [N, D]."""
+    def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
+        """x [N, D], weights and chosen [N, k] to [N, D]; N are the tokens of so many groups."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -34,13 +37,42 @@ class Experts(nn.Module):
 
         gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
         down = kernel("down_proj", c.expert_size, c.hidden_size)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
-        row = order // chosen.shape[1]
-        y = jnp.take(x.astype(dtype), row, axis=0)
-        y = ACTIVATIONS[c.activation](jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
-        y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None].astype(dtype)
-        return jnp.zeros(x.shape, y.dtype).at[row].add(y)
+        given = (x.astype(dtype), weights.astype(dtype), chosen, gate, up, down)
+        activation = ACTIVATIONS[c.activation]
+        if c.mesh is None:
+            return _expert_sums(*given, activation=activation)
+        # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
+        along = lambda *axes: tuple(name for name in axes if name in c.mesh.shape)
+        cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
+        rows, inner = cut(along("data", "fsdp"), groups), cut(along("tensor"), c.expert_size)
+
+        def of_each(*given: jax.Array) -> jax.Array:
+            own = _expert_sums(*given, activation=activation)
+            return jax.lax.psum(own, inner) if inner else own
+
+        of_rows, wide, deep = PartitionSpec(rows), PartitionSpec(None, None, inner), PartitionSpec(None, inner)
+        specs = (of_rows, of_rows, of_rows, wide, wide, deep)
+        return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(*given)
+
+
+def _expert_sums(
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """What the chosen experts make of rows [N, D], weighed and added up."""
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    row = order // chosen.shape[1]
+    y = jnp.take(x, row, axis=0)
+    y = activation(jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
+    y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None]
+    return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 
 class MixtureOfExperts(nn.Module):
@@ -57,8 +89,8 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         if c.normalize_expert_weights:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        flat = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
-        return Experts(c, name="experts")(*flat).reshape(x.shape)
+        flat = lambda x: x.reshape(-1, x.shape[-1])
+        return Experts(c, name="experts")(flat(x), flat(weights), flat(chosen), x.shape[0]).reshape(x.shape)
 
 
 def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:

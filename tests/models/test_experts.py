@@ -1,0 +1,75 @@
+"""Experts on a mesh: each device sorts its own rows, with the numbers of one device and the memory of its own part."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models.experts import MixtureOfExperts
+from grpo_jax.models.layers import TransformerConfig
+
+SHAPE = TransformerConfig(
+    *(32, 16, 32, 1, 2, 1, 8),
+    num_experts=8,
+    num_experts_per_token=2,
+    expert_size=16,
+    expert_layers=(True,),
+    initializer_range=0.3,
+)
+X = jax.random.normal(jax.random.key(0), (8, 2, 5, 16))
+
+
+def value_and_gradients(shape, params, x):
+    def loss(params, x):
+        y = MixtureOfExperts(shape).apply({"params": params}, x)
+        return jnp.sin(y).sum(), y
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("rows", [8, 3])
+def test_experts_on_a_mesh_are_those_of_one_device(axes, rows):
+    x = X[:rows]
+    params = {"mlp": random_params_of(SHAPE)}
+    mesh = make_mesh(axes)
+    placed = place(params, mesh)["mlp"]
+    (_, expected), (of_params, of_x) = value_and_gradients(SHAPE, params["mlp"], x)
+    found = value_and_gradients(dataclasses.replace(SHAPE, mesh=mesh), placed, x)
+    (_, y), (grads, grad_x) = found
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    np.testing.assert_allclose(grad_x, of_x, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), grads, of_params)
+
+
+def random_params_of(shape):
+    params = MixtureOfExperts(shape).init(jax.random.key(1), X)["params"]
+    return jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.3, params)
+
+
+@pytest.mark.quick
+def test_rows_cost_a_device_its_own():
+    """Eight times the rows on eight devices: the temporaries of one, and no row goes to another device."""
+    shape = dataclasses.replace(SHAPE, expert_size=64)
+    params = random_params_of(shape)
+
+    def program(groups, mesh):
+        at = None if mesh is None else NamedSharding(mesh, PartitionSpec(("fsdp",)))
+        x = jax.ShapeDtypeStruct((groups, 4, 64, 16), jnp.float32, sharding=at)
+        own = params if mesh is None else place({"mlp": params}, mesh)["mlp"]
+        own_shape = dataclasses.replace(shape, mesh=mesh)
+        loss = lambda params, x: jnp.sin(MixtureOfExperts(own_shape).apply({"params": params}, x)).sum()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(own, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+    alone, _ = program(4, None)
+    each, text = program(32, make_mesh({"fsdp": 8}))
+    kernels = 3 * 8 * 16 * 64 * 4  # gathered, and their gradients before they are cut
+    assert each < alone + 4 * kernels
+    assert " sort(" in text
+    assert f"f32[{32 * 4 * 64 * 2}," not in text, "nobody holds the rows of all, twice for their two experts"
