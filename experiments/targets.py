@@ -144,7 +144,7 @@ HEAD = f"""# Accelerators
 
 **Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
 computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Seconds of
-compiling are those of two CPU cores. Tokens per second are a *bound*, operations over the peak and bytes over the
+compiling are those of two CPU cores that had other work too. Tokens per second are a *bound*, operations over the peak and bytes over the
 bandwidth of the data sheets, which no program reaches; no step was timed on a GPU or TPU.
 
 ## Models and machines
@@ -156,8 +156,8 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
 
 - **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's
   moments.
-- **rollout**, **update**: GB on each device at the peak of a phase, with what is held. A model that does not fit is
-  measured nevertheless, but for longer completions where what is held passes the memory already.
+- **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
+  longer completions were not tried.
 - **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
 - **compile**: seconds for the largest program of the rollout and of the update; the other programs of a run take about
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             for length in LENGTHS:
                 note(f"{machine} {name} {length}", MODELS[name], machine, config_of(machine, length))
                 cell = results[f"{machine} {name} {length}"]
-                if "held" in cell and cell["held"] > cell["memory"]:
+                if "peaks" not in cell or max(cell["peaks"].values()) > cell["memory"]:
                     break
     arguments.page.write_text(page(results), encoding="utf-8")
     return {"cells": len(results)}

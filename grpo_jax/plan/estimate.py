@@ -38,6 +38,7 @@ from grpo_jax.rollout.programs import rollout_programs
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.packed import sequence_tokens
 from grpo_jax.update.state import create_state
 from grpo_jax.update.updater import choose_updater
 
@@ -377,7 +378,8 @@ class _Run:
     @property
     def tokens(self) -> int:
         """Of a packed sequence on one device, the most."""
-        return max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions * self.length
+        micro = max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions
+        return sequence_tokens(micro * self.length, self.length, cpu=False)
 
     def lower_rollout(self) -> Any:
         """The decode of all completions of an iteration with a full cache."""

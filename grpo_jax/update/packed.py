@@ -62,6 +62,20 @@ CPU_TOKENS = 512
 leave the cache."""
 
 
+ACCELERATOR_TOKENS = 32768
+"""Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
+
+
+def sequence_tokens(tokens: int, longest: int, *, cpu: bool) -> int:
+    """Tokens of a packed sequence at most, of a micro-batch with so many on a device.
+
+    Example:
+      >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
+      (32768, 65536)
+    """
+    return min(tokens, CPU_TOKENS if cpu else max(longest, ACCELERATOR_TOKENS))
+
+
 class _Shape(NamedTuple):
     """What packed sequences of one compiled program have in common, as `packing.pack` takes it."""
 
@@ -204,9 +218,9 @@ class PackedUpdater:
         return jax.tree.map(lambda x, prompts, table: _at(x, table if any(table.spec) else prompts), tree, *both)
 
     def _most(self, params: Params, t: int) -> int:
-        """Tokens of a packed sequence at most: as many as a micro-batch on each device, fewer on a CPU."""
-        most = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-        return min(most, CPU_TOKENS) if all(device.platform == "cpu" for device in devices_of(params)) else most
+        """Tokens of a packed sequence at most."""
+        tokens = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
+        return sequence_tokens(tokens, t, cpu=all(device.platform == "cpu" for device in devices_of(params)))
 
     def _shapes(self, params: Params, t: int, most: int | None = None) -> list[_Shape]:
         """The shapes that packed sequences of completions [B, G, T] may have: each is a program, so they are few.
