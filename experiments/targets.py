@@ -144,8 +144,8 @@ HEAD = f"""# Accelerators
 
 **Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
 computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Seconds of
-compiling are those of two CPU cores that had other work too. Tokens per second are a *bound*, operations over the peak and bytes over the
-bandwidth of the data sheets, which no program reaches; no step was timed on a GPU or TPU.
+compiling are those of two CPU cores that had other work too. Tokens per second are a *bound*, operations over the peak
+and bytes over the bandwidth of the data sheets, which no program reaches; no step was timed on a GPU or TPU.
 
 ## Models and machines
 

@@ -79,12 +79,12 @@ class Plan:
             lines.append(f"not below, in an iteration (a bound, no measurement): {line(self.bounds, 's')}")
         if self.compile_seconds:
             lines.append("to compile: " + " · ".join(f"{name} {x:.0f} s" for name, x in self.compile_seconds.items()))
+        if self.programs:
+            lines.append("programs of a run:\n  " + "\n  ".join(self.programs))
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {short(self.memory, 'B')} a device")
         if self.longest_completion is not None:
             lines.append(f"longest max_completion_length that fits: {self.longest_completion or 'none'}")
         if self.largest_batch is not None:
             lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
-        if self.programs:
-            lines.append("programs of a run:\n  " + "\n  ".join(self.programs))
         return "\n".join([*([self.note] if self.note else []), *lines])
