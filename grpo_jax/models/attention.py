@@ -101,8 +101,9 @@ def group_attention(
         Slots from S on are the first ones again: the query of slot S + 2 stands in slot 2.
       v: [B, H_kv, G, S, d], likewise.
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
-      index: slot of the first query; one, or [B] or [B, G] of them.
-      start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
+      index: slot of the first query; one, or [B] of them.
+      start: [B] or [B, G] int32, the slot in which the completions of each prompt, or each completion, begin; None: the
+        first.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
       soft_cap: c in c·tanh(score/c).
@@ -112,12 +113,11 @@ def group_attention(
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
-    first = jnp.reshape(index, jnp.shape(index) if jnp.ndim(index) == 2 else (-1, 1))
-    position = slot = first[..., None] + jnp.arange(t)[None, None]
+    position = slot = jnp.reshape(index, (-1, 1, 1)) + jnp.arange(t)[None, None]
     # The slots are a ring: what stands in the one after the query's is the oldest.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
-        position = slot - start.reshape(-1, 1, 1)
+        position = slot - start.reshape(start.shape[0], -1, 1)
     visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window

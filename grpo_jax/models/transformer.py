@@ -36,7 +36,8 @@ class Context(flax.struct.PyTreeNode):
       prefix: keys, values and lengths of the prompts in this layer, or None.
       cache: own keys and values of this layer, or None.
       index: slot of the first token.
-      start: [B] slot in which the completions of each prompt begin, or None.
+      start: [B] slot in which the completions of each prompt begin, or [B, G] of each completion; or None.
+      write: [B, G, T] whose keys and values go into the cache; None: all.
       segments: of a packed sequence, or None.
       last: [B] the only token whose state is wanted, or None.
       sight: what they see, for a fused attention; None for scores that are written out.
@@ -47,6 +48,7 @@ class Context(flax.struct.PyTreeNode):
     cache: tuple[jax.Array, jax.Array] | None = None
     index: jax.Array | int = 0
     start: jax.Array | None = None
+    write: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
     sight: Sight | None = None
@@ -96,8 +98,13 @@ class Attention(nn.Module):
             own_keys, own_values = context.cache
             like = own_keys.shape[:-2]
             keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
-            k, v = _put(own_keys, keys, context.index, -1), _put(own_values, v, context.index, -2)
-            keys = k
+            slot = context.index % own_values.shape[-2]
+            if context.write is not None:
+                write = context.write.reshape(b, 1, g, t, 1)
+                keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(own_keys, slot, t, axis=-1))
+                v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(own_values, slot, t, axis=-2))
+            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
+            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         if context.sight is not None:
@@ -110,18 +117,6 @@ class Attention(nn.Module):
             y = packed_attention(q, k, v, context.prefix, context.segments, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
-
-
-def _put(cache: jax.Array, new: jax.Array, index: jax.Array | int, axis: int) -> jax.Array:
-    """The cache with new slots from the slot `index` on: one for all completions, or [B, G] of them.
-
-    One slot is counted on in a ring. With one for each, the cache has all its axes, and room behind every index.
-    """
-    if jnp.ndim(index) == 0:
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, index % cache.shape[axis], axis=axis)
-    own = lambda cache, new, index: jax.lax.dynamic_update_slice_in_dim(cache, new, index, axis=axis)
-    each = jax.vmap(jax.vmap(own, in_axes=(1, 1, 0), out_axes=1))  # over B, and over G behind the heads
-    return each(cache, new, index)
 
 
 class MLP(nn.Module):
@@ -246,6 +241,7 @@ class Transformer(nn.Module):
         start: jax.Array | None = None,
         segments: Segments | None = None,
         last: jax.Array | None = None,
+        write: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Last hidden states of G completions per prompt.
 
@@ -253,11 +249,12 @@ class Transformer(nn.Module):
           tokens: [B, G, T] int32.
           prefix: the prompts' keys and values; None where the tokens stand for themselves.
           cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
-          index: slot of the first token; the slots are a ring, from S on it is counted on. Or [B, G] of them, for
-            completions that are not equally long: then the first token's position too, and S is never passed.
-          start: [B] int32, the slot in which the completions of each prompt begin; None: the first.
+          index: slot of the first token; the slots are a ring, from S on it is counted on.
+          start: [B] int32, the slot in which the completions of each prompt begin, or [B, G] of each completion; None:
+            the first.
           segments: those of tokens [A, 1, N], packed sequences; None: completions side by side.
           last: [B] int32, the only token whose hidden state is wanted, not in a packed sequence; None: all.
+          write: [B, G, T] bool, whose keys and values go into the cache, which has all its axes; None: all.
 
         Returns:
           Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and the own keys and values: the cache with
@@ -265,18 +262,15 @@ class Transformer(nn.Module):
         """
         c = self.config
         b, g, t = tokens.shape
-        chex.assert_shape([x for x in (start, last) if x is not None], (b,))
-        if jnp.ndim(index) == 2:
-            positions = jnp.reshape(index, (b, g, 1)) + jnp.arange(t)[None, None]
-        else:
-            positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
+        chex.assert_equal_shape_prefix([tokens, *(x for x in (start, last, write) if x is not None)], 1)
+        positions = jnp.broadcast_to(index + jnp.arange(t)[None], (b, t))
         if segments is not None and prefix is not None:
             lengths = jnp.take_along_axis(prefix.lengths.reshape(b, -1), segments.prompt, axis=1)
             positions = jnp.repeat(lengths, t // segments.prompt.shape[1], axis=1) + segments.position
         elif prefix is not None:
-            positions = positions + prefix.lengths.reshape(b, *[1] * (positions.ndim - 1))
+            positions = positions + prefix.lengths[:, None]
         if start is not None:
-            positions = positions - start[:, None]
+            positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
         longest = cache[0][1].shape[-2] if cache is not None else t if segments is None else segments.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
@@ -289,7 +283,7 @@ class Transformer(nn.Module):
             how = How.of(chosen, c.head_dim)
             windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
             sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
-        context = Context(tables, index=index, start=start, segments=segments, sight=sight)
+        context = Context(tables, index=index, start=start, write=write, segments=segments, sight=sight)
         x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
         while i < c.num_layers:
             looped = c.loop_layers and cache is None and self._only_reads()

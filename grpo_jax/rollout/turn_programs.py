@@ -18,18 +18,28 @@ from grpo_jax.rollout.decode import draw_next, is_eos, read_prompts
 class TurnStream(flax.struct.PyTreeNode):
     """Completions that take turns together, as they stand on the device.
 
+    All write to the same slot of a ring, so a completion whose turn has ended before the others' stays behind. When the
+    next turn begins, `align` turns each completion's slots so far that all end side by side again:
+
+    ```
+    slots of           a turn ends                      aligned, with the next tokens to be read
+    completion 0   a b c d · · · ·  end 4               · · · a b c d │ x      one token to be read
+    completion 1   e f · · · · · ·  end 2               · · · · · e f │ u      in the last slot
+    completion 2   g h i j k l · ·  end 6               · g h i j k l │ y      and then from the first slot on
+    ```
+
     Attributes:
       prefix: of the prompts, B of them.
       cache: own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each layer.
       token: [B, G] the last token of each completion, which is not in the cache yet.
-      index: [B, G] int32, slots that a completion has filled: all of its tokens but the last.
+      start: [B, G] int32, the slot in which each completion begins.
       keys: [B, G] typed keys.
     """
 
     prefix: Prefix
     cache: Cache
     token: jax.Array
-    index: jax.Array
+    start: jax.Array
     keys: jax.Array
 
 
@@ -50,61 +60,72 @@ def begin(model, params, prompts, keys, *, slots, sampling, mesh=None):
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("steps", "eos_token_ids", "sampling", "mesh"), donate_argnames=("stream",))
-def draw_turn(model, variables, stream, active, room, *, steps, eos_token_ids, sampling, mesh=None):
+@functools.partial(jax.jit, static_argnames=("steps", "eos_token_ids", "sampling", "mesh"), donate_argnames=("cache",))
+def draw_turn(model, variables, cache, stream, slot, active, room, *, steps, eos_token_ids, sampling, mesh=None):
     """Up to `steps` tokens more of the active completions, each until its turn ends or it has no `room` [B, G] left.
 
+    Args:
+      cache: that of the stream, which is given without it: donated.
+      slot: the next one, of the active completions.
+
     Returns:
-      The stream, which of them are still active [B, G], and tokens, log-probs and which were drawn [B, G, steps].
+      The cache, the last tokens [B, G], and tokens, log-probs and which were drawn [B, G, steps].
     """
     b, g = stream.token.shape
-    chex.assert_shape([stream.index, active, room], (b, g))
-    u = jax.vmap(lambda i: _uniforms(stream.keys, stream.index + 1 + i))(jnp.arange(steps))
+    chex.assert_shape([stream.start, active, room], (b, g))
+    u = jax.vmap(lambda i: _uniforms(stream.keys, slot - stream.start + 1 + i))(jnp.arange(steps))
     shape = (steps, b, g)
     drawn = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool))
 
     def step(carry):
-        i, cache, token, index, active, drawn = carry
-        how = (token[:, :, None], stream.prefix, cache, index)
-        hidden, cache = model.apply(variables, *how, method="hidden")
+        i, cache, token, active, drawn = carry
+        given = (token[:, :, None], stream.prefix, cache, slot + i, stream.start)
+        hidden, cache = model.apply(variables, *given, write=active[..., None], method="hidden")
         new, log_prob = draw_next(model, variables, u[i], hidden[:, :, 0], sampling, mesh)
-        token, index = jnp.where(active, new, token), index + active
+        token = jnp.where(active, new, token)
         drawn = tuple(x.at[i].set(y) for x, y in zip(drawn, (token, log_prob, active), strict=True))
-        return i + 1, cache, token, index, active & ~is_eos(token, eos_token_ids) & (i + 1 < room), drawn
+        return i + 1, cache, token, active & ~is_eos(token, eos_token_ids) & (i + 1 < room), drawn
 
-    carry = (jnp.int32(0), stream.cache, stream.token, stream.index, active, drawn)
-    carry = jax.lax.while_loop(lambda carry: (carry[0] < steps) & carry[4].any(), step, carry)
-    _, cache, token, index, active, drawn = carry
+    carry = (jnp.int32(0), cache, stream.token, active, drawn)
+    carry = jax.lax.while_loop(lambda carry: (carry[0] < steps) & carry[3].any(), step, carry)
+    _, cache, token, _, drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
-    stream = stream.replace(cache=cache, token=token, index=index)
-    return stream, active, (tokens, jnp.where(mask, log_probs, 0.0), mask)
+    return cache, token, (tokens, jnp.where(mask, log_probs, 0.0), mask)
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("sampling", "mesh"), donate_argnames=("stream",))
-def read_chunk(model, variables, stream, tokens, counts, last, *, sampling, mesh=None):
-    """Read `counts` [B, G] of tokens [B, G, N], the last drawn one first, and draw the next where they are the `last`.
+@functools.partial(jax.jit, static_argnames=("sampling", "mesh"), donate_argnames=("cache",))
+def read_chunk(model, variables, cache, stream, slot, tokens, real, *, sampling, mesh=None):
+    """Read the `real` ones [B, G, N] of tokens [B, G, N], which end side by side, from a slot on; draw what comes next.
 
     Returns:
-      The stream, and tokens and log-probs [B, G], to be looked at where a token was drawn.
+      The cache, and tokens and log-probs [B, G]; to be looked at where the last token was real, after the last chunk.
     """
-    given = (tokens, stream.prefix, stream.cache, stream.index)
-    hidden, cache = model.apply(variables, *given, method="hidden")
-    at = jnp.maximum(counts - 1, 0)[:, :, None, None]
-    hidden = jnp.take_along_axis(hidden, at, axis=2)[:, :, 0]
-    index = stream.index + counts
-    new, log_prob = draw_next(model, variables, _uniforms(stream.keys, index), hidden, sampling, mesh)
-    token = jnp.where(last, new, stream.token)
-    return stream.replace(cache=cache, token=token, index=index), token, log_prob
+    given = (tokens, stream.prefix, cache, slot, stream.start)
+    hidden, cache = model.apply(variables, *given, write=real, method="hidden")
+    u = _uniforms(stream.keys, slot + tokens.shape[-1] - stream.start)
+    token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], sampling, mesh)
+    return cache, token, log_prob
 
 
 @functools.partial(jax.jit, static_argnames=("slots",))
-def choose(stream: TurnStream, groups, order, *, slots: int) -> TurnStream:
-    """Completions order [B', G'] of groups [B'], with `slots` slots."""
+def align(stream: TurnStream, groups, order, filled, more, *, slots: int) -> TurnStream:
+    """Completions order [B', G'] of groups [B'], in a ring of `slots` slots.
+
+    Each has `filled` [B', G'] slots, of which the last stands `more` [B', G'] before the end of the ring.
+    """
     pick = lambda x: x[groups[:, None], order]
-    own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
-    more = slots - stream.cache[0][1].shape[3]
-    longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    cache = tuple((longer(own(k), -1), longer(own(v), -2)) for k, v in stream.cache)
+    old, size = pick(stream.start), stream.cache[0][1].shape[3]
+    start = slots - more - filled
+
+    def turned(x: jax.Array, axis: int) -> jax.Array:
+        x = pick(x.swapaxes(1, 2))  # [B', G', H, …]
+        long = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
+        # What is to stand in slot 0 of the new ring; before its own first slot nobody looks.
+        first = (old - start) % size
+        cut = lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, slots, axis=axis)
+        return jax.vmap(jax.vmap(cut))(long, first).swapaxes(1, 2)
+
+    cache = tuple((turned(k, -1), turned(v, -2)) for k, v in stream.cache)
     prefix = jax.tree.map(lambda x: x[groups], stream.prefix)
-    return TurnStream(prefix, cache, pick(stream.token), pick(stream.index), pick(stream.keys))
+    return TurnStream(prefix, cache, pick(stream.token), start, pick(stream.keys))

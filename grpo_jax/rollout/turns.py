@@ -12,10 +12,10 @@ slot of 0         0  1  2           3  4  5           6  7  8  9      each compl
 read together        (only EOS)  EOS  x  y  z
 ```
 
-Turn by turn, the completions of a stream begin together: those that end early are answered while the others still draw,
-and the next turn begins when all have been answered. So which programs run, on which shapes, follows from the tokens
-alone and not from how long an answer takes; a run that is resumed comes to the same bytes. While one stream waits,
-others decode.
+A completion whose turn has ended is answered while the others still draw, and when half of a stream's completions wait,
+their observations are read together and they go on. So which programs run, on which shapes, follows from the tokens
+alone and not from how long an answer takes; a run that is resumed comes to the same bytes. While one stream waits for
+answers, others decode.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from grpo_jax.maths.sampling import Sampling, check_sampling
 from grpo_jax.rollout.decode import completion_keys, decode_variables, on_cpu
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
 from grpo_jax.rollout.layout import STREAM_COMPLETIONS, decode_step
-from grpo_jax.rollout.turn_programs import begin, choose, draw_turn, read_chunk
+from grpo_jax.rollout.turn_programs import align, begin, draw_turn, read_chunk
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached
 
 CHUNK = 256
 """Tokens of observations that are read at a time, at most."""
+
+TOGETHER = 0.5
+"""Share of a stream's completions whose observations are read together: those that wait for the others draw nothing,
+and reading costs as much for one as for all."""
 
 
 class Answers(Protocol):
@@ -140,7 +144,10 @@ class _Play:
         p, length = call.prompts.tokens.shape[1], call.rows.length
         step = decode_step(call.model, call.params, p, length, cpu=on_cpu(call.params, call.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
-        self.at, self.slots = 0, self._slots(min(length, 4 * BURST))
+        # The slot is the next one of those whose turn has not ended.
+        self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), 0
+        self.waiting: dict[int, Future[Sequence[int] | None]] = {}
+        self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
         own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
         given = split(own, call.mesh)
         self.stream, token, log_prob = begin(call.model, call.params, *given, slots=self.slots, **call.how)
@@ -149,47 +156,54 @@ class _Play:
     def run(self) -> None:
         """All turns."""
         while (self.completions >= 0).any():
-            observed = self._answer(self._turn())
-            self._make_room(max(map(len, observed.values()), default=0))
-            self._read(observed)
+            if self.active.any():
+                self._draw()
+            if self.waiting and len(self.waiting) >= TOGETHER * (self.completions >= 0).sum():
+                self._read(self._answers())
 
-    def _turn(self) -> dict[int, Future[Sequence[int] | None]]:
-        """Draw until every turn has ended; who has ended by itself is answered meanwhile."""
-        call, rows, promised = self.call, self.call.rows, dict[int, Future[Sequence[int] | None]]()
-        begins = rows.lengths.copy()
-        begins[self.completions[self.completions >= 0]] -= 1  # each has drawn a token of this turn already
+    @property
+    def active(self) -> np.ndarray:
+        """[B', G'] completions in the middle of a turn."""
+        return (self.completions >= 0) & ~np.isin(self.completions, list(self.waiting))
 
-        def note(active: np.ndarray) -> np.ndarray:
-            """Those of the active that go on; the others are asked for, or over."""
-            going = active & (rows.lengths[self.completions] < rows.length)
-            for row in self.completions[active]:
-                if rows.tokens[row, rows.lengths[row] - 1] in call.eos_token_ids:
-                    turn = rows.tokens[row, begins[row] : rows.lengths[row]]
-                    promised[int(row)] = call.answers(int(row), turn, rows.length - int(rows.lengths[row]) - 1)
-            return going & ~np.isin(self.completions, list(promised))
+    def _draw(self) -> None:
+        """A burst of all turns; who ends one is answered while the others go on."""
+        call, rows, active = self.call, self.call.rows, self.active
+        call.interrupt()
+        lengths = rows.lengths[self.completions]
+        if lengths[active].max() - 1 + BURST > self.slots:  # the ring is full
+            self._align(np.zeros_like(lengths), least=int(lengths[active].max()) + BURST)
+            active, lengths = self.active, rows.lengths[self.completions]
+        room = np.where(active, rows.length - lengths, 0).astype(np.int32)
+        how = {"steps": BURST, "eos_token_ids": call.eos_token_ids, **call.how}
+        given = (self.stream.cache, self.stream.replace(cache=()), self.slot, *split((active, room), call.mesh))
+        cache, token, drawn = draw_turn(call.model, call.variables, *given, **how)
+        self.stream, self.slot = self.stream.replace(cache=cache, token=token), self.slot + BURST
+        rows.draw(self.completions, *fetch(drawn))
+        self._note(active)
 
-        active = note(self.completions >= 0)
-        while active.any():
-            call.interrupt()
-            self._make_room(BURST)
-            room = np.where(active, rows.length - rows.lengths[self.completions], 0)
-            how = {"steps": BURST, "eos_token_ids": call.eos_token_ids, **call.how}
-            given = split((active, room.astype(np.int32)), call.mesh)
-            self.stream, _, drawn = draw_turn(call.model, call.variables, self.stream, *given, **how)
-            rows.draw(self.completions, *fetch(drawn))
-            active = note(active)
-        return promised
+    def _note(self, active: np.ndarray) -> None:
+        """Ask for those whose turns have just ended, and let go of those that have no room for another token."""
+        call, rows = self.call, self.call.rows
+        for row in self.completions[active]:
+            length = int(rows.lengths[row])
+            if rows.tokens[row, length - 1] in call.eos_token_ids:
+                turn = rows.tokens[row, self.begins[row] : length]
+                self.waiting[int(row)] = call.answers(int(row), turn, rows.length - length - 1)
+        over = active & self.active & (rows.lengths[self.completions] == rows.length)
+        self.completions = np.where(over, -1, self.completions)
 
-    def _answer(self, promised: Mapping[int, Future[Sequence[int] | None]]) -> dict[int, Sequence[int]]:
-        """The observations of those who go on; for the others this was the last turn."""
+    def _answers(self) -> dict[int, Sequence[int]]:
+        """The observations of those who waited and go on; for the others the last turn was the last."""
         rows, observed = self.call.rows, dict[int, Sequence[int]]()
-        for row, promise in promised.items():
+        for row, promise in self.waiting.items():
             tokens = _wait(promise, self.call.interrupt)
             if tokens is None:
                 rows.ended[row] = True
             elif len(tokens) < rows.length - rows.lengths[row]:
                 observed[row] = tokens
-        self.completions = np.where(np.isin(self.completions, list(observed)), self.completions, -1)
+        over = np.isin(self.completions, [row for row in self.waiting if row not in observed])
+        self.completions, self.waiting = np.where(over, -1, self.completions), {}
         return observed
 
     def _read(self, observed: Mapping[int, Sequence[int]]) -> None:
@@ -198,47 +212,57 @@ class _Play:
             return
         call, rows = self.call, self.call.rows
         texts = {row: [int(rows.tokens[row, rows.lengths[row] - 1]), *tokens] for row, tokens in observed.items()}
-        for row, more in observed.items():
-            rows.observe(row, more)
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(3, (longest - 1).bit_length()))
-        for start in range(0, longest, size):
-            tokens = np.zeros((*self.completions.shape, size), np.int32)
-            counts, last = np.zeros(self.completions.shape, np.int32), np.zeros(self.completions.shape, bool)
-            for at in np.argwhere(self.completions >= 0):
-                own, whole = tuple(at), texts[int(self.completions[tuple(at)])]
-                part = whole[start : start + size]
-                tokens[own][: len(part)], counts[own] = part, len(part)
-                last[own] = start < len(whole) <= start + size
-            given = split((tokens, counts, last), call.mesh)
-            self.stream, token, log_prob = read_chunk(call.model, call.variables, self.stream, *given, **call.how)
-            self._first(np.where(last, self.completions, -1), token, log_prob)
+        width = -(-longest // size) * size
+        counts = np.zeros(len(rows.lengths) + 1, int)  # the last for −1, nobody
+        counts[list(texts)] = [len(text) for text in texts.values()]
+        self._align(counts[self.completions], least=int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST)
+        for row, more in observed.items():
+            rows.observe(row, more)
+            self.begins[row] = rows.lengths[row]
+        tokens = np.zeros((*self.completions.shape, width), np.int32)
+        real = np.arange(width) >= width - counts[self.completions][..., None]
+        back = np.isin(self.completions, list(texts))
+        for at in np.argwhere(back):
+            text = texts[int(self.completions[tuple(at)])]
+            tokens[tuple(at)][width - len(text) :] = text
+        token: Any = None
+        log_prob: Any = None
+        for start in range(0, width, size):
+            part = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
+            given = (self.stream.cache, self.stream.replace(cache=()), self.slots - width + start, *part)
+            cache, token, log_prob = read_chunk(call.model, call.variables, *given, **call.how)
+            self.stream = self.stream.replace(cache=cache)
+        self.stream = self.stream.replace(token=jnp.where(split(back, call.mesh), token, self.stream.token))
+        self._first(np.where(back, self.completions, -1), token, log_prob)
 
-    def _first(self, completions: np.ndarray, token: jax.Array, log_prob: jax.Array) -> None:
+    def _first(self, completions: np.ndarray, token: Any, log_prob: Any) -> None:
         """Take in the first token of a turn."""
         token, log_prob = fetch((token, log_prob))
         drawn = np.ones((*completions.shape, 1), bool)
         self.call.rows.draw(completions, np.asarray(token)[..., None], np.asarray(log_prob)[..., None], drawn)
+        self._note(completions >= 0)
 
     def _slots(self, least: int) -> int:
-        """The size of a cache with so many slots at least, and room for a chunk behind them."""
+        """The size of a ring with so many slots at least, and a chunk more."""
         sizes = (*self.ladder.slots[:-1], self.call.rows.length)
         return -(-next(n for n in sizes if n >= min(least, sizes[-1])) // ALIGNED) * ALIGNED + CHUNK
 
-    def _make_room(self, more: int) -> None:
-        """Slots for so many tokens more; fewer places, where few enough completions are left."""
-        alive = self.completions >= 0
-        if not alive.any():
-            return
+    def _align(self, more: np.ndarray, *, least: int) -> None:
+        """All completions side by side, so many tokens [B', G'] before the end of a ring with `least` slots.
+
+        In fewer places, where few enough completions are left.
+        """
+        alive, rows = self.completions >= 0, self.call.rows
         chosen = None if self.at + 1 == len(self.ladder.shapes) else self.ladder.choose(self.at, alive)
-        slots = max(self.slots, self._slots(int(self.call.rows.lengths[self.completions[alive]].max()) + more))
-        if chosen is None and slots == self.slots:
-            return
         everything = np.arange(alive.shape[0]), np.broadcast_to(np.arange(alive.shape[1]), alive.shape)
         groups, order = everything if chosen is None else chosen
-        self.at, self.slots = self.at + (chosen is not None), slots
-        self.stream = choose(self.stream, jnp.asarray(groups), jnp.asarray(order), slots=slots)
-        self.completions = self.completions[groups[:, None], order]
+        self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._slots(least))
+        self.completions, more = (x[groups[:, None], order] for x in (self.completions, more))
+        filled = np.where(self.completions >= 0, rows.lengths[self.completions] - 1, 0)
+        given = tuple(x.astype(np.int32) for x in (groups, order, filled, more))
+        self.stream, self.slot = align(self.stream, *given, slots=self.slots), self.slots
 
 
 def _wait(promise: Future[Any], interrupt: Callable[[], None]) -> Any:

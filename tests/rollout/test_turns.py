@@ -204,7 +204,7 @@ def test_an_observation_is_read_in_one_program_and_not_token_by_token():
 
     class Counted:
         def __call__(self, *args, **kwargs):
-            calls.append(args[3].shape)
+            calls.append(args[5].shape)
             return original(*args, **kwargs)
 
     turns.read_chunk = Counted()
