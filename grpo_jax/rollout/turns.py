@@ -171,8 +171,9 @@ class _Play:
         call, rows, active = self.call, self.call.rows, self.active
         call.interrupt()
         lengths = rows.lengths[self.completions]
-        if lengths[active].max() - 1 + BURST > self.slots:  # the ring is full
-            self._align(np.zeros_like(lengths), least=int(lengths[active].max()) + BURST)
+        least = min(int(lengths[active].max()) - 1 + BURST, rows.length)
+        if least > self.slots:  # the ring is full
+            self._align(np.zeros_like(lengths), least=least)
             active, lengths = self.active, rows.lengths[self.completions]
         room = np.where(active, rows.length - lengths, 0).astype(np.int32)
         how = {"steps": BURST, "eos_token_ids": call.eos_token_ids, **call.how}
@@ -217,7 +218,8 @@ class _Play:
         width = -(-longest // size) * size
         counts = np.zeros(len(rows.lengths) + 1, int)  # the last for −1, nobody
         counts[list(texts)] = [len(text) for text in texts.values()]
-        self._align(counts[self.completions], least=int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST)
+        most = int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST
+        self._align(counts[self.completions], least=max(width, min(most, rows.length)))
         for row, more in observed.items():
             rows.observe(row, more)
             self.begins[row] = rows.lengths[row]
@@ -245,9 +247,9 @@ class _Play:
         self._note(completions >= 0)
 
     def _slots(self, least: int) -> int:
-        """The size of a ring with so many slots at least, and a chunk more."""
+        """The size of a ring with so many slots at least: of few sizes, because each is a program."""
         sizes = (*self.ladder.slots[:-1], self.call.rows.length)
-        return -(-next(n for n in sizes if n >= min(least, sizes[-1])) // ALIGNED) * ALIGNED + CHUNK
+        return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _align(self, more: np.ndarray, *, least: int) -> None:
         """All completions side by side, so many tokens [B', G'] before the end of a ring with `least` slots.
