@@ -21,13 +21,14 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import replay
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import make_prompts
-from grpo_jax.types import Batch, Completions, Prompts
+from grpo_jax.types import Batch, Completions, Environment, Prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import train_step
 
 __all__ = [
     "Batch",
     "Completions",
+    "Environment",
     "GRPOConfig",
     "Plan",
     "Policy",

@@ -22,7 +22,7 @@ GUIDES = [*READMES, *sorted(DOCS.glob("*.md"))]
 PAGES = [*GUIDES, ROOT / "CHANGELOG.md", *sorted(DOCS.glob("reference/*.md"))]
 REFERENCE = {page: re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in DOCS.glob("reference/*.md")}
 FUNCTIONS = [name for name in grpo_jax.__all__ if inspect.isfunction(getattr(grpo_jax, name))]
-CLASSES = [name for name in grpo_jax.__all__ if inspect.isclass(getattr(grpo_jax, name))]
+CLASSES = [name for name in grpo_jax.__all__ if dataclasses.is_dataclass(getattr(grpo_jax, name))]
 
 
 def prose(page: Path) -> str:

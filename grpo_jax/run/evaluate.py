@@ -73,8 +73,11 @@ def evaluate(
       chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
       trainer_state: for reward functions that name it.
-      tools, environment_factory: as in `train`, for completions of several turns.
-      max_tool_calling_iterations, environment_timeout, on_environment_error: as in `GRPOConfig`.
+      tools: as in `train`, for completions of several turns.
+      environment_factory: likewise.
+      max_tool_calling_iterations: as in `GRPOConfig`.
+      environment_timeout: likewise.
+      on_environment_error: likewise.
       setting: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
 

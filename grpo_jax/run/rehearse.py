@@ -91,7 +91,8 @@ def rehearse(
       config: the settings of the run.
       eval_dataset: rows to evaluate on; they are checked and encoded.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
-      tools, environment_factory: as in `train`; one group of episodes is played.
+      tools: functions that the policy may call, as in `train`.
+      environment_factory: what makes environments, as in `train`; one group of episodes is played.
       sampler: another engine in the place of `generate`; it is called once, for one group.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import threading
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from grpo_jax.rewards.calls import event_loop
 def call_within(seconds: float | None, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """What a function returns, awaited if that is a promise; waited for so many seconds at most.
 
-    A function that takes longer goes on in its thread, which nothing can end, and what it returns is thrown away.
+    A function that takes longer goes on in its thread, which nothing can end, and what it returns is thrown away; one
+    that is awaited is cancelled.
 
     Args:
       seconds: None: however long it takes.
@@ -35,7 +37,11 @@ def call_within(seconds: float | None, function: Callable[..., Any], *args: Any,
         try:
             value = function(*args, **keywords)
             if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop()).result(seconds)
+                promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
+                if not concurrent.futures.wait([promise], seconds).done:
+                    promise.cancel()
+                    return  # no outcome: it took longer, however soon the caller sees that
+                value = promise.result()
             outcome.append((value, None))
         except BaseException as error:
             outcome.append((None, error))

@@ -220,6 +220,7 @@ class Episode:
             return None
         if said is None:
             return None
+        said = as_text(said, limit=len(said))  # half a character is none that a tokenizer takes
         return [{"role": "user", "content": said}] if self._talks else said
 
     def _encode(self, said: str | list[dict[str, Any]], room: int) -> Sequence[int]:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_jax.watch.names import held_out
+from grpo_jax.watch.names import held_out, is_dialogue
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 # Metrics that are shown: name, label, digits after the point (None: three that count).
 _SHOWN = (
@@ -20,6 +21,10 @@ _SHOWN = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
+
+# What would move the cursor of a terminal, colour it or worse, and half characters, which no stream takes.
+_CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {i: 0xFFFD for i in range(0x7F, 0xA0)}
+_CONTROLS |= {i: 0xFFFD for i in range(0xD800, 0xE000)}
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> tuple[str, str]:
@@ -133,8 +138,11 @@ class Display:
 def completions_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """Return a table of completions: prompt, completion, each reward, advantage; a prompt stands once a group.
 
+    Control characters are shown and not obeyed, since nobody answers for what a model or an environment writes.
+
     Args:
-      rows: dicts with "prompt", "completion", "rewards" (name → number or None), "advantage", and "ended".
+      rows: dicts with "prompt", "completion", "rewards" (name → number or None), "advantage", "ended" and, of several
+        turns, "turns".
     """
     from rich.table import Table
     from rich.text import Text
@@ -151,7 +159,7 @@ def completions_table(rows: Iterable[Mapping[str, Any]]) -> Table:
         scores = [row["rewards"].get(name) for name in names]
         table.add_row(
             Text("" if row["prompt"] == last else _spoken(row["prompt"])),
-            Text(_spoken(row["completion"]) + ("" if row.get("ended", True) else " …")),
+            _completion(row),
             *(Text(_digits(score, 2)) for score in scores),
             Text(_digits(row["advantage"], 2)),
         )
@@ -192,8 +200,22 @@ def _digits(value: Any, digits: int | None) -> str:
     return f"{value:.{digits}f}" if digits is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def _completion(row: Mapping[str, Any]) -> Text:
+    """Return a completion as it is shown; of several turns, who said what, dim what was given to the policy."""
+    from rich.text import Text
+
+    shown = Text()
+    if is_dialogue(row.get("turns")):
+        for turn in row["turns"]:
+            line = "\n" * bool(shown) + f"{turn['by']}: {turn['text']}"
+            shown.append(line.translate(_CONTROLS), None if turn["by"] == "policy" else "dim")
+    else:
+        shown.append(_spoken(row["completion"]))
+    return shown.append("" if row.get("ended", True) else " …")
+
+
 def _spoken(text: Any) -> str:
     """Return a prompt or completion as text; of a conversation, who said what."""
-    if isinstance(text, str):
-        return text
-    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
+    if not isinstance(text, str):
+        text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
+    return text.translate(_CONTROLS)

@@ -18,6 +18,7 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.policy import compute_dtype as resolve
+from grpo_jax.turns.episodes import WORKERS
 
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
@@ -39,6 +40,9 @@ ENGINE_DIFFERENCE = 0.1
 that compute in bfloat16 come to about 0.01."""
 ENGINE_WEIGHT = 0.5
 """Lowest mean importance weight of another engine's completions that is as it should be; without bounds it is 1."""
+
+ONE_TURN = 1.02
+"""Mean turns of completions of which hardly any has had a second one."""
 
 History = Sequence[Mapping[str, Any]]
 
@@ -81,8 +85,8 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
 
 def all_truncated(history: History, config: GRPOConfig) -> str | None:
     """Nearly all completions were cut off, so that rewards see half an answer."""
-    share = _now(history, "completions/clipped_ratio")
-    if share is None or share < 0.995:
+    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean")
+    if share is None or share < 0.995 or (turns or 0) > ONE_TURN:  # of several turns, `no_room_for_turns` tells more
         return None
     return (
         f"nearly all completions of the last {WINDOW} logged steps were cut off at max_completion_length ="
@@ -228,6 +232,89 @@ def slower(history: History, config: GRPOConfig) -> str | None:
     )
 
 
+def never_answered(history: History, config: GRPOConfig) -> str | None:
+    """There is somebody to answer, and hardly any completion has a second turn.
+
+    Example:
+      >>> never_answered([{"turns/mean": 1.0}] * 10, GRPOConfig()).split(":")[0]
+      'completions of the last 10 logged steps had 1.00 turns on average, so hardly any was answered'
+    """
+    turns = _now(history, "turns/mean")
+    if turns is None or turns > ONE_TURN:
+        return None
+    return (
+        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average, so hardly any was answered:"
+        " the policy calls no tool, or its environment ends at once. Show an example in the prompt, teach the form of a"
+        f" call by supervised examples, or reward one; a higher temperature (now {config.temperature:g}) and more"
+        f" completions of a prompt (num_generations, now {config.num_generations}) try more"
+    )
+
+
+def tools_fail(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all calls of tools fail."""
+    lines = [line for line in history if _values([line], "tools/calls")][-WINDOW:]
+    calls, failures = sum(_values(lines, "tools/calls")), sum(_values(lines, "tools/failures"))
+    if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
+        return None
+    seconds = config.environment_timeout
+    late = "" if seconds is None else f"; a call that takes longer than environment_timeout = {seconds:g} s fails too"
+    return (
+        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read what the"
+        " policy wrote and what it was told (report.html, log_completions=True). Of the tools its prompt has only the"
+        f" names, docstrings and type hints{late}"
+    )
+
+
+def no_room_for_turns(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all completions of several turns are cut off before they end."""
+    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean")
+    if share is None or share < 0.9 or turns is None or turns <= ONE_TURN:
+        return None
+    observed, length = _now(history, "completions/observation_tokens"), _now(history, "completions/mean_length")
+    told = f"; {observed:.0f} of their {length:.0f} tokens were observations" if observed and length else ""
+    return (
+        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ran out of room, with {turns:.1f}"
+        f" turns on average{told}: raise max_completion_length (now {config.max_completion_length}), which all turns"
+        " and observations share, let environments and tools say less, or end after fewer turns (by"
+        " max_tool_calling_iterations, or None from respond)"
+    )
+
+
+def slow_environments(history: History, config: GRPOConfig) -> str | None:
+    """Environments and tools are at work for most of the rollout.
+
+    At most `WORKERS` calls are under way at a time, and one of each completion: so the time in which at least one is
+    under way is no less than the sum of their seconds divided by that number.
+    """
+    lines, count = history[-WINDOW:], _completions(history, config)
+    rollout = sum(_values(lines, "seconds/rollout"))
+    if count is None or rollout <= 0:
+        return None
+    at_once = min(WORKERS, count)
+    share = sum(_values(lines, "environment/seconds")) * _rollouts(config) / at_once / rollout
+    if share < 0.5:
+        return None
+    return (
+        f"environments and tools were at work during {100 * min(share, 1):.0f} % of the rollouts of the last {WINDOW}"
+        f" logged steps or more, with at most {at_once:.0f} calls at a time: make a call do less, or put off what reset"
+        f" need not do. Up to {WORKERS} calls run at a time, in threads: more completions per rollout"
+        " (per_device_train_batch_size, gradient_accumulation_steps) share the waiting, not Python's own work"
+    )
+
+
+def environment_errors(history: History, config: GRPOConfig) -> str | None:
+    """Many episodes are ended by an error of their environment."""
+    errors, count = _now(history, "environment/errors"), _completions(history, config)
+    if errors is None or count is None or errors < 0.1 * count:
+        return None
+    return (
+        f"environments failed {errors:.3g} times per rollout of {count:.0f} completions in the last {WINDOW} logged"
+        " steps; such an episode ends there, and the policy learns from what reward its environment still gives:"
+        ' on_environment_error="raise" ends the run at the first one and names its row; environment_timeout (now'
+        f" {config.environment_timeout}) is the time that a call may take"
+    )
+
+
 HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "equal rewards": equal_rewards,
     "all truncated": all_truncated,
@@ -237,6 +324,11 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "sampler mismatch": sampler_mismatch,
     "reward hacking": reward_hacking,
     "slower": slower,
+    "never answered": never_answered,
+    "tools fail": tools_fail,
+    "no room for turns": no_room_for_turns,
+    "slow environments": slow_environments,
+    "environment errors": environment_errors,
 }
 
 
@@ -277,3 +369,18 @@ def _now(history: History, name: str) -> float | None:
     """The mean of the last `WINDOW` values of a metric; None if there are fewer."""
     values = _values(history, name)[-WINDOW:]
     return statistics.fmean(values) if len(values) == WINDOW else None
+
+
+def _rollouts(config: GRPOConfig) -> float:
+    """Rollouts of a logged line that has any."""
+    return max(1.0, config.logging_steps / config.sizes().updates)
+
+
+def _completions(history: History, config: GRPOConfig) -> float | None:
+    """Completions of a rollout over the last `WINDOW` lines that have any, by their tokens; None if there are fewer."""
+    counts = [
+        (line["num_tokens"] - before["num_tokens"]) / line["completions/mean_length"] / _rollouts(config)
+        for before, line in itertools.pairwise(history)
+        if line.get("completions/mean_length") and "num_tokens" in before
+    ]
+    return statistics.fmean(counts[-WINDOW:]) if len(counts) >= WINDOW else None

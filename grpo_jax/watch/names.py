@@ -1,4 +1,4 @@
-"""Names of metrics as a person reads them."""
+"""Names of metrics as a person reads them, and forms of what is written down."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def held_out(name: str) -> str | None:
     if not name.startswith("eval/") or name.rpartition("/")[2] in _NO_SCORE:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
+
+
+def is_dialogue(value: Any) -> bool:
+    """Return whether the `turns` of a row of `completions.jsonl` are who said what in a completion of several turns.
+
+    Example:
+      >>> is_dialogue([{"by": "policy", "text": "32"}, {"by": "environment", "text": "higher"}]), is_dialogue([2])
+      (True, False)
+    """
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(turn, dict) and turn.keys() == {"by", "text"} for turn in value)
+    )
 
 
 def plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.names import held_out
+from grpo_jax.watch.names import held_out, is_dialogue
 from grpo_jax.watch.plots import find_panels, smooth, thin, usual_times
 
 POINTS = 400
@@ -63,7 +63,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "panels": _panels(lines),
         "seconds": _seconds(lines),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
-        "extras": sorted({name for row in rows for name in row} - {"completion", "rewards", "advantage", "ended"}),
+        "extras": sorted({name for row in rows for name in row.keys() - _shown_of(row)}),
         "steps": steps,
         "kept": kept,
         "settings": _settings(about),
@@ -165,6 +165,8 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
                     break
                 prompt = row.pop("prompt")
                 del row["step"]
+                if is_dialogue(row.get("turns")):
+                    del row["completion"]  # the same once more
                 # Groups that follow each other may have the same prompt.
                 if not groups or groups[-1]["prompt"] != prompt or len(groups[-1]["rows"]) == num_generations:
                     groups.append({"prompt": prompt, "rows": []})
@@ -172,6 +174,11 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
                 kept += 1
         steps.append({"step": step, "groups": groups})
     return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(places):,} steps"
+
+
+def _shown_of(row: Mapping[str, Any]) -> set[str]:
+    """The names of a row that have columns of their own; of several turns, those are the completion."""
+    return {"completion" if "completion" in row else "turns", "rewards", "advantage", "ended"}
 
 
 def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:

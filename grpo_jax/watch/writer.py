@@ -4,9 +4,11 @@
 |---|---|
 | `config.json` | the config, package versions, the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
-| `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended |
+| `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended, `turns` |
 | `warnings.jsonl` | one JSON object a warning: step, category, message |
 | `report.png`, `report.html` | the picture of the run and its page, drawn by `pictures.write_pictures` |
+
+`turns` is of completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
 Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
 `completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.

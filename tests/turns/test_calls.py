@@ -59,3 +59,27 @@ def test_many_at_a_time_on_one_loop():
     for thread in threads:
         thread.join()
     assert found == [1, 1, 1]
+
+
+@pytest.mark.quick
+def test_a_promise_that_hangs_is_cancelled_and_says_so_whoever_notices_first(monkeypatch):
+    """The thread that waits for the promise may see the end of the time before its caller does."""
+    cancelled = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def late():
+        raise TimeoutError("of its own")
+
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: join(self, 10))
+    with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"):
+        call_within(0.05, forever)
+    assert cancelled.wait(10)
+    with pytest.raises(TimeoutError, match="of its own"):
+        call_within(5.0, late)

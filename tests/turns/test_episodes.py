@@ -95,6 +95,20 @@ def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("row", [ROW, CHAT], ids=["text", "conversation"])
+def test_half_a_character_in_what_it_says_is_replaced(row):
+    class Broken:
+        def respond(self, text):
+            return "no \ud83d!"
+
+    tokenizer, ends = family("hermes")
+    episode = begun(setting_of(Broken, rows=(row,), tokenizer=tokenizer, eos=ends), row)
+    said = episode.answer(np.append(ids(tokenizer, "5"), ends[0]), 100)
+    assert "no ?!" in tokenizer.decode(said)
+    assert episode.turns[-1] == (False, "no ?!")
+
+
+@pytest.mark.quick
 def test_in_a_conversation_it_speaks_as_the_user():
     tokenizer, ends = family("hermes")
 

@@ -199,3 +199,30 @@ def test_as_many_completions_as_asked_for():
     assert "<answer>1" in out.file.getvalue()
     assert "<answer>2" not in out.file.getvalue()
     assert completions_table([]).row_count == 0
+
+
+TURNS = [{"by": "policy", "text": "is it 32?"}, {"by": "environment", "text": "higher"}, {"by": "policy", "text": "48"}]
+
+
+@pytest.mark.quick
+def test_of_several_turns_it_is_said_who_spoke():
+    told = [{**rows()[2], "turns": TURNS}, {**rows()[1], "turns": 3}]
+    plain, colours = console(), Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
+    Display(console=plain).completions(told)
+    for line in ("policy: is it 32?", "environment: higher", "policy: 48 …", "<answer>1[/b]</answer>"):
+        assert re.search(rf"│ *{re.escape(line)} *│", plain.file.getvalue()), line
+    Display(console=colours).completions(told)
+    assert "\x1b[2menvironment: higher\x1b[0m" in colours.file.getvalue()
+    assert "\x1b[2mpolicy" not in colours.file.getvalue()
+
+
+@pytest.mark.quick
+def test_no_text_drives_the_terminal():
+    nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800[red]c[/red]"
+    row = {**rows()[0], "turns": [{"by": "environment", "text": nasty}]}
+    for some in (row, {**row, "turns": None, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
+        out = console()
+        Display(console=out).completions([some])
+        text = out.file.getvalue()
+        assert "a␛[2J␛]0;title␇\ufffd31m␍␈b\ufffd[red]c[/red]" in re.sub(r"[\s│]", "", text)
+        assert not set(text) & set(map(chr, (*range(10), *range(11, 32), *range(127, 160))))

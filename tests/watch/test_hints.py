@@ -40,6 +40,25 @@ def speeds(rates, rollout):
     ]
 
 
+def played(completions=8, rollouts=10, **changed):
+    """Lines of a run of several turns that goes well, 50 tokens per completion, but for what is changed from 20 on."""
+    usual = {
+        "turns/mean": 3.0,
+        "tools/calls": 16.0,
+        "tools/failures": 4.0,
+        "completions/clipped_ratio": 0.1,
+        "completions/mean_length": 50.0,
+        "completions/observation_tokens": 20.0,
+        "environment/errors": 0.0,
+        "environment/seconds": 4.0,
+        "seconds/rollout": 2.0 * rollouts,
+    }
+    changed = {name.replace("__", "/"): value for name, value in changed.items()}
+    assert changed.keys() <= usual.keys()
+    tokens = 50 * completions * rollouts
+    return [{"num_tokens": tokens * (i + 1), **usual, **(changed if i >= 20 else {})} for i in range(40)]
+
+
 # name of the hint, the lines, the line at which it speaks (by hand), and what it says.
 SIGNS = [
     ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40), 14, ["100 %", "dynamic_sampling=True"]),
@@ -73,6 +92,26 @@ SIGNS = [
             "'rollout' has grown most",
             "max_completion_length",
         ],
+    ),
+    # 3 − 2k/10 is 1.02 or less for k = 10 only.
+    ("never answered", played(turns__mean=1.0), 29, ["had 1.00 turns on average", "temperature (now 1)"]),
+    # Of 16 calls 4 fail, then 16: (4 (10 − k) + 16 k) / 160 is 0.9 or more from k = 9 on.
+    ("tools fail", played(tools__failures=16.0), 28, ["92 % of the tool calls", "environment_timeout = 300 s"]),
+    # 0.1 + 0.09 k is 0.9 or more from k = 9 on.
+    (
+        "no room for turns",
+        played(completions__clipped_ratio=1.0),
+        28,
+        ["91 % of the completions", "with 3.0 turns", "20 of their 50 tokens", "max_completion_length (now 512)"],
+    ),
+    # Of 8 completions at a time 4 s are a quarter of 2 s, and 16 s all of it: 0.25 + 0.075 k is 0.55 for k = 4.
+    ("slow environments", played(environment__seconds=16.0), 23, ["during 55 % of the rollouts", "at most 8 calls"]),
+    # 0.1 of 8 is 0.8: k = 4 of 10 lines with 2.
+    (
+        "environment errors",
+        played(environment__errors=2.0),
+        23,
+        ["failed 0.8 times per rollout of 8 completions", 'on_environment_error="raise"'],
     ),
 ]
 
@@ -125,11 +164,45 @@ def test_a_healthy_run_gets_none(run):
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
         (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
         (speeds([1000.0] + [100.0] * 40, [1.0] * 41), CONFIG),
+        (played(), CONFIG),
+        (played(turns__mean=1.1), CONFIG),
+        (played(tools__failures=13.0), CONFIG),
+        (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
+        (played(completions__clipped_ratio=0.8), CONFIG),
+        (played(environment__errors=0.7), CONFIG),
+        (played(environment__seconds=7.9), CONFIG),
+        # The same 60 s are shared by 256 completions of which 64 are answered at a time.
+        (played(completions=256, environment__seconds=60.0), CONFIG),
+        # Lines that have no rollout: those of the later updates of an iteration.
+        ([x for line in played(environment__seconds=7.9) for x in (line, {"num_tokens": line["num_tokens"]})], CONFIG),
         (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
     ],
 )
 def test_no_hint_where_none_is_due(lines, config):
     assert said(lines, config) == []
+
+
+@pytest.mark.quick
+def test_completions_of_several_turns_get_one_hint_about_their_end():
+    (message,) = (message for _, message in said(played(turns__mean=1.5, completions__clipped_ratio=1.0)))
+    assert "with 1.6 turns" in message
+    lines = played(turns__mean=1.0, completions__clipped_ratio=1.0)
+    assert [HINTS["all truncated"](lines, CONFIG) is None, HINTS["no room for turns"](lines, CONFIG)] == [False, None]
+
+
+@pytest.mark.quick
+def test_seconds_of_environments_count_as_many_rollouts_as_a_line_has():
+    """Of 64 completions at a time, 70 s are 1.1 s of a rollout of 2 s, where a line has ten of them."""
+    lines = played(completions=64, environment__seconds=70.0)
+    (message,) = (message for _, message in said(lines))
+    assert "at most 64 calls at a time" in message
+    assert said(lines, GRPOConfig(num_iterations=10)) == [], "one rollout of 20 s per line, of 640 completions"
+    assert len(said(played(64, 1, environment__seconds=70.0), GRPOConfig(num_iterations=10))) == 1
+    several = [
+        x for line in played(64, 1, environment__seconds=70.0) for x in (line, {"num_tokens": line["num_tokens"]})
+    ]
+    assert len(said(several, GRPOConfig(num_iterations=20))) == 1, "every second line has a rollout"
+    assert len(said(played(256, environment__seconds=80.0))) == 1, "never more than 64 calls"
 
 
 @pytest.mark.quick

@@ -120,6 +120,41 @@ def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
     assert policy.startswith("default-src 'none'")
 
 
+def told(*texts):
+    who = ("policy", "environment")
+    return [{"by": who[i % 2], "text": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """Completions of several turns, as text and as messages; what the environment says tries to break out."""
+    writer = RunWriter(tmp_path_factory.mktemp("played"))
+    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
+    rows = [completion(i, turns=told(f"{i} is first", NASTY, "the last")) for i in range(3)]
+    rows[1]["completion"] = [{"role": "tool", "content": NASTY}]
+    writer.completions(1, [*rows, completion(3, turns=told("alone"))])
+    return writer.run_dir
+
+
+@pytest.mark.quick
+def test_turns_are_embedded_in_the_place_of_their_text(played):
+    data = embedded(played)
+    rows = [row for group in data["steps"][0]["groups"] for row in group["rows"]]
+    assert [row["turns"] for row in rows] == [row["turns"] for row in read_lines(played / "completions.jsonl")]
+    assert not any("completion" in row for row in rows)
+    assert data["extras"] == []
+    assert {tag for tag, _ in Parsed(html_report(played)).tags if tag in ("b", "i", "img")} == set()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("turns", [3, [], "ab", [{"by": "policy"}], None])
+def test_a_reward_functions_own_turns_are_a_column(tmp_path, turns):
+    RunWriter(tmp_path).completions(1, [completion(0, turns=turns)])
+    data = embedded(tmp_path)
+    assert data["extras"] == ["turns"]
+    assert data["steps"][0]["groups"][0]["rows"][0]["completion"] == "completion 0"
+
+
 @pytest.mark.quick
 def test_equal_prompts_in_a_row_are_groups_of_their_own(tmp_path):
     writer = RunWriter(tmp_path)
@@ -290,3 +325,42 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
         ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(tmp_path.as_uri())}
         assert ours == {page.as_uri(), demo.as_uri()}
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
+def test_a_dialogue_in_a_real_browser(played, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_bytes(html_report(played).encode("utf-8", "backslashreplace"))
+    with browser(tmp_path) as session:
+
+        def run(script):
+            return session("POST", "execute/sync", script=f"return {script}", args=[])
+
+        session("POST", "url", url=page.as_uri())
+        turns = "[...document.querySelectorAll('#rows tbody tr')].map(tr => [...tr.querySelectorAll('.turn')]"
+        texts = run(f"{turns}.map(turn => turn.lastChild.data.toWellFormed()))")
+        hostile = NASTY.replace("\ud800", "\ufffd")
+        assert texts == [[f"{i} is first", hostile, "the last"] for i in range(3)] + [["alone"]]
+        kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
+        assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+        # Told apart by more than the words, in the light and in the dark.
+        for scheme in ("light", "dark"):
+            media = [{"name": "prefers-color-scheme", "value": scheme}]
+            session("POST", "goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": media})
+            look = "(({borderLeftColor, backgroundColor}) => borderLeftColor + backgroundColor)"
+            sampled, given = run(
+                f"['sampled', 'given'].map(c => {look}(getComputedStyle(document.querySelector('.' + c))))"
+            )
+            assert sampled != given
+        # Nothing of it is markup, and the filter finds what was said between the turns.
+        assert run("document.title") == f"{played.name} · GRPO run"
+        assert run("document.querySelectorAll('script').length") == 2
+        assert run("document.querySelectorAll('.turn *:not(b)').length") == 0
+        for text, found in (("IS FIRST", 3), ("broken", 3), ("alone", 1), ("nowhere", 0)):
+            address = f"#text={text.replace(' ', '+')}"
+            session("POST", "url", url=page.as_uri() + address)
+            assert run("document.querySelectorAll('#rows tbody tr').length") == found, text
+        rewards = run("[...document.querySelectorAll('#rows thead th')].map(th => th.innerText)")
+        assert rewards == ["step", "group", "prompt", "completion", "right", "short", "advantage", "ended"]
+        assert [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"] == []
