@@ -214,7 +214,7 @@ class _Play:
         call, rows = self.call, self.call.rows
         texts = {row: [int(rows.tokens[row, rows.lengths[row] - 1]), *tokens] for row, tokens in observed.items()}
         longest = max(map(len, texts.values()))
-        size = min(CHUNK, 1 << max(3, (longest - 1).bit_length()))
+        size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
         counts = np.zeros(len(rows.lengths) + 1, int)  # the last for −1, nobody
         counts[list(texts)] = [len(text) for text in texts.values()]

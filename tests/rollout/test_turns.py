@@ -16,6 +16,7 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import turns
+from grpo_jax.rollout.decode import completion_keys
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.types import Prompts
@@ -109,6 +110,39 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
     log_probs, _ = score_completions(*given, sampling=Sampling(), with_entropy=False)
     np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
+    """Those that wait keep their keys while others draw more tokens than there are slots."""
+    sizes, original = set(), turns.draw_turn
+    monkeypatch.setattr(turns, "TOGETHER", share)
+    spy = lambda *args, **how: sizes.add(args[2][0][1].shape[-2]) or original(*args, **how)
+    monkeypatch.setattr(turns, "draw_turn", spy)
+    completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
+    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
+    log_probs, _ = score_completions(*given, sampling=Sampling(), with_entropy=False)
+    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+    assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
+    assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
+
+
+@pytest.mark.quick
+def test_those_that_wait_keep_their_slots():
+    """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
+    keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
+    how = {"sampling": Sampling(), "mesh": None}
+    stream, _, _ = turns.begin(MODEL, PARAMS, PROMPTS, keys, slots=16, **how)
+    full = jax.tree.map(lambda x: x + 1.0, stream.cache)
+    active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
+    given = (jax.tree.map(jnp.copy, full), stream.replace(cache=()), 10, active, jnp.full((4, 3), 99))
+    cache, _, _ = turns.draw_turn(MODEL, {"params": PARAMS}, *given, steps=16, eos_token_ids=(), **how)
+    changed = [
+        np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
+    ]
+    for own in changed:
+        np.testing.assert_array_equal(own, active)
 
 
 @pytest.mark.quick
