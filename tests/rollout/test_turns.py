@@ -19,7 +19,7 @@ from grpo_jax.rollout import turns
 from grpo_jax.rollout.decode import completion_keys
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
-from grpo_jax.types import Prompts
+from grpo_jax.types import Prompts, as_argument
 
 SHAPE = TransformerConfig(
     32, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, windows=(None, 9)
@@ -133,11 +133,12 @@ def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
     how = {"sampling": Sampling(), "mesh": None}
-    stream, _, _ = turns.begin(MODEL, PARAMS, PROMPTS, keys, slots=16, **how)
+    model = as_argument(MODEL)
+    stream, _, _ = turns.begin(model, PARAMS, PROMPTS, keys, slots=16, **how)
     full = jax.tree.map(lambda x: x + 1.0, stream.cache)
     active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
     given = (jax.tree.map(jnp.copy, full), stream.replace(cache=()), 10, active, jnp.full((4, 3), 99))
-    cache, _, _ = turns.draw_turn(MODEL, {"params": PARAMS}, *given, steps=16, eos_token_ids=(), **how)
+    cache, _, _ = turns.draw_turn(model, {"params": PARAMS}, *given, steps=16, eos_token_ids=(), **how)
     changed = [
         np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
     ]
