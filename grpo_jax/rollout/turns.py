@@ -223,7 +223,8 @@ class _Play:
     def _slots(self, least: int) -> int:
         """The size of a cache with so many slots at least, and room for a chunk behind them."""
         sizes = (*self.ladder.slots[:-1], self.call.rows.length)
-        return -(-next(n for n in sizes if n >= min(least, sizes[-1])) // ALIGNED) * ALIGNED + CHUNK
+        chunk = min(CHUNK, 1 << max(3, (sizes[-1] - 1).bit_length()))  # no observation is as long as a completion
+        return -(-next(n for n in sizes if n >= min(least, sizes[-1])) // ALIGNED) * ALIGNED + chunk
 
     def _make_room(self, more: int) -> None:
         """Slots for so many tokens more; fewer places, where few enough completions are left."""
