@@ -201,7 +201,7 @@ class _Play:
         for row, more in observed.items():
             rows.observe(row, more)
         longest = max(map(len, texts.values()))
-        size = min(CHUNK, 1 << max(3, (longest - 1).bit_length()))
+        size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         for start in range(0, longest, size):
             tokens = np.zeros((*self.completions.shape, size), np.int32)
             counts, last = np.zeros(self.completions.shape, np.int32), np.zeros(self.completions.shape, bool)
