@@ -7,6 +7,13 @@ guesses are gone. A completion is a whole game, `32 higher 48 lower 40`, of whic
 the end of a turn behind it; what the environment said is read and not learned from. A new model is first taught by a
 careless player who guesses at random, and half of the time ignores what it has been told. GRPO, rewarded for games that
 need few guesses, goes on from there. All prompts are the same; the completions of a group look for the same number.
+
+Time: 283 seconds on two busy cores (seed 0, programs partly cached); on two idle ones not measured.
+Expect: over 16 games for each number, at temperature 1, from 9.7 guesses to 6.7 (a lost game counts as 12), games won
+from 0.51 to 0.91 and within 7 guesses from 0.25 to 0.63 (seed 0, measured once). Consistent random play takes 6.64 and
+bisection 5.125: that is not reached. The first guess has become one near the middle; what is left is numbers missed
+because an older answer was forgotten. The control and other seeds: to be measured.
+The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
 
 from __future__ import annotations
