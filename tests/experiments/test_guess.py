@@ -1,0 +1,131 @@
+"""Guessing a number: the game is fair, the careless player as careless as it says, and the script comes to its end."""
+
+import functools
+import json
+import random
+
+import numpy as np
+import pytest
+
+from experiments import guess
+from experiments.guess import Game, bisection, careless_game, random_play
+from grpo_jax import from_pretrained
+
+
+@pytest.mark.quick
+def test_the_game_tells_higher_from_lower_until_the_number_is_found():
+    game = Game()
+    game.reset(target=5, prompt="guess: ")
+    assert [game.respond(text) for text in ("4", "6", "5")] == [guess.HIGHER, guess.LOWER, None]
+    assert guess.found([game]) == guess.found_soon([game]) == [1.0]
+    assert guess.guesses([game]) == [3.0]
+    assert guess.few_guesses([game]) == [pytest.approx(1 - 2 / guess.LIMIT)]
+
+
+@pytest.mark.quick
+def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
+    slow, wild = Game(), Game()
+    slow.reset(target=5)
+    assert [slow.respond("4") for _ in range(guess.LIMIT)] == [guess.HIGHER] * (guess.LIMIT - 1) + [None]
+    for text in ("", "five", " 5", "5 ", "-5", "5.0", "٥", "²", "5" * 5000):
+        wild.reset(target=5)
+        assert wild.respond(text) is None
+        assert guess.few_guesses([slow, wild]) == guess.found([slow, wild]) == guess.found_soon([slow, wild]) == [0, 0]
+        assert guess.guesses([slow, wild]) == [guess.LIMIT] * 2
+
+
+def mean_of_uniform_play(numbers):
+    """By enumeration: of every first guess the games that are left on either side of it."""
+
+    @functools.cache
+    def total(n):
+        """Guesses in all for the n numbers of an interval."""
+        return n + sum(total(g) + total(n - 1 - g) for g in range(n)) / n if n else 0.0
+
+    return total(numbers) / numbers
+
+
+def mean_of_the_best_play(numbers):
+    """Likewise, with the best first guess."""
+
+    @functools.cache
+    def total(n):
+        return n + min(total(g) + total(n - 1 - g) for g in range(n)) if n else 0
+
+    return total(numbers) / numbers
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("numbers", [1, 2, 3, 7, 50, 64])
+def test_bounds_are_those_of_all_games(numbers):
+    assert random_play(numbers) == pytest.approx(mean_of_uniform_play(numbers))
+    assert bisection(numbers) == pytest.approx(mean_of_the_best_play(numbers))
+
+
+@pytest.mark.quick
+def test_the_careless_player_ignores_half_of_what_it_is_told():
+    draw, possible, allowed, chances, count = random.Random(0), 0, 0, 0.0, 0
+    for _ in range(4000):
+        low, high, game = 1, guess.NUMBERS, careless_game(draw)
+        assert 1 <= len(game) <= guess.LIMIT
+        assert [answer for _, answer in game].index("") == len(game) - 1
+        for number, answer in game:
+            assert 1 <= number <= guess.NUMBERS
+            allowed += low <= number <= high
+            size = high - low + 1
+            assert size > 0, "no answer contradicts another"
+            chances += 1 - guess.IGNORES * (1 - size / guess.NUMBERS)
+            count += 1
+            if answer == guess.HIGHER:
+                low = max(low, number + 1)
+            elif answer:
+                high = min(high, number - 1)
+        possible += size
+    assert allowed / count == pytest.approx(chances / count, abs=0.012)  # four standard errors
+    assert possible / 4000 < guess.NUMBERS / 4
+
+
+@pytest.mark.quick
+def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
+    policy = guess.make_policy(0, width=16, layers=1)
+    tokens, mask = guess.lessons(policy, 40, seed=3)
+    draw, end = random.Random(3), policy.eos_token_ids[0]
+    for row, own in zip(tokens, mask, strict=True):
+        game = careless_game(draw)
+        words = [policy.tokenizer.decode([i]) for i in row[own & (row != end)]]
+        assert words == [str(number) for number, _ in game], "numbers are one token each"
+        assert (row[own] == end).sum() == len(game)
+        text = guess.PROMPT + "".join(f"{number}{answer}" for number, answer in game)
+        assert policy.tokenizer.decode(row[(row != policy.pad_token_id) & (row != end)]) == text
+        assert own.sum() + len(game) - 1 <= guess.LONGEST
+
+
+@pytest.mark.quick
+def test_first_guesses_are_probabilities():
+    policy = guess.make_policy(0, width=16, layers=1)
+    first = guess.first_guesses(policy, policy.params)
+    assert first.shape == (guess.NUMBERS,)
+    assert (first > 0).all()
+    assert first.sum() < 1, "the rest of the vocabulary is left"
+
+
+def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(guess, "make_policy", functools.partial(guess.make_policy, width=16, layers=1))
+    arguments = "--steps 4 --prompts 2 --warm-up-steps 8 --games 1 --seed 3 --seeds 2 --control"
+    picture = tmp_path / "docs" / "guess.png"
+    results = guess.main([*arguments.split(), "--run-dir", str(tmp_path / "run"), "--picture", str(picture)])
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["arms"].keys() == {f"{arm}, seed {seed}" for arm in ("grpo", "control") for seed in (3, 4)}
+    for arm in results["arms"].values():
+        for rates in (arm["before"], arm["after"]):
+            assert rates.keys() == {"guesses", "found", "found_soon"}
+            assert 1 <= rates["guesses"] <= guess.LIMIT
+            assert 0 <= rates["found_soon"] <= rates["found"] <= 1
+    assert picture.read_bytes() == (tmp_path / "run" / "seed-3" / "guess.png").read_bytes()
+    for seed in (3, 4):
+        policy = from_pretrained(tmp_path / "run" / f"seed-{seed}" / "final")
+        assert policy.tokenizer.decode(policy.tokenizer("32 higher 48")["input_ids"]) == "32 higher 48"
+        lines = (tmp_path / "run" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[0])["turns/mean"] >= 1
+    assert np.isfinite(results["seconds"]["total"])
