@@ -11,8 +11,8 @@ need few guesses, goes on from there. All prompts are the same; the completions 
 Time: 283 seconds on two busy cores (seed 0, programs partly cached); on two idle ones not measured.
 Expect: over 16 games for each number, at temperature 1, from 9.7 guesses to 6.7 (a lost game counts as 12), games won
 from 0.51 to 0.91 and within 7 guesses from 0.25 to 0.63 (seed 0, measured once). Consistent random play takes 6.64 and
-bisection 5.125: that is not reached. The first guess has become one near the middle; what is left is numbers missed
-because an older answer was forgotten. The control and other seeds: to be measured.
+bisection 5.125: that is not reached. The first guess has become one near the middle. Why it stops there is not known;
+the control and other seeds have not been measured.
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
 """
 
