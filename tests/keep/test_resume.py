@@ -148,7 +148,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
     moments = {
         "update": (grpo_jax.update.packed.PackedUpdater, "update", 1),
         "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),
-        "rollout": (grpo_jax.run.collect, "generate", 6),
+        "rollout": (grpo_jax.run.collect, "sample", 6),
         "rewards": (grpo_jax.run.scores, "compute_rewards", 12),
         "save": (grpo_jax.keep.checkpoint.Checkpoints, "save", 14),
         "evaluation": (module, "evaluate", 15),
@@ -187,7 +187,7 @@ def test_lora_goes_on_as_well(tmp_path):
 
 
 def test_what_differs_is_refused_all_at_once_before_anything_is_sampled(whole, monkeypatch):
-    monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled before the check"))
+    monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled before the check"))
 
     def consonants(completions):
         return [0.0 for _ in completions]

@@ -247,7 +247,7 @@ def test_what_is_right_passes():
 @pytest.mark.quick
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
 def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
-    monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled"))
     text = refusal(**given)
     assert words in text
     assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "one fault is one line"

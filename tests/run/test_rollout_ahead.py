@@ -29,9 +29,9 @@ def lengths(completion_ids):
 @pytest.mark.quick
 def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
     """Beside a sequence of the public pure functions, made by hand."""
-    collecting = sys.modules["grpo_jax.run.collect"]
+    sampling = sys.modules["grpo_jax.run.sample"]
     sampled, seen, states, threads = threading.Semaphore(0), [], [], []
-    real_generate, real_update = collecting.generate, PackedUpdater.update
+    real_generate, real_update = sampling.generate, PackedUpdater.update
 
     def spied_generate(*args, **how):
         completions = jax.block_until_ready(real_generate(*args, **how))
@@ -51,7 +51,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
         seen.append(completion_ids)
         return lengths(completion_ids)
 
-    monkeypatch.setattr(collecting, "generate", spied_generate)
+    monkeypatch.setattr(sampling, "generate", spied_generate)
     monkeypatch.setattr(PackedUpdater, "update", spied_update)
     settings = {"num_generations": G, "max_completion_length": T, "beta": 0.1, "logging_steps": 1}
     config = GRPOConfig(**settings, max_steps=4, shuffle_dataset=False, rollout_ahead=True)
@@ -98,13 +98,13 @@ def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch
     settings["dynamic_sampling"] = False  # one rollout an iteration, of two steps
     whole = run_in(tmp_path / "whole", **settings)
     collecting, sent, ends, scored = sys.modules["grpo_jax.run.collect"], threading.Event(), [], []
-    real_generate, real_score = collecting.generate, collecting.score_own
+    real_sample, real_score = collecting.sample, collecting.score_own
 
-    def generate_after_the_signal(*args, **how):
+    def sample_after_the_signal(*args, **how):
         if len(ends) == 2:  # those of the first iteration, and those ahead of it
             assert sent.wait(240), "the second iteration's rewards are not computed beside"
         try:
-            completions = real_generate(*args, **how)
+            completions = real_sample(*args, **how)
         except BaseException as error:
             ends.append(type(error))
             raise
@@ -119,7 +119,7 @@ def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch
         return real_score(*args, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(collecting, "generate", generate_after_the_signal)
+        patch.setattr(collecting, "sample", sample_after_the_signal)
         patch.setattr(collecting, "score_own", score)
         with pytest.raises(SystemExit):
             run_in(tmp_path / "cut", **settings)

@@ -226,7 +226,7 @@ def no_eos():
 def test_bad_arguments_are_named(change, message, monkeypatch):
     if not isinstance(change.get("reward_fns"), type(lambda: 0)) or "anwser" in message:
         # all but what a reward function returns is found before anything is sampled
-        monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled before the check"))
+        monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled before the check"))
     change = {key: value() if value is no_eos else value for key, value in change.items()}
     with pytest.raises((ValueError, TypeError), match=message):
         run(**change)
