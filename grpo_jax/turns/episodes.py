@@ -23,7 +23,7 @@ import numpy as np
 
 from grpo_jax.rewards.contract import describe_fault, short
 from grpo_jax.text.rows import Row, is_conversation
-from grpo_jax.turns.calls import call_within
+from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools

@@ -140,6 +140,7 @@ def test_the_old_door_warns_and_hands_on_all_arguments(tmp_path, monkeypatch):
     loop = importlib.import_module("grpo_jax.run.train")
     monkeypatch.setattr(loop, "rehearse", lambda *args, **more: given.append((args, more)) or "report")
     how = {"eval_dataset": ROWS, "optimizer": optax.sgd(0.1), "sampler": lengths}
+    how |= {"tools": [lengths], "environment_factory": object}
     with pytest.warns(DeprecationWarning, match=r"dry_run=True\) is deprecated: call grpo_jax.rehearse") as caught:
         report = train("policy", ROWS, lengths, "config", run_dir=tmp_path / "run", dry_run=True, **how)
     assert report == "report"

@@ -10,11 +10,16 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, RewardError
 from grpo_jax.run import scores as scoring
+from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import of_all_processes, score_own
+from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 
 G, T = 3, 4
 ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i"])]
+
+
+PROMPTS = make_prompts([[1]] * len(ROWS))
 
 
 def completions(rows):
@@ -41,7 +46,7 @@ def run(monkeypatch, processes, rows, *fns, on_error="raise"):
         calls.append([])
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         how = {"on_error": on_error, "extras": Extras()}
-        parts.append(score_own(tiny_tokenizer(), fns, ROWS[:rows], completions(rows), **how))
+        parts.append(score_own(tiny_tokenizer(), fns, Sampled(ROWS[:rows], PROMPTS, completions(rows)), **how))
     sent = [json.loads(json.dumps([*part._replace(rewards=part.rewards.tolist())])) for part in parts]
     monkeypatch.setattr(scoring, "gather_objects", lambda own: sent)
     return [of_all_processes(part, fns) for part in parts], calls

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from grpo_jax.turns.calls import call_within
+from grpo_jax.turns.calling import call_within
 
 
 @pytest.mark.quick
