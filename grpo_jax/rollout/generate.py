@@ -101,6 +101,29 @@ def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, p
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
 
 
+def check_request(
+    prompts: Prompts,
+    sampling: Sampling,
+    num_generations: int,
+    max_completion_length: int,
+    batch_size: int | None,
+    *,
+    shards: int,
+) -> None:
+    """Raise a `ValueError` for shapes, counts or sampling settings that make no sense, on so many devices."""
+    check_sampling(sampling)
+    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
+        raise ValueError(
+            f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
+        )
+    for name, value in (("num_generations", num_generations), ("max_completion_length", max_completion_length)):
+        if int(value) != value or value < 1:
+            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
+    if batch_size is not None and batch_size < shards * num_generations:
+        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
+        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+
+
 def generate(
     model: Model,
     params: Params,
@@ -158,19 +181,8 @@ def generate(
       >>> completions.tokens.shape
       (2, 4, 6)
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p)
-    check_sampling(sampling)
-    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
-        raise ValueError(
-            f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
-        )
-    for name, value in (("num_generations", num_generations), ("max_completion_length", max_completion_length)):
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
-    shards = shard_count(mesh_of(params))
-    if batch_size is not None and batch_size < shards * num_generations:
-        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
-        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+    sampling, shards = Sampling(temperature, top_k, top_p, min_p), shard_count(mesh_of(params))
+    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, shards=shards)
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
     keys = completion_keys(key, jnp.asarray(prompt_indices), num_generations)

@@ -8,7 +8,7 @@ ended the turn:
                   turn 1              observation       turn 2
 completion 0      a  b  EOS         x  y  z           c  d  e  EOS
 completion 1      f  EOS            u                 g  EOS
-slot of 0         0  1  2           3  4  5           6  7  8  9      each completion has slots of its own
+position of 0     0  1  2           3  4  5           6  7  8  9
 read together        (only EOS)  EOS  x  y  z
 ```
 
@@ -21,7 +21,6 @@ answers, others decode.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,10 +32,11 @@ import numpy as np
 
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
 from grpo_jax.devices.streams import count_streams, run_in_streams
-from grpo_jax.maths.sampling import Sampling, check_sampling
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.decode import completion_keys, decode_variables, on_cpu
+from grpo_jax.rollout.generate import check_request
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
-from grpo_jax.rollout.layout import STREAM_COMPLETIONS, decode_step
+from grpo_jax.rollout.layout import STREAM_COMPLETIONS, decode_step, places
 from grpo_jax.rollout.turn_programs import align, begin, draw_turn, read_chunk
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached
 
@@ -122,11 +122,7 @@ class _Call:
     sampling: Sampling
     interrupt: Callable[[], None]
     mesh: Any
-
-    @functools.cached_property
-    def variables(self) -> dict[str, Any]:
-        """What the model is applied to while it decodes."""
-        return decode_variables(self.model, self.params)
+    variables: dict[str, Any]  # what the model is applied to while it decodes: made once for all streams
 
     @property
     def how(self) -> dict[str, Any]:
@@ -345,11 +341,12 @@ def generate_turns(
       >>> bool((completions.tokens[completions.present & ~completions.mask] == 7).all())
       True
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p)
-    check_sampling(sampling)
+    sampling, mesh = Sampling(temperature, top_k, top_p, min_p), mesh_of(params)
+    shards = shard_count(mesh)
+    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, shards=shards)
     if not is_cached(model):
         raise ValueError(f"model is {type(model).__name__}: several turns need a model of this package, with its cache")
-    b, mesh = prompts.tokens.shape[0], mesh_of(params)
+    b = prompts.tokens.shape[0]
     numbers = jnp.arange(b) if prompt_indices is None else jnp.asarray(prompt_indices)
     keys = completion_keys(key, numbers, num_generations)
     rows = _Rows(b * num_generations, int(max_completion_length), int(pad_token_id))
@@ -361,10 +358,10 @@ def generate_turns(
         if failed.is_set():
             raise _OtherFailed
 
-    call = _Call(as_argument(model), params, prompts, keys, rows, answers, eos, sampling, interrupted, mesh)
-    shards = shard_count(mesh)
-    at_once = b if batch_size is None else max(1, min(b, batch_size // num_generations))
-    at_once = -(-at_once // shards) * shards
+    given = (as_argument(model), params)
+    variables = decode_variables(*given)
+    call = _Call(*given, prompts, keys, rows, answers, eos, sampling, interrupted, mesh, variables)
+    at_once = places(b, num_generations, batch_size, shards)
     streams = _stream_count(params, at_once, num_generations, mesh)
     size = at_once // streams
 
