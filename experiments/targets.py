@@ -3,10 +3,10 @@
     pip install grpo_jax[plan-tpu,plan-gpu]
     python -m experiments.targets
 
-Two hours on two cores, most of them in the compilers; what has been compiled is kept in a file (--results) and not
-compiled again. Expected: each line says whether a model fits, how many GB a device holds at its peak, the longest
-completion that fits, a bound on the tokens per second, and the seconds that its programs took to compile. The last line
-on standard output is one JSON object.
+An hour or more on two idle cores, nearly all of it in the compilers (not timed as a whole); what has been compiled is
+kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how many GB a device
+holds at its peak, the longest completion that fits, a bound on the tokens per second, and the seconds that its
+programs took to compile. The last line on standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
   longer completions were not tried.
 - **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
-- **compile**: seconds for the largest program of the rollout and of the update; the other programs of a run take about
-  as long each, beside its first iteration (`plan` lists them). They are kept on disk for the next run.
+- **compile**: seconds for the largest program of the rollout and of the update; the other programs of a run are
+  compiled beside its first iteration (`plan` lists them).
 """
 
 COLUMNS = """\

@@ -256,9 +256,10 @@ class GRPOTrainer:
         Args:
           output_dir: where to; None, or the run directory, which holds the run's files: `final` in it.
         """
-        if output_dir is None and self.run_dir is None:
+        where = self.run_dir if output_dir is None else output_dir
+        if where is None:
             raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
-        target = Path(self.run_dir if output_dir is None else output_dir)  # type: ignore[arg-type]
+        target = Path(where)
         if self.run_dir is not None and target.absolute() == Path(self.run_dir).absolute():
             target /= "final"
         write_policy(target, self.policy)

@@ -47,7 +47,8 @@ class ReadFirst(type):
             raise ValueError(
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
             )
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        settings: Any = cls
+        fields = {field.name: field for field in dataclasses.fields(settings)}
         problems = [unknown_field(name, set(fields), _MENDS) for name in values if name not in fields]
         defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
         values, bad = read_values(cls, defaults | {name: value for name, value in values.items() if name in fields})
@@ -57,7 +58,8 @@ class ReadFirst(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The fields, for `help` and editors: `inspect` would show the `**values` of `__call__`."""
-        return inspect.signature(functools.partial(cls.__init__, None))  # type: ignore[misc]
+        settings: Any = cls
+        return inspect.signature(functools.partial(settings.__init__, None))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from grpo_jax.watch.writer import refused_if_unusable
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere, which type checkers read
 
 
 @contextlib.contextmanager

@@ -137,8 +137,9 @@ def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: 
         "tokens": _padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         "mask": _padded(mask, longest, False),
         "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
+        "ended": ended,
     }
-    return Completions(**clean, ended=ended)  # type: ignore[arg-type]
+    return Completions(**clean)
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:

@@ -186,7 +186,8 @@ def _schema(function: Any, name: str, parameters: Sequence[inspect.Parameter]) -
     kept = {*(parameter.name for parameter in parameters), "return"}
     face.__name__, face.__doc__ = name, inspect.getdoc(function)
     face.__annotations__ = {key: hint for key, hint in hints.items() if key in kept}
-    face.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    described: Any = face
+    described.__signature__ = inspect.Signature(parameters)
     return get_json_schema(face)
 
 

@@ -57,7 +57,8 @@ def sampler_gap_limit(compute_dtype: str) -> float:
       1.5
     """
     compute_dtype, platform = resolve(compute_dtype), jax.default_backend()
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    settings: Any = jax.config
+    precision = settings.jax_default_matmul_precision
     if compute_dtype == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
         return SAMPLER_GAP["float32"]
     if compute_dtype == "float32" and (platform != "tpu" or precision in ("high", "tensorfloat32")):

@@ -259,5 +259,11 @@ def test_what_makes_no_sense_is_refused():
 
     with pytest.raises(ValueError, match="Foreign: several turns need a model of this package"):
         generate_turns(Foreign(), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
-    with pytest.raises(ValueError, match="temperature"):
-        play(temperature=-1.0)
+    for settings, message in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"group": 0}, "num_generations must be an integer ≥ 1; got 0"),
+        ({"length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
+        ({"batch_size": 3}, "batch_size must hold a group of 4 completions; got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            play(**settings)
