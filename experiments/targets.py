@@ -5,7 +5,7 @@
 
 An hour or more on two idle cores, nearly all of it in the compilers (not timed as a whole); what has been compiled is
 kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how many GB a device
-holds at its peak, the longest completion that fits, a bound on the tokens per second, and the seconds that its
+holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU seconds that its
 programs took to compile. The last line on standard output is one JSON object.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def config_of(machine: str, length: int, *, group: int = GROUP, groups: int = GR
 
 def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, prompt: int = PROMPT) -> dict[str, Any]:
     """What a plan says, or why there is none."""
+    begin = time.process_time()
     try:
         found = plan(model, config, prompt_length=prompt, device=machine, largest=False)
     except ValueError as error:
@@ -83,7 +85,7 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, promp
         "held": sum(found.held.values()),
         "peaks": found.peaks,
         "bounds": found.bounds,
-        "seconds": found.compile_seconds,
+        "seconds": time.process_time() - begin,
         "tokens": found.sizes["tokens"],
     }
 
@@ -117,7 +119,7 @@ def line(name: str, length: int, cell: Mapping[str, Any], longest: str) -> str:
     peaks, fits = cell["peaks"], max(cell["peaks"].values()) <= cell["memory"]
     bound = cell["tokens"] / sum(cell["bounds"].values())
     memory = (gigabytes(x) for x in (cell["held"], peaks["rollout"], peaks["update"]))
-    seconds = "/".join(f"{cell['seconds'][phase]:.0f}" for phase in ("rollout", "update"))
+    seconds = f"{cell['seconds']:.0f}"
     say = ("yes" if fits else "**no**", *memory, longest, f"{bound:,.0f}" if fits else "", seconds)
     return f"| {name} | {length:,} | {' | '.join(say)} |"
 
@@ -143,9 +145,9 @@ def page(results: Mapping[str, Any]) -> str:
 HEAD = f"""# Accelerators
 
 **Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
-computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Seconds of
-compiling are those of two CPU cores that had other work too. Tokens per second are a *bound*, operations over the peak
-and bytes over the bandwidth of the data sheets, which no program reaches; no step was timed on a GPU or TPU.
+computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Tokens per
+second are a *bound*, operations over the peak and bytes over the bandwidth of the data sheets, which no program
+reaches; no step was timed on a GPU or TPU.
 
 ## Models and machines
 
@@ -160,12 +162,12 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
   longer completions were not tried.
 - **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
-- **compile**: seconds for the largest program of the rollout and of the update; the other programs of a run are
-  compiled beside its first iteration (`plan` lists them).
+- **compile**: CPU seconds for tracing and compiling the largest program of the rollout and that of the update, summed
+  over all threads; the other programs of a run are compiled beside its first iteration (`plan` lists them).
 """
 
 COLUMNS = """\
-| model | T | fits | held | rollout | update | longest T | tokens/s, at most | compile, s |
+| model | T | fits | held | rollout | update | longest T | tokens/s, at most | compile, CPU s |
 |---|---|---|---|---|---|---|---|---|"""
 
 BESIDE = """
