@@ -48,9 +48,9 @@ LIMIT = 12
 """Guesses of a game at most."""
 SOON = 7
 """Guesses within which bisection always wins: floor(log2(NUMBERS)) + 1."""
-IGNORES = 0.5
-"""How often the careless player ignores what it has been told."""
-GROUP = 16
+IGNORES = 3 / 8
+"""Share of its games in which the careless player ignores what it is told. They are longer: half of all guesses."""
+GROUP = 8
 """Completions of each prompt, which are games with the same number."""
 BATCH = 32
 """Games of a supervised step."""
@@ -138,11 +138,15 @@ def bisection(numbers: int = NUMBERS) -> float:
 
 
 def careless_game(draw: random.Random) -> list[tuple[int, str]]:
-    """A game of the careless player: its guesses, each with the answer, "" behind the last one."""
+    """A game of the careless player: its guesses, each with the answer, "" behind the last one.
+
+    It draws each from what is still possible, or, in a share IGNORES of its games, each from all numbers.
+    """
     target, low, high = draw.randint(1, NUMBERS), 1, NUMBERS
+    ignores = draw.random() < IGNORES
     game: list[tuple[int, str]] = []
     while len(game) < LIMIT:
-        guess = draw.randint(1, NUMBERS) if draw.random() < IGNORES else draw.randint(low, high)
+        guess = draw.randint(1, NUMBERS) if ignores else draw.randint(low, high)
         if guess == target or len(game) == LIMIT - 1:
             return [*game, (guess, "")]
         game.append((guess, HIGHER if guess < target else LOWER))
@@ -299,7 +303,7 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     """One seed, from fresh weights to the last game: rates before and after of each arm."""
     with watch("warm_up"):
         new = make_policy(seed)
-        taught = supervise(new, *lessons(new, arguments.warm_up_steps * BATCH, seed), batch=BATCH, learning_rate=5e-3)
+        taught = supervise(new, *lessons(new, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
         save_pretrained(run_dir / "base", taught)
         base = from_pretrained(run_dir / "base")
     with watch("evaluation"):
@@ -337,8 +341,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=1, help="how many runs, with the seeds from --seed on (default 1)")
     add("--control", action="store_true", help="also GRPO by coin flips")
     add("--steps", type=int, default=STEPS, help="GRPO steps (default %(default)s)")
-    add("--prompts", type=int, default=32, help=f"numbers of an iteration, × {GROUP} games (default 32)")
-    add("--warm-up-steps", type=int, default=2000, help="supervised steps (default 2000)")
+    add("--prompts", type=int, default=64, help=f"numbers of an iteration, × {GROUP} games (default 64)")
+    add("--warm-up-steps", type=int, default=5000, help="supervised steps (default 5000)")
     add("--games", type=int, default=16, help="to test with, for each of the numbers (default 16)")
     add("--picture", type=Path, metavar="FILE", help="where to copy the picture of the first seed, docs/guess.png say")
     add("--run-dir", help="an empty or new directory (default runs/guess-<seed>-<time>)")

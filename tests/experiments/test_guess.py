@@ -63,26 +63,34 @@ def test_bounds_are_those_of_all_games(numbers):
 
 
 @pytest.mark.quick
-def test_the_careless_player_ignores_half_of_what_it_is_told():
-    draw, possible, allowed, chances, count = random.Random(0), 0, 0, 0.0, 0
-    for _ in range(4000):
-        low, high, game = 1, guess.NUMBERS, careless_game(draw)
-        assert 1 <= len(game) <= guess.LIMIT
-        assert [answer for _, answer in game].index("") == len(game) - 1
+def test_half_of_the_careless_players_guesses_ignore_what_it_was_told():
+    def plays():
+        """A game, and whether each of its guesses was still possible."""
+        low, high, game, possible = 1, guess.NUMBERS, careless_game(draw), []
         for number, answer in game:
-            assert 1 <= number <= guess.NUMBERS
-            allowed += low <= number <= high
-            size = high - low + 1
-            assert size > 0, "no answer contradicts another"
-            chances += 1 - guess.IGNORES * (1 - size / guess.NUMBERS)
-            count += 1
+            possible.append(low <= number <= high)
             if answer == guess.HIGHER:
                 low = max(low, number + 1)
             elif answer:
                 high = min(high, number - 1)
-        possible += size
-    assert allowed / count == pytest.approx(chances / count, abs=0.012)  # four standard errors
-    assert possible / 4000 < guess.NUMBERS / 4
+        assert low <= high, "no answer contradicts another"
+        return game, possible
+
+    draw = random.Random(0)
+    games = [plays() for _ in range(4000)]
+    for game, _ in games:
+        assert 1 <= len(game) <= guess.LIMIT
+        assert [answer for _, answer in game].index("") == len(game) - 1
+        assert all(1 <= number <= guess.NUMBERS for number, _ in game)
+    lengths = np.array([len(game) for game, _ in games])
+    # Whoever draws from all numbers finds one of them with 1/64 each time; the others play as `random_play` says.
+    ignoring = sum((1 - 1 / guess.NUMBERS) ** n for n in range(guess.LIMIT))
+    expected = guess.IGNORES * ignoring + (1 - guess.IGNORES) * random_play()
+    assert lengths.mean() == pytest.approx(expected, abs=0.2)  # four standard errors
+    assert guess.IGNORES * ignoring / expected == pytest.approx(0.5, abs=0.005)
+    # Nearly all games that ignore are seen to: 5/8 do not, and a few end before an impossible guess.
+    heeded = np.mean([all(possible) for _, possible in games])
+    assert 1 - guess.IGNORES - 0.03 < heeded < 1 - guess.IGNORES + 0.06
 
 
 @pytest.mark.quick

@@ -1,0 +1,120 @@
+"""Asking a calculator: the problems, what counts as right, the teacher, and the script from its start to its end."""
+
+import functools
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from experiments import calculator
+from experiments.calculator import accuracy, asked, calculate, last_number, make_problems, taught, used_tool
+from experiments.countdown import expression_value
+from grpo_jax import from_pretrained
+from grpo_jax.turns import FORMATS, format_of, read_tools
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {}}}]}
+
+
+def conversation(result, answer):
+    return [CALLED, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.quick
+def test_answers_are_those_of_their_expressions_and_differ():
+    problems = make_problems(3, 300)
+    assert len({problem["text"] for problem in problems}) == 300
+    for problem in problems:
+        a, sign, b = problem["expression"].split()
+        assert problem["answer"] == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] >= 0
+        assert re.findall(r"\d+", problem["text"]) == [a, b]
+    assert {problem["expression"].split()[1] for problem in problems} == set("+-*")
+
+
+@pytest.mark.quick
+def test_the_tool_works_out_expressions_and_refuses_all_else():
+    assert [calculate(text) for text in ("37 * 48", "7 - 9", "(1+2)*3", "9 / 2", "2*2")] == [
+        "1776",
+        "-2",
+        "9",
+        "9/2",
+        "4",
+    ]
+    for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
+        with pytest.raises(ValueError, match="is no expression of whole numbers"):
+            calculate(text)
+    assert read_tools([calculate])["calculate"].schema["function"]["parameters"]["required"] == ["expression"]
+
+
+@pytest.mark.quick
+def test_only_what_the_policy_says_last_is_an_answer():
+    said = lambda text: [{"role": "assistant", "content": text}]
+    completions = [
+        *(said("The answer is 80."), said("80 or 81"), said("The answer is 8,0"), said("nothing"), said("-80")),
+        *(conversation("80", "It is 80"), conversation("80", ""), conversation("80", "81"), conversation("7", "80")),
+        [CALLED, {"role": "tool", "content": "80"}],
+    ]
+    assert accuracy(completions, [80] * 10) == [1, 0, 1, 0, 0, 1, 0, 0, 1, 0]
+    assert used_tool(completions) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert used_tool([conversation("ValueError: '2 +' is no expression", "80")]) == [0]
+    assert last_number("9" * 5000) is None
+
+
+@pytest.mark.quick
+def test_the_teacher_asks_as_often_as_it_says_and_guesses_else():
+    draw, problems = random.Random(0), make_problems(0, 50)
+    played = [(problem, taught(problem, draw)) for problem in problems * 60]
+    asks = [(problem, turns) for problem, turns in played if len(turns) == 2]
+    assert len(asks) / len(played) == pytest.approx(calculator.ASKS, abs=0.034)  # four standard errors
+    right = [f"The answer is {problem['answer']}." == turns[-1][0] for problem, turns in asks]
+    assert np.mean(right) == pytest.approx(1 - calculator.WRONG, abs=0.054)
+    guessed = [f"The answer is {problem['answer']}." == turns[-1][0] for problem, turns in played if len(turns) == 1]
+    assert np.mean(guessed) < 0.02
+    for problem, ((call, result), _) in asks:
+        expression = re.search(r'"expression": "(.*)"}}', call)[1]
+        assert result == str(expression_value(expression, [int(n) for n in re.findall(r"\d+", expression)]))
+        assert re.findall(r"\d+", expression) == re.findall(r"\d+", problem["text"])
+
+
+@pytest.mark.quick
+def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
+    policy = calculator.make_policy(0, width=16, layers=1)
+    tokenizer, problems = policy.tokenizer, make_problems(1, 20)
+    assert format_of(tokenizer.chat_template) is FORMATS["hermes"]
+    schemas = [tool.schema for tool in read_tools(calculator.TOOLS).values()]
+    tokens, mask = calculator.lessons(policy, problems, 40, seed=5)
+    draw = random.Random(5)
+    rows = draw.choices(problems, k=40)
+    for row, own, problem in zip(tokens, mask, rows, strict=True):
+        turns = taught(problem, draw)
+        messages = asked(problem, scratch=True)["prompt"]
+        for turn, result in turns:
+            parsed = FORMATS["hermes"].parse(turn)
+            calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls]
+            assert bool(calls) == bool(result) and not parsed.problems
+            messages.append({"role": "assistant", "content": parsed.content, "tool_calls": calls})
+            if result:
+                messages.append({"role": "tool", "content": result})
+        whole = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False)
+        text = tokenizer.decode(row[row != policy.pad_token_id])
+        assert text + "\n" == whole, "the turns are the template's own"
+        assert tokenizer.decode(row[own]) == "".join(turn + "<|im_end|>" for turn, _ in turns)
+
+
+def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calculator, "make_policy", functools.partial(calculator.make_policy, width=16, layers=1))
+    arguments = "--steps 1 --prompts 2 --warm-up-steps 2 --problems 6 --held-out 2 --seed 3 --control"
+    results = calculator.main([*arguments.split(), "--run-dir", str(tmp_path / "run")])
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["arms"].keys() == {"grpo", "control"}
+    for arm in results["arms"].values():
+        for rates in (arm["before"], arm["after"]):
+            assert rates.keys() == {"accuracy", "used_tool"}
+            assert all(0 <= rate <= 1 for rate in rates.values())
+    assert from_pretrained(tmp_path / "run" / "final").tokenizer.chat_template == calculator.TEMPLATE
+    assert from_pretrained(tmp_path / "run" / "control" / "final").tokenizer("37")["input_ids"]
+    again = ["--model", str(tmp_path / "run" / "final"), "--lora", "2", *"--steps 1 --prompts 1 --held-out 2".split()]
+    again += ["--problems", "2", "--max-completion-length", "40", "--run-dir", str(tmp_path / "again")]
+    assert calculator.main(again)["arms"]["grpo"].keys() == {"before", "after"}
