@@ -3,9 +3,9 @@
     python -m experiments.calculator [--seed N] [--control]                            # from scratch
     python -m experiments.calculator --model DIRECTORY_OR_NAME [--lora RANK]             # from an instruct checkpoint
 
-Word problems of one step ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool, `calculate`, which
-works out an expression; a completion is the list of messages that come of it. A small new model is first taught by
-somebody who seldom asks the calculator, and then writes the wrong operation one time in five, and else answers at once
+Word problems of one step ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool, `calculate`,
+which works out an expression; a completion is the list of messages that come of it. A small new model is first taught
+by somebody who seldom asks the calculator, then writes the wrong operation one time in five, and else answers at once
 with a guess. GRPO, rewarded for right answers and nothing else, goes on from there. With --model, the checkpoint's own
 chat template writes the tool and the calls, and the numbers have up to five digits.
 

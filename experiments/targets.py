@@ -168,7 +168,7 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
 - **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
 - **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and that of the
-  update, summed over its threads; the other programs of a run are compiled beside its first iteration (`plan` lists them).
+  update, summed over its threads; a run's other programs are compiled beside its first iteration (`plan` lists them).
 """
 
 COLUMNS = """\

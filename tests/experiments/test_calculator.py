@@ -92,7 +92,8 @@ def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
         for turn, result in turns:
             parsed = FORMATS["hermes"].parse(turn)
             calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls]
-            assert bool(calls) == bool(result) and not parsed.problems
+            assert bool(calls) == bool(result)
+            assert not parsed.problems
             messages.append({"role": "assistant", "content": parsed.content, "tool_calls": calls})
             if result:
                 messages.append({"role": "tool", "content": result})
@@ -115,6 +116,6 @@ def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsy
             assert all(0 <= rate <= 1 for rate in rates.values())
     assert from_pretrained(tmp_path / "run" / "final").tokenizer.chat_template == calculator.TEMPLATE
     assert from_pretrained(tmp_path / "run" / "control" / "final").tokenizer("37")["input_ids"]
-    again = ["--model", str(tmp_path / "run" / "final"), "--lora", "2", *"--steps 1 --prompts 1 --held-out 2".split()]
-    again += ["--problems", "2", "--max-completion-length", "40", "--run-dir", str(tmp_path / "again")]
-    assert calculator.main(again)["arms"]["grpo"].keys() == {"before", "after"}
+    arguments = "--lora 2 --steps 1 --prompts 1 --held-out 2 --problems 2 --max-completion-length 40"
+    places = ["--model", str(tmp_path / "run" / "final"), "--run-dir", str(tmp_path / "again")]
+    assert calculator.main([*arguments.split(), *places])["arms"]["grpo"].keys() == {"before", "after"}
