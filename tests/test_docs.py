@@ -142,7 +142,8 @@ def test_fields_that_are_set_are_fields(page):
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
     known |= set(importlib.import_module("grpo_jax.config.trl_fields").ELSEWHERE)  # what TRL has, on its page
-    written = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in re.findall(r"\b([a-z_]+)=(?!=)", code)}
+    code = "\n".join(re.findall(r"`([^`\n]+)`", prose(page)))
+    written = set(re.findall(r"\b([a-z_]+)=(?!=)", code))
     assert not written - known
 
 
