@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ from grpo_jax import GRPOConfig
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-GUIDES = [*READMES, *sorted(DOCS.glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "CHANGELOG.md", *sorted(DOCS.glob("reference/*.md"))]
+GUIDES = [*READMES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("zh/*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [*GUIDES, *OTHERS, ROOT / "CHANGELOG.md", *sorted(DOCS.glob("reference/*.md"))]
 REFERENCE = {page: re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in DOCS.glob("reference/*.md")}
 FUNCTIONS = [name for name in grpo_jax.__all__ if inspect.isfunction(getattr(grpo_jax, name))]
 CLASSES = [name for name in grpo_jax.__all__ if dataclasses.is_dataclass(getattr(grpo_jax, name))]
@@ -102,7 +104,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*GUIDES, *OTHERS], ids=lambda page: page.name)
 def test_files_and_commands_that_are_named_are_there(page):
     text = page.read_text()
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
@@ -140,13 +142,14 @@ def test_fields_that_are_set_are_fields(page):
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
     known |= set(importlib.import_module("grpo_jax.config.trl_fields").ELSEWHERE)  # what TRL has, on its page
-    written = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in re.findall(r"\b([a-z_]+)=", code)}
+    code = "\n".join(re.findall(r"`([^`\n]+)`", prose(page)))
+    written = set(re.findall(r"\b([a-z_]+)=(?!=)", code))
     assert not written - known
 
 
 @pytest.mark.quick
 def test_the_settings_to_start_with_are_a_config():
-    code, _ = blocks_of_code(DOCS / "recipes.md")
+    code = blocks_of_code(DOCS / "recipes.md")[0]
     names: dict[str, GRPOConfig] = {}
     exec(compile(code, "recipes.md", "exec"), names)
     assert names["config"].sizes()[:2] == (16, 128)
@@ -168,7 +171,7 @@ def small_judge(tmp_path, monkeypatch):
     (tmp_path / "model/chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     )
-    _, code = blocks_of_code(DOCS / "recipes.md")
+    (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "MODEL = " in block)
     code = re.sub(r"^MODEL = .*$", f"MODEL = {str(tmp_path / 'model')!r}", code, flags=re.M)
     (tmp_path / "judge.py").write_text(code.replace("BATCH = 16", "BATCH = 3"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -195,18 +198,28 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
 
 
 @pytest.mark.quick
-def test_both_readmes_answer_the_same_questions():
-    english, chinese = (readme.read_text() for readme in READMES)
-    code = functools.partial(re.findall, r"^```python\n(.*?)^```", flags=re.M | re.S)
-    assert code(english)[0] == code(chinese)[0]
+def test_the_questions_are_answered_in_both_languages():
+    english, chinese = READMES[0].read_text(), (DOCS / "zh" / "questions.md").read_text()
     (table,) = re.findall(r"## The five questions it answers\n(.*?)\n## ", english, flags=re.S)
     names = set(re.findall(r"`([^`]+)`", table))
     assert len(names) > 15
     assert not [name for name in names if f"`{name}`" not in chinese]
     for picture in ("kl_estimators", "old_and_new_policy", "reference_sync", "sort_digits"):
-        assert f"](docs/{picture}.png)" in chinese
-    for readme, other in (READMES, READMES[::-1]):
-        assert f"]({other.name})" in "\n".join(readme.read_text().splitlines()[:5])
+        assert f"](../{picture}.png)" in chinese
+    for name in ("../README.md", "design.md", "experiments.md"):
+        page, other = DOCS / name, READMES[1] if name[0] == "." else DOCS / "zh" / name
+        for one, two in ((page, other), (other, page)):
+            assert f"]({os.path.relpath(two, one.parent)})" in "\n".join(one.read_text().splitlines()[:5])
+
+
+@pytest.mark.quick
+def test_pickle_is_where_security_says():
+    """Between a run and the workers that it starts, and nowhere else; what comes from outside is never unpickled."""
+    text = {path: path.read_text(encoding="utf-8") for path in (ROOT / "grpo_jax").rglob("*.py")}
+    imports = re.compile(r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b", flags=re.M)
+    assert {path.name for path, code in text.items() if imports.search(code)} == {"workers.py", "worker_main.py"}
+    assert not re.search(r"pickle\.loads?\(", text[ROOT / "grpo_jax/rewards/workers.py"])
+    assert not [path for path, code in text.items() if re.search(r"allow_pickle|\btorch\.load|\.recv\(\)", code)]
 
 
 # The reference --------------------------------------------------------------------------------------------------------
@@ -230,7 +243,8 @@ def test_every_public_name_is_in_the_reference_once():
 def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
     made = {f"notebooks/{path.stem}.md" for path in (ROOT / "experiments" / "notebooks").glob("*.ipynb")}
-    assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made | {"index.md", "zh-CN.md"}
+    made |= {"index.md", "zh/index.md", "contributing.md", "security.md", "changelog.md"}  # docs/readmes.py
+    assert nav == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made
 
 
 @pytest.mark.quick

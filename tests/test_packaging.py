@@ -85,7 +85,7 @@ def test_the_links_of_the_description_lead_into_the_repository():
     assert len(targets) == len(links(text)) > 15
     files = [re.sub(rf"^{address}/(blob|raw)/main/", "", target).partition("#")[0] for target in targets]
     assert not [name for name in files if name and not (ROOT / name).exists()]
-    assert f"![The page of a run]({address}/raw/main/docs/report_page.png)" in made
+    assert f"({address}/raw/main/docs/sort_digits.png)" in made
     assert f"[Design]({address}/blob/main/docs/design.md)" in made
     assert SETUP["urls"](address)["Changelog"] == f"{address}/blob/main/CHANGELOG.md"
 
