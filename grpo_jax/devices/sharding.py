@@ -29,6 +29,9 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
+    # Queries, keys and values of a recurrent layer lie side by side: heads are not cut.
+    (r".*/linear_attn/in_proj_\w+/kernel", ("fsdp", None)),
+    (r".*/linear_attn/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
 )

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_jax.hub.hybrid import delta_nets, full_attention_last
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import Rope
 
@@ -102,6 +103,7 @@ class Family:
       defaults: values of config keys that the family's files may omit.
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
+      spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
     """
 
     model_type: str
@@ -109,6 +111,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    spare: tuple[str, ...] = ()
 
 
 def _check_window(keys: Keys) -> int:
@@ -200,16 +203,13 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+def _experts(keys: Keys) -> dict[str, Any]:
     layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
     experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
     chosen = keys["num_experts_per_tok"]
     if not 1 <= chosen <= experts:
         raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
     return {
-        **_biases(keys),
-        "qk_norm": "head",
-        "windows": _all_windows(keys) if keys["use_sliding_window"] else None,
         "num_experts": experts,
         "num_experts_per_token": chosen,
         "expert_size": keys["moe_intermediate_size"],
@@ -219,12 +219,58 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    windows = _all_windows(keys) if keys["use_sliding_window"] else None
+    return {**_biases(keys), **_experts(keys), "qk_norm": "head", "windows": windows}
+
+
+def _hybrid(keys: Keys) -> dict[str, Any]:
+    """What Qwen3.5 and Qwen3-Next share: gated delta nets between layers of gated attention, norms around zero."""
+    layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
+    return {**_biases(keys), **layers, "qk_norm": "head", "norm_offset": 1.0}
+
+
+def _sparse_hybrid(keys: Keys) -> dict[str, Any]:
+    return {**_hybrid(keys), **_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+
+
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+
+
+_HYBRID: dict[str, Any] = {
+    "defaults": {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    "only": {"hidden_act": "silu"},  # of the convolution too
+    "spare": (r"mtp\..*",),  # heads that guess several tokens at once
+}
+
+_SPARSE_HYBRID = {
+    **_HYBRID["defaults"],
+    "intermediate_size": 512,  # of dense layers, which need not be there
+    "num_experts": 256,
+    "num_local_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
 }
 
 
@@ -283,7 +329,12 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family(
         "phi3",
         lambda keys: {"windows": _all_windows(keys)},
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
         fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
     ),
     "Olmo2ForCausalLM": Family(
@@ -303,6 +354,30 @@ FAMILIES: dict[str, Family] = {
             "mlp_only_layers": None,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.001,
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _hybrid, **_HYBRID),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text",
+        _sparse_hybrid,
+        **{
+            **_HYBRID,
+            "defaults": {**_SPARSE_HYBRID, "num_key_value_heads": 2},
+            "only": {**_HYBRID["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        },
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        _sparse_hybrid,
+        **{
+            **_HYBRID,
+            "defaults": {
+                **_SPARSE_HYBRID,
+                "num_key_value_heads": 2,
+                "intermediate_size": 5632,
+                "num_experts": 512,
+                "num_experts_per_tok": 10,
+            },
         },
     ),
 }
@@ -347,9 +422,10 @@ def _rope(keys: Keys, given: Mapping[str, Any]) -> Rope:
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = given.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
-    if fraction != 1 and keys.architecture != "Phi3ForCausalLM":
+    partial = [name for name, family in FAMILIES.items() if "partial_rotary_factor" in family.defaults]
+    if fraction != 1 and keys.architecture not in partial:
         # transformers would ignore it in the other families.
-        raise keys.refuse("partial_rotary_factor", fraction, "1.0, and others in a Phi3ForCausalLM")
+        raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in a {' or '.join(partial)}")
     return Rope(
         theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
     )

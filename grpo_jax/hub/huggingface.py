@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
-from grpo_jax.hub.families import read_config
+from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import (
     TOKENIZER_FILES,
     StoredTensor,
@@ -97,7 +97,7 @@ def from_pretrained(
     config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
     plan = tensor_plan(raw, config)
     stored = stored_tensors(directory)
-    _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
+    _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings, spare=family_of(raw).spare)
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     return Policy(
         model=Transformer(config),
@@ -189,7 +189,7 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.nd
         leaf = leaves[part.path]
         array = np.asarray(leaf if part.expert is None else leaf[part.expert])
         parts.append(array.T if part.transposed else array)
-    return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
+    return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(tensor.shape)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
@@ -265,14 +265,16 @@ def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool 
         ) from error
 
 
-def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], tied: bool) -> None:
+def _check_tensors(
+    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], *, tied: bool, spare: tuple[str, ...]
+) -> None:
     """Compare the names and shapes of a checkpoint with those of its config."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
-    spare = {name for name in stored if name.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if tied else set())
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *spare, *([r"lm_head\.weight"] if tied else []))))
     problems = {
         "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in stored if name not in wanted and name not in spare],
+        "unexpected": [name for name in stored if name not in wanted and not unread.fullmatch(name)],
         "of another shape": [
             f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
             for name, shape in wanted.items()
@@ -330,6 +332,7 @@ def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) ->
     for start in range(0, part.rows, step):
         count = min(step, part.rows - start)
         block = source.rows(first + start, count)
+        block = block.reshape(count, -1) if part.transposed else block
         if part.transposed:
             out[:, start : start + count] = block.T
         else:

@@ -16,6 +16,10 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
 
+_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
+"""What a parameter is called in the file, behind its module; by the same name where it is not here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One parameter, or one expert's part of it, as rows of a stored tensor.
@@ -102,13 +106,16 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
                 groups.setdefault(name, {})[0] = Part(path, leaf.shape[1:], e)
             continue
         module, order = fused.get(modules[-1], (modules[-1], 0))
-        name = ".".join(_hf_modules((*modules[:-1], module))) + (".bias" if last == "bias" else ".weight")
+        suffix = _SUFFIXES.get(last, f".{last}")
+        name = ".".join(_hf_modules((*modules[:-1], module))) + suffix
         groups.setdefault(name, {})[order] = Part(path, leaf.shape)
     plan = []
     for name, members in groups.items():
         parts = tuple(members[i] for i in sorted(members))
         first = parts[0].shape
         columns = (first[0],) if parts[0].transposed else first[1:]
+        if parts[0].path[-1] == "conv1d":  # a filter for each channel, of one channel
+            columns = (1, *columns)
         plan.append(Tensor(name, (sum(part.rows for part in parts), *columns), parts))
     return tuple(plan)
 

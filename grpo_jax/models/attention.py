@@ -26,20 +26,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.fused import MASKED, fused_attention
 from grpo_jax.models.sight import NOBODY, How, Marks, Sight, look
 
 
 @flax.struct.dataclass
 class Prefix:
-    """Keys and values of a batch of prompts, shared by all completions of a prompt.
+    """What the layers keep of a batch of prompts, shared by all completions of a prompt.
 
     Attributes:
-      layers: one (keys [B, H_kv, d, P], values [B, H_kv, P, d]) pair per layer.
+      layers: of an attention layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), of a recurrent one a `State`.
       lengths: [B] int32; slots at and after it are never looked at.
     """
 
-    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    layers: tuple[tuple[jax.Array, jax.Array] | State, ...]
     lengths: jax.Array
 
 
@@ -71,9 +72,9 @@ class Segments:
     reach: int = flax.struct.field(pytree_node=False)
 
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] while decoding, one pair per layer; B, H_kv, G may be
-merged.
+Cache = tuple[tuple[jax.Array, jax.Array] | State, ...]
+"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each attention layer while decoding, and a `State` of
+each recurrent one; the first three axes may be merged.
 
 Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time in a decode step.
 """
@@ -258,7 +259,7 @@ def see(
         position = jnp.take_along_axis(lengths, of_prompt, axis=1) + segments.position
     queries = keys = Marks(*map(whole, (number, prompt, position, index)))
     if prefix is not None:
-        own, p = keys, prefix.layers[0][1].shape[2]
+        own, p = keys, slots_of(prefix.layers)
         at, numbers = jnp.arange(p)[None, None], jnp.arange(lengths.shape[1])[None, :, None]
         number = jnp.where(at < lengths[..., None], NOBODY - 1 - numbers, NOBODY)
         prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))

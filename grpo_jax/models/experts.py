@@ -76,21 +76,29 @@ def _expert_sums(
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`."""
+    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`.
+
+    A `shared_expert` is for all tokens, each of which weighs it by a gate.
+    """
 
     config: TransformerConfig
+    shared_expert: nn.Module | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="gate")(x)
+        linear = lambda name, n: Linear(n, False, jnp.dtype(c.dtype), c.initializer_range, name=name)
+        logits = linear("gate", c.num_experts)(x)
         logits = logits.astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         if c.normalize_expert_weights:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        return Experts(c, name="experts")(flat(x), flat(weights), flat(chosen), x.shape[0]).reshape(x.shape)
+        y = Experts(c, name="experts")(flat(x), flat(weights), flat(chosen), x.shape[0]).reshape(x.shape)
+        if self.shared_expert is None:
+            return y
+        return y + jax.nn.sigmoid(linear("shared_expert_gate", 1)(x)) * self.shared_expert(x)
 
 
 def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:

@@ -23,11 +23,54 @@ class LayerKind:
       window: the sliding window in tokens; None for full attention.
       rotary: whether queries and keys are rotated.
       sparse: a mixture of experts in place of the MLP.
+      mixer: what mixes tokens: "attention", or "delta" for a gated delta net.
     """
 
     window: int | None = None
     rotary: bool = True
     sparse: bool = False
+    mixer: str = "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+    """The shape of a decoder's gated delta nets.
+
+    Attributes:
+      key_heads: heads of queries and keys.
+      value_heads: H, heads of values, of the memory and of its gates; a multiple of `key_heads`.
+      key_dim: d_k, width of a key.
+      value_dim: d_v, width of a value.
+      kernel: K, tokens that the convolution looks at.
+      by_key_heads: projections are two, with the columns of each key head side by side, and not four.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    by_key_heads: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values of a token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """C, width of what the convolution goes over: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of what is kept of one completion: (H, d_k, d_v) of the memory, (1, K − 1, C) of the tail."""
+        return (self.value_heads, self.key_dim, self.value_dim), (1, self.kernel - 1, self.mixed_width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +92,10 @@ class TransformerConfig:
       local_rope: that of sliding-window layers, where it differs.
       rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
       windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
+      mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
+      delta: the shape of the layers that are gated delta nets.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
+      attention_gate: what attention returns is weighed by a gate of each channel, which `q_proj` has beside the query.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
       norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
@@ -61,6 +107,7 @@ class TransformerConfig:
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
+      shared_expert_size: width of the gated MLP of all tokens beside the experts, by a gate of its own; 0 for none.
       expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
       normalize_expert_weights: the weights of a token's experts sum to one.
       router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
@@ -90,6 +137,9 @@ class TransformerConfig:
     local_rope: Rope | None = None
     rotary_layers: tuple[bool, ...] | None = None
     windows: tuple[int | None, ...] | None = None
+    mixers: tuple[str, ...] | None = None
+    delta: DeltaShape | None = None
+    attention_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -104,6 +154,7 @@ class TransformerConfig:
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0
     expert_layers: tuple[bool, ...] = ()
     normalize_expert_weights: bool = False
     router_loss_coef: float = 0.0
@@ -120,7 +171,8 @@ class TransformerConfig:
         """The kind of each layer, from the first on."""
         n = self.num_layers
         windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
-        return tuple(map(LayerKind, windows, rotary, self.expert_layers or (False,) * n))
+        sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
+        return tuple(map(LayerKind, windows, rotary, sparse, mixers))
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

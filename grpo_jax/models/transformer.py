@@ -1,12 +1,13 @@
 """One Flax decoder, by configuration.
 
-Sequences stand for themselves, or continue a prompt whose keys and values they share (`attention.Prefix`). Layers are
+Sequences stand for themselves, or continue a prompt of which they share what was kept (`attention.Prefix`). Layers are
 separate subtrees and unrolled: their names map one to one to Hugging Face's, and no step has to slice weights out of a
 stack. Softmax, norms and logits are float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,11 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_attention, packed_attention, see
+from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, DeltaShape, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
+from grpo_jax.models.recurrent import GatedDeltaNet
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
@@ -33,13 +36,14 @@ class Context(flax.struct.PyTreeNode):
 
     Attributes:
       tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
-      prefix: keys, values and lengths of the prompts in this layer, or None.
-      cache: own keys and values of this layer, or None.
+      prefix: what this layer keeps of the prompts, and their lengths, or None.
+      cache: what it keeps of the completions, or None.
       index: slot of the first token.
       start: [B] slot in which the completions of each prompt begin, or [B, G] of each completion; or None.
       write: [B, G, T] whose keys and values go into the cache; None: all.
       segments: of a packed sequence, or None.
-      last: [B] the only token whose state is wanted, or None.
+      last: [B] the only token whose hidden state is wanted, or None.
+      present: [B, G, T] which tokens are there, side by side; None: all. Attention has `write` and `last` for it.
       sight: what they see, for a fused attention; None for scores that are written out.
     """
 
@@ -51,6 +55,7 @@ class Context(flax.struct.PyTreeNode):
     write: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
+    present: jax.Array | None = None
     sight: Sight | None = None
 
     def pick(self, x: jax.Array) -> jax.Array:
@@ -79,7 +84,9 @@ class Attention(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        q = linear("q_proj", h * r * d, c.qkv_bias)(context.pick(x))
+        q = linear("q_proj", h * r * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
+        if c.attention_gate:
+            q, gate = jnp.split(q.reshape(b, g, n, h * r, 2 * d), 2, axis=-1)
         k = linear("k_proj", h * d, c.qkv_bias)(x)
         v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
         if c.qk_norm == "flat":
@@ -116,6 +123,8 @@ class Attention(nn.Module):
         else:
             y = packed_attention(q, k, v, context.prefix, context.segments, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
+        if c.attention_gate:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape))
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
 
 
@@ -153,8 +162,9 @@ class Layer(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        attention = Attention(c, self.kind, name="self_attn")
-        mlp = MixtureOfExperts(c, name="mlp") if self.kind.sparse else MLP(c, name="mlp")
+        recurrent = self.kind.mixer == "delta"
+        attention = GatedDeltaNet(c, name="linear_attn") if recurrent else Attention(c, self.kind, name="self_attn")
+        mlp = self._experts() if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), context)
             x = context.pick(x) + y
@@ -167,6 +177,11 @@ class Layer(nn.Module):
         y, kv = attention(x, context)
         x = context.pick(x) + norm("post_attention_layernorm")(y)
         return x + norm("post_feedforward_layernorm")(mlp(x)), kv
+
+    def _experts(self):
+        c = self.config
+        shared = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
+        return MixtureOfExperts(c, MLP(shared, parent=None) if c.shared_expert_size else None, name="mlp")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -247,18 +262,20 @@ class Transformer(nn.Module):
 
         Args:
           tokens: [B, G, T] int32.
-          prefix: the prompts' keys and values; None where the tokens stand for themselves.
-          cache: own keys and values with S slots, of which 0..index-1 are filled; None where tokens are all there is.
+          prefix: what is kept of the prompts; None where the tokens stand for themselves.
+          cache: what is kept of the completions, with S slots, of which 0..index-1 are filled; None where tokens are
+            all there is.
           index: slot of the first token; the slots are a ring, from S on it is counted on.
           start: [B] int32, the slot in which the completions of each prompt begin, or [B, G] of each completion; None:
             the first.
           segments: those of tokens [A, 1, N], packed sequences; None: completions side by side.
           last: [B] int32, the only token whose hidden state is wanted, not in a packed sequence; None: all.
-          write: [B, G, T] bool, whose keys and values go into the cache, which has all its axes; None: all.
+          write: [B, G, T] bool, which go into the cache, which has all its axes, and stand side by side; None: all.
 
         Returns:
-          Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and the own keys and values: the cache with
-          the new ones written, or both [B, H_kv, G, T, d] where there was none.
+          Hidden states [B, G, T, D], or [B, G, 1, D], after the last norm, and what is kept of these tokens: the new
+          cache, or where there was none (keys, values) [B, H_kv, G, T, d] or a `State` of each layer, which a packed
+          sequence has none of.
         """
         c = self.config
         b, g, t = tokens.shape
@@ -271,10 +288,10 @@ class Transformer(nn.Module):
             positions = positions + prefix.lengths[:, None]
         if start is not None:
             positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
-        longest = cache[0][1].shape[-2] if cache is not None else t if segments is None else segments.longest
+        longest = slots_of(cache) if cache is not None else t if segments is None else segments.longest
         ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
         if prefix is not None or cache is not None:
-            longest += 0 if prefix is None else prefix.layers[0][1].shape[2]
+            longest += 0 if prefix is None else slots_of(prefix.layers)
             for rope in ropes:
                 check_rope_length(rope, longest)
         tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
@@ -283,7 +300,11 @@ class Transformer(nn.Module):
             how = How.of(chosen, c.head_dim)
             windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
             sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
-        context = Context(tables, index=index, start=start, write=write, segments=segments, sight=sight)
+        present = write if c.mixers is not None else None
+        if c.mixers is not None and last is not None:
+            present = (jnp.arange(t)[None] <= last[:, None])[:, None]
+        where: dict[str, Any] = {"index": index, "start": start, "write": write, "segments": segments}
+        context = Context(tables, **where, present=present, sight=sight)
         x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
         while i < c.num_layers:
             looped = c.loop_layers and cache is None and self._only_reads()
@@ -352,7 +373,10 @@ class Transformer(nn.Module):
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
         """Read the prompts once: hidden state [B, D] of each one's last token, and the `Prefix` for its completions."""
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
-        return hidden[:, 0, 0], Prefix(tuple((k[:, :, 0].swapaxes(-1, -2), v[:, :, 0]) for k, v in own), lengths)
+        only = lambda x: x[:, :, 0]
+        turned = lambda k, v: (only(k).swapaxes(-1, -2), only(v))
+        layers = (State(*map(only, kept)) if isinstance(kept, State) else turned(*kept) for kept in own)
+        return hidden[:, 0, 0], Prefix(tuple(layers), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., D]."""
@@ -400,11 +424,17 @@ def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
-    """Own keys and values for `slots` decode steps of [batch, group] completions, zeros."""
-    heads, d = (batch, config.num_kv_heads, group), config.head_dim
-    dtype = jnp.dtype(dtype or config.dtype)
-    pair = lambda: (jnp.zeros((*heads, d, slots), dtype), jnp.zeros((*heads, slots, d), dtype))
-    return tuple(pair() for _ in range(config.num_layers))
+    """What is kept of [batch, group] completions before their first token, with `slots` slots: zeros."""
+    d, dtype = config.head_dim, jnp.dtype(dtype or config.dtype)
+    zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
+    pair = lambda: (zeros(config.num_kv_heads, d, slots), zeros(config.num_kv_heads, slots, d))
+
+    def state(shape: DeltaShape | None) -> State:
+        assert shape is not None
+        memory, tail = shape.state
+        return State(zeros(*memory, dtype=jnp.float32), zeros(*tail))
+
+    return tuple(state(config.delta) if kind.mixer == "delta" else pair() for kind in config.layer_kinds)
 
 
 def projections(params: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

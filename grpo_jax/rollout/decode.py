@@ -17,6 +17,7 @@ from grpo_jax.devices.sharding import abstract, constrain, constrained_sharding,
 from grpo_jax.devices.streams import devices_of, shared
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.models.attention import Cache, Prefix
+from grpo_jax.models.cache import empty_like, with_slots
 from grpo_jax.models.transformer import kernels_by_columns
 from grpo_jax.rollout.ladder import BURST, whole_cache
 from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
@@ -27,7 +28,7 @@ class Stream(flax.struct.PyTreeNode):
 
     Attributes:
       prefix: of the prompts, B of them.
-      cache: own keys and values, `_without_ones`.
+      cache: what is kept of the completions, `_without_ones`.
       token: [B, G] the last token of each completion.
       ended: [B, G] whether that was its last.
       keys: [B, G] typed keys.
@@ -135,14 +136,15 @@ def _without_ones(cache: Cache) -> Cache:
 
 def _with_ones(stream: Stream) -> Cache:
     """The cache of a stream with all its axes."""
-    (b, g), heads = stream.token.shape, stream.prefix.layers[0][1].shape[1]
-    return jax.tree.map(lambda x: x.reshape(b, heads, g, *x.shape[-2:]), stream.cache)
+    b, g = stream.token.shape
+    whole = lambda x, of_prompts: x.reshape(b, of_prompts.shape[1], g, *x.shape[-2:])
+    return jax.tree.map(whole, stream.cache, stream.prefix.layers)
 
 
 def read_prompts(
     model: Any, params: Params, prompts: Prompts, keys: jax.Array, sampling: Sampling, mesh: Any
 ) -> tuple[Prefix, jax.Array, jax.Array]:
-    """The prompts' keys and values, and the first token [B, G] of every completion with its log-prob."""
+    """What is kept of the prompts, and the first token [B, G] of every completion with its log-prob."""
     b, g = keys.shape
     model, params = for_lookup((model, params), mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -169,12 +171,9 @@ def prefill(
     The next slot is `slot`: there these completions begin. On a mesh each device holds the keys of its own prompts and
     heads.
     """
-    b, g = keys.shape
+    g = keys.shape[1]
     stream, drawn = _read(model, params, prompts, keys, slot, eos_token_ids, sampling, mesh)
-    heads, d = stream.prefix.layers[0][0].shape[1:3]
-    dtype = stream.prefix.layers[0][0].dtype
-    keys_of, values_of = (jnp.zeros((b, heads, g, *shape), dtype) for shape in ((d, slots), (slots, d)))
-    cache = tuple((keys_of, values_of) for _ in stream.prefix.layers)
+    cache = empty_like(stream.prefix.layers, g, slots)
     stream = stream.replace(cache=cache if mesh is not None else _without_ones(cache))
     return _keep_placed(stream, mesh), drawn
 
@@ -186,7 +185,8 @@ def refill(
 ) -> tuple[Stream, Drawn]:
     """`prefill` of prompts that take the places [B'] of groups that have ended, in a stream given without its cache.
 
-    In the cache nothing moves: what the groups before have left there is older than the new ones' first slot.
+    In the cache nothing moves: what the groups before have left there is older than the new ones' first slot, and a
+    recurrent layer takes its prompt's state when it reads a completion's first token.
     """
     new, drawn = _read(model, params, prompts, keys, slot, eos_token_ids, sampling, None)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
@@ -290,8 +290,7 @@ def gather(streams: tuple[Stream, ...], groups, order, *, slots: int, parts: int
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.replace(cache=_with_ones(x)) for x in streams))
     pick = lambda x: x[groups[:, None], order]
     own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
-    more = slots - whole.cache[0][1].shape[3]
-    cache = tuple((_longer(own(k), more, -1), _longer(own(v), more, -2)) for k, v in whole.cache)
+    cache = with_slots(jax.tree.map(own, whole.cache), slots)
     prefix = jax.tree.map(lambda x: x[groups], whole.prefix)
     tokens, ended, keys = (pick(x) for x in (whole.token, whole.ended, whole.keys))
     chosen = Stream(prefix, cache, tokens, ended, keys, whole.start[groups])
@@ -305,8 +304,7 @@ def narrow(stream: Stream, order, *, slots: int, mesh) -> Stream:
     """The completions order [B, G'] of each group, with `slots` slots; nothing leaves its device."""
     pick = lambda x: jax.vmap(lambda own, at: own[at])(x, order)
     own = lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2)
-    more = slots - stream.cache[0][1].shape[3]
-    cache = tuple((_longer(own(k), more, -1), _longer(own(v), more, -2)) for k, v in stream.cache)
+    cache = with_slots(jax.tree.map(own, stream.cache), slots)
     token, ended, keys = (pick(x) for x in (stream.token, stream.ended, stream.keys))
     return _keep_placed(stream.replace(cache=cache, token=token, ended=ended, keys=keys), mesh)
 
@@ -314,13 +312,7 @@ def narrow(stream: Stream, order, *, slots: int, mesh) -> Stream:
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh=None) -> Stream:
     """The same completions with `slots` slots; nothing leaves its device."""
-    more = slots - stream.cache[0][1].shape[-2]
-    cache = tuple((_longer(k, more, -1), _longer(v, more, -2)) for k, v in stream.cache)
-    return _keep_placed(stream.replace(cache=cache), mesh)
-
-
-def _longer(x: jax.Array, more: int, axis: int) -> jax.Array:
-    return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    return _keep_placed(stream.replace(cache=with_slots(stream.cache, slots)), mesh)
 
 
 def _keep_placed(stream: Stream, mesh: Any) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import chex
 import flax.struct
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.devices.streams import shared
 from grpo_jax.maths.sampling import uniforms
 from grpo_jax.models.attention import Cache, Prefix
+from grpo_jax.models.cache import State, empty_like, slots_of
 from grpo_jax.rollout.decode import draw_next, is_eos, read_prompts
 
 
@@ -30,7 +32,7 @@ class TurnStream(flax.struct.PyTreeNode):
 
     Attributes:
       prefix: of the prompts, B of them.
-      cache: own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each layer.
+      cache: what is kept of the completions; its slots are a ring.
       token: [B, G] the last token of each completion, which is not in the cache yet.
       start: [B, G] int32, the slot in which each completion begins.
       keys: [B, G] typed keys.
@@ -53,9 +55,7 @@ def _uniforms(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 def begin(model, params, prompts, keys, *, slots, sampling, mesh=None):
     """Read the prompts and draw the first token of every completion: the stream, tokens and log-probs [B, G]."""
     (b, g), (prefix, token, log_prob) = keys.shape, read_prompts(model, params, prompts, keys, sampling, mesh)
-    heads, d = prefix.layers[0][0].shape[1:3]
-    empty = lambda *shape: jnp.zeros((b, heads, g, *shape), prefix.layers[0][0].dtype)
-    cache = tuple((empty(d, slots), empty(slots, d)) for _ in prefix.layers)
+    cache = empty_like(prefix.layers, g, slots)
     return TurnStream(prefix, cache, token, jnp.zeros((b, g), jnp.int32), keys), token, log_prob
 
 
@@ -115,17 +115,23 @@ def align(stream: TurnStream, groups, order, filled, more, *, slots: int) -> Tur
     Each has `filled` [B', G'] slots, of which the last stands `more` [B', G'] before the end of the ring.
     """
     pick = lambda x: x[groups[:, None], order]
-    old, size = pick(stream.start), stream.cache[0][1].shape[3]
+    old, size = pick(stream.start), slots_of(stream.cache)
     start = slots - more - filled
+    of_heads = lambda x: pick(x.swapaxes(1, 2))  # [B', G', H, …]
 
     def turned(x: jax.Array, axis: int) -> jax.Array:
-        x = pick(x.swapaxes(1, 2))  # [B', G', H, …]
+        x = of_heads(x)
         long = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
         # What is to stand in slot 0 of the new ring; before its own first slot nobody looks.
         first = (old - start) % size
         cut = lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, slots, axis=axis)
         return jax.vmap(jax.vmap(cut))(long, first).swapaxes(1, 2)
 
-    cache = tuple((turned(k, -1), turned(v, -2)) for k, v in stream.cache)
+    def moved(layer: Any) -> Any:
+        if isinstance(layer, State):
+            return State(*(of_heads(x).swapaxes(1, 2) for x in layer))
+        return turned(layer[0], -1), turned(layer[1], -2)
+
+    cache = tuple(map(moved, stream.cache))
     prefix = jax.tree.map(lambda x: x[groups], stream.prefix)
     return TurnStream(prefix, cache, pick(stream.token), start, pick(stream.keys))

@@ -1,0 +1,61 @@
+"""What the layers of a decoder keep of the tokens that they have read.
+
+An attention layer keeps keys and values, in slots: one for each token. A recurrent layer keeps a `State`, which is as
+large after ten thousand tokens as after one. Both have the axes B (of prompts), heads and G (of completions) in front;
+what is kept of a prompt lacks G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class State(NamedTuple):
+    """What a recurrent layer keeps; in the place of an attention layer's (keys, values).
+
+    Attributes:
+      memory: [B, H, G, d_k, d_v] float32; of a prompt [B, H, d_k, d_v].
+      tail: [B, 1, G, K − 1, C], what the convolution still needs of the last tokens; of a prompt [B, 1, K − 1, C].
+    """
+
+    memory: jax.Array
+    tail: jax.Array
+
+
+def slots_of(layers: Sequence[Any]) -> int:
+    """S of a `Cache`, or P of a `Prefix`; 0 where no layer has slots.
+
+    Example:
+      >>> slots_of([State(jnp.zeros((1, 2, 1, 4, 4)), jnp.zeros((1, 1, 1, 3, 8)))])
+      0
+    """
+    return next((layer[1].shape[-2] for layer in layers if not isinstance(layer, State)), 0)
+
+
+def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]:
+    """A cache with so many slots for `group` completions of each prompt, zeros, given the layers of a `Prefix`.
+
+    A state is not copied for the completions: each begins with its prompt's when its first token is read.
+    """
+
+    def one(layer: Any) -> Any:
+        (b, h, d, _), shapes = layer[0].shape, [x.shape[2:] for x in layer]
+        if isinstance(layer, State):
+            made = [jnp.zeros((*x.shape[:2], group, *shape), x.dtype) for x, shape in zip(layer, shapes, strict=True)]
+            return State(*made)
+        return jnp.zeros((b, h, group, d, slots), layer[0].dtype), jnp.zeros((b, h, group, slots, d), layer[1].dtype)
+
+    return tuple(map(one, layers))
+
+
+def with_slots(cache: Sequence[Any], slots: int) -> tuple[Any, ...]:
+    """The same cache with `slots` slots, at least as many as it has; those that are new come last."""
+    more = slots - slots_of(cache)
+    longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    return tuple(
+        layer if isinstance(layer, State) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache
+    )

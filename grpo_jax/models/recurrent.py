@@ -1,0 +1,210 @@
+"""Layers that keep a state of fixed size: short convolutions, and the gated delta net.
+
+```
+              tokens read together               one token, decoding
+tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
+                  └── convolution ──┘               └─ new tail c3 c4
+memory    of the prompt ──► of c3                of c3 ──► of c4
+```
+
+Where the first token of a completion is read, its state is the prompt's: that is looked at in the `Prefix`, and not
+copied to the completions before. Tokens that are not there (`Context.present`) leave a state as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.attention import Segments
+from grpo_jax.models.cache import State
+from grpo_jax.models.delta import CHUNK, delta_rule, delta_step
+from grpo_jax.models.layers import DeltaShape, Linear, RMSNorm, TransformerConfig
+
+
+class Run(NamedTuple):
+    """Where the tokens [B, G, T] of a layer stand in what is read at once, and what was before it.
+
+    Attributes:
+      position: [B, G or 1, T] int32 of each token, counted from the first one of its completion that is read here; of
+        a packed sequence from its segment's first.
+      count: [B, G or 1] int32, tokens that are there; None: all.
+      fresh: [B, G or 1] bool, the first of them is the first of its completion; None where there is no cache.
+      segments: of a packed sequence, or None.
+    """
+
+    position: jax.Array
+    count: jax.Array | None = None
+    fresh: jax.Array | None = None
+    segments: Segments | None = None
+
+    @classmethod
+    def of(cls, context: Any, shape: tuple[int, int, int]) -> Run:
+        """Of tokens of that shape in a `Context`."""
+        b, _, t = shape
+        if context.segments is not None:
+            return cls(context.segments.position[:, None], segments=context.segments)
+        before, count = jnp.zeros((b, 1), jnp.int32), None
+        if context.present is not None:  # side by side, with nothing or something before and after them
+            before = jnp.argmax(context.present, axis=-1).astype(jnp.int32)
+            count = jnp.sum(context.present, axis=-1, dtype=jnp.int32)
+        fresh = None
+        if context.cache is not None:
+            start = 0 if context.start is None else context.start.reshape(b, -1)
+            fresh = context.index + before == start
+            fresh = fresh if count is None else fresh & (count > 0)
+        return cls(jnp.arange(t)[None, None] - before[..., None], count, fresh)
+
+    def begin(self, prompt: jax.Array, kept: jax.Array | None) -> jax.Array:
+        """What was before the first token [B, X, G or 1, …]: what was `kept`, or where it is fresh the prompt's
+        [B, X, …]."""
+        prompt = prompt[:, :, None]
+        if kept is None or self.fresh is None:
+            return prompt
+        fresh = self.fresh.reshape(self.fresh.shape[0], 1, -1, *[1] * (kept.ndim - 3))
+        return jnp.where(fresh, prompt, kept)
+
+    def of_blocks(self, of_prompts: jax.Array) -> jax.Array:
+        """What the segments of each block of a packed sequence begin with [A, M, …], from what prompts [B, …] end
+        with."""
+        assert self.segments is not None
+        prompt = self.segments.prompt
+        own = of_prompts.reshape(prompt.shape[0], -1, *of_prompts.shape[1:])
+        return jax.vmap(lambda own, at: jnp.take(own, at, axis=0))(own, prompt)
+
+
+def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, run: Run) -> jax.Array:
+    """y_t = Σ_j w_j x_{t−j} over the last K tokens of each completion, channel by channel.
+
+    Args:
+      x: [B, G, T, C] float32.
+      kernel: [K, C]; its last row weighs the token itself.
+      tail: [R, S, K − 1, C] of what was before: R, S are B, G or 1, or of a packed sequence A, M.
+      run: of the tokens.
+
+    Returns:
+      [B, G, T, C] float32.
+    """
+    width, (b, g, t, c) = kernel.shape[0], x.shape
+    weigh = lambda x, j: x * kernel[width - 1 - j].reshape(*[1] * (x.ndim - 1), c)
+    y = weigh(x, 0)
+    for j in range(1, min(width, t)):
+        before = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
+        y += weigh(jnp.where((run.position >= j)[..., None], before, 0.0), j)
+    # What the tail adds to each of the first K − 1 tokens; blocks of a packed sequence stand where completions do.
+    tail = tail.astype(jnp.float32)
+    size = t if run.segments is None else t // tail.shape[1]
+    y = y.reshape(b, -1, size, c)
+    at = jnp.broadcast_to(run.position, (b, run.position.shape[1], t)).reshape(b, -1, size)
+    for p in range(min(width - 1, t) if run.count is None and run.segments is None else width - 1):
+        more = sum(weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width))
+        y += jnp.where((at == p)[..., None], more[:, :, None], 0.0)
+    return y.reshape(b, g, t, c)
+
+
+def last_tokens(x: jax.Array, tail: jax.Array, run: Run) -> jax.Array:
+    """The last K − 1 tokens [B, G, K − 1, C] of those that are there, x [B, G, T, C] after the tail [B, G or 1, …]."""
+    (b, g, t, c), width = x.shape, tail.shape[2]
+    tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
+    if run.count is None:
+        return jnp.concatenate([tail, x], axis=2)[:, :, t:]
+    at = run.count[..., None] + jnp.arange(width)[None, None]  # of the tail and the tokens that are there, end to end
+    take = lambda x, at: jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
+    at = jnp.broadcast_to(at, (b, g, width))
+    of_tokens = take(x, at - width - jnp.broadcast_to(run.position[..., :1], at.shape))
+    return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, short convolution, gated delta rule and gated norm of one layer, with Hugging Face's names."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x, context):
+        c, shape = self.config, self.config.delta
+        b, g, t, _ = x.shape
+        h = shape.value_heads
+        mixed, z, beta, a = self._project(x, shape)
+        log_uniform = lambda key, n: jnp.log(jax.random.uniform(key, n, minval=0.01, maxval=16.0))
+        of_heads = lambda name, init: self.param(name, init, (h,)).astype(jnp.float32).reshape(1, 1, 1, h)
+        rate, bias = of_heads("A_log", log_uniform), of_heads("dt_bias", nn.initializers.ones)
+        decay = -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        if context.present is not None:
+            decay, beta = (jnp.where(context.present[..., None], x, 0.0) for x in (decay, beta))
+
+        run, prompt, kept = self._before(context, shape, mixed)
+        tail = run.of_blocks(prompt.tail[:, 0]) if run.segments is not None else run.begin(prompt.tail, kept.tail)[:, 0]
+        bound = shape.kernel**-0.5
+        uniform = lambda key, n: jax.random.uniform(key, n, minval=-bound, maxval=bound)
+        kernel = self.param("conv1d", uniform, (shape.kernel, mixed.shape[-1])).astype(jnp.float32)
+        y = nn.silu(convolve(mixed.astype(jnp.float32), kernel, tail, run))
+        q, k, v = jnp.split(y, [shape.key_width, 2 * shape.key_width], axis=-1)
+        heads = lambda x, d: x.reshape(b, g, t, -1, d).transpose(0, 3, 1, 2, 4)  # [B, H, G, T, d]
+        unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+        q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
+        given = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), *(x.transpose(0, 3, 1, 2) for x in (decay, beta)))
+        y, memory = self._read(given, run, prompt.memory, kept.memory)
+
+        y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
+        y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
+        y = self._linear("out_proj", c.hidden_size)(y.reshape(*y.shape[:3], -1).astype(c.dtype))
+        if run.segments is not None:
+            return y, None
+        after = State(memory, last_tokens(mixed, tail, run)[:, None])
+        like = after if context.cache is None else context.cache
+        return y, State(*(x.reshape(old.shape) for x, old in zip(after, like, strict=True)))
+
+    def _linear(self, name: str, features: int) -> Linear:
+        return Linear(features, False, jnp.dtype(self.config.dtype), self.config.initializer_range, name=name)
+
+    def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
+        """Queries, keys and values side by side [B, G, T, C], gates [B, G, T, H d_v], β and the decay [B, G, T, H]."""
+        wide, narrow = (shape.mixed_width, shape.value_width), (shape.value_heads,) * 2
+        if not shape.by_key_heads:
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            return tuple(self._linear(name, n)(x) for name, n in zip(names, wide + narrow, strict=True))
+        # One product each, whose columns are in the order of the key heads.
+        of_head = lambda x: x.reshape(*x.shape[:-1], shape.key_heads, -1)
+        flat = lambda x: x.reshape(*x.shape[:-2], -1)
+        d, value = shape.key_dim, shape.value_width // shape.key_heads
+        both = of_head(self._linear("in_proj_qkvz", sum(wide))(x))
+        q, k, v, z = map(flat, jnp.split(both, [d, 2 * d, 2 * d + value], axis=-1))
+        beta, a = map(flat, jnp.split(of_head(self._linear("in_proj_ba", sum(narrow))(x)), 2, axis=-1))
+        return jnp.concatenate([q, k, v], axis=-1), z, beta, a
+
+    def _before(self, context: Any, shape: DeltaShape, mixed: jax.Array) -> tuple[Run, State, State]:
+        """Where the tokens stand; what their prompts end with, zeros if there are none; and what the cache has."""
+        b, g, t, _ = mixed.shape
+        if context.prefix is not None:
+            prompt = State(*context.prefix[:2])
+        else:
+            memory, tail = ((b, *size) for size in shape.state)
+            prompt = State(jnp.zeros(memory, jnp.float32), jnp.zeros(tail, mixed.dtype))
+        kept: Any = State(None, None)  # type: ignore[arg-type]
+        if context.cache is not None:
+            whole = ((b, n, g, *rest) for n, *rest in shape.state)
+            kept = State(*(x.reshape(size) for x, size in zip(context.cache, whole, strict=True)))
+        return Run.of(context, (b, g, t)), prompt, kept
+
+    def _read(self, given: Any, run: Run, prompt: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """What the queries read [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""
+        b, h, g, t, _ = given[0].shape
+        how: dict[str, Any] = {"precision": "highest" if self.config.dtype == "float32" else None}
+        if run.segments is None:
+            memory = jnp.broadcast_to(run.begin(prompt, kept), (b, h, g, *prompt.shape[2:]))
+            if t > 1:
+                return delta_rule(*given, memory, **how)
+            out, memory = delta_step(*(x[:, :, :, 0] for x in given), memory)
+            return out[:, :, :, None], memory
+        begins = run.of_blocks(prompt)
+        block = t // begins.shape[1]
+        chunk = math.gcd(block, CHUNK)
+        begins = jnp.repeat(begins, block // chunk, axis=1).swapaxes(1, 2)[:, :, None]
+        nothing, position = jnp.zeros_like(begins[:, :, :, 0]), run.position[:, None]
+        return delta_rule(*given, nothing, position=position, begins=begins, chunk=chunk, **how)
