@@ -118,8 +118,8 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
 
 
-def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
-    """A language model with Qwen3's layout and fresh weights."""
+def make_policy(seed: int, *, width: int = 64, layers: int = 3, recurrent: bool = False) -> Policy:
+    """A language model with Qwen3's layout and fresh weights; or with Qwen3.5's, and one layer more."""
     tokenizer = make_tokenizer()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -140,6 +140,15 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if recurrent:  # three layers of gated delta net to one of attention
+        config |= {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "num_hidden_layers": layers + 1,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": width // 4,
+            "linear_value_head_dim": width // 4,
+        }
     return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
 
 
@@ -179,6 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and samples (default 0)")
     parser.add_argument("--controls", action="store_true", help="also more supervised steps, and GRPO by coin flips")
+    parser.add_argument("--recurrent", action="store_true", help="gated delta nets in three of four layers, as Qwen3.5")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/sort_digits-<seed>-<time>)")
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
@@ -197,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows, held_out = make_rows(seed, held_out=arguments.held_out)
 
     with watch("warm_up"):
-        new = make_policy(seed)
+        new = make_policy(seed, recurrent=arguments.recurrent)
         warm = supervise(new, *lessons(new, rows, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
         save_pretrained(run_dir / "base", warm)
         base = from_pretrained(run_dir / "base")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_jax.hub.hybrid import delta_nets, full_attention_last
+from grpo_jax.hub.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import Rope
 
@@ -224,14 +224,8 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
     return {**_biases(keys), **_experts(keys), "qk_norm": "head", "windows": windows}
 
 
-def _hybrid(keys: Keys) -> dict[str, Any]:
-    """What Qwen3.5 and Qwen3-Next share: gated delta nets between layers of gated attention, norms around zero."""
-    layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
-    return {**_biases(keys), **layers, "qk_norm": "head", "norm_offset": 1.0}
-
-
 def _sparse_hybrid(keys: Keys) -> dict[str, Any]:
-    return {**_hybrid(keys), **_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+    return {**hybrid(keys), **_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
 
 
 _GEMMA_DEFAULTS = {
@@ -240,37 +234,6 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-}
-
-
-_HYBRID: dict[str, Any] = {
-    "defaults": {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-    "only": {"hidden_act": "silu"},  # of the convolution too
-    "spare": (r"mtp\..*",),  # heads that guess several tokens at once
-}
-
-_SPARSE_HYBRID = {
-    **_HYBRID["defaults"],
-    "intermediate_size": 512,  # of dense layers, which need not be there
-    "num_experts": 256,
-    "num_local_experts": None,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.001,
 }
 
 
@@ -356,30 +319,9 @@ FAMILIES: dict[str, Family] = {
             "router_aux_loss_coef": 0.001,
         },
     ),
-    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _hybrid, **_HYBRID),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text",
-        _sparse_hybrid,
-        **{
-            **_HYBRID,
-            "defaults": {**_SPARSE_HYBRID, "num_key_value_heads": 2},
-            "only": {**_HYBRID["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        },
-    ),
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next",
-        _sparse_hybrid,
-        **{
-            **_HYBRID,
-            "defaults": {
-                **_SPARSE_HYBRID,
-                "num_key_value_heads": 2,
-                "intermediate_size": 5632,
-                "num_experts": 512,
-                "num_experts_per_tok": 10,
-            },
-        },
-    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", hybrid, **QWEN3_5),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", _sparse_hybrid, **QWEN3_5_MOE),
+    "Qwen3NextForCausalLM": Family("qwen3_next", _sparse_hybrid, **QWEN3_NEXT),
 }
 
 

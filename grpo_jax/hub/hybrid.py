@@ -1,4 +1,4 @@
-"""Which layers of a decoder are recurrent, and their shape, by the keys of a config.json."""
+"""Families with recurrent layers: which layers those are, and their shape, by the keys of a config.json."""
 
 from __future__ import annotations
 
@@ -8,6 +8,55 @@ from grpo_jax.models.layers import DeltaShape
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta"}
 """Names of `layer_types` in a config.json, and ours."""
+
+
+QWEN3_5: dict[str, Any] = {
+    "defaults": {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    "only": {"hidden_act": "silu"},  # of the convolution too
+    "spare": (r"mtp\..*",),  # heads that guess several tokens at once
+}
+
+_SPARSE: dict[str, Any] = {
+    **QWEN3_5["defaults"],
+    "num_key_value_heads": 2,
+    "num_local_experts": None,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+
+QWEN3_NEXT: dict[str, Any] = {
+    **QWEN3_5,
+    "defaults": {**_SPARSE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+}
+
+QWEN3_5_MOE: dict[str, Any] = {
+    **QWEN3_5,
+    # No layer has a dense MLP.
+    "defaults": {**_SPARSE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+    "only": {**QWEN3_5["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+"""What the rows of `families.FAMILIES` say, but for names and fields."""
+
+
+def hybrid(keys: Any) -> dict[str, Any]:
+    """What Qwen3.5 and Qwen3-Next share: gated delta nets between layers of gated attention, norms around zero."""
+    layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
+    biases = {"qkv_bias": keys["attention_bias"], "o_bias": keys["attention_bias"]}
+    return {**biases, **layers, "qk_norm": "head", "norm_offset": 1.0}
 
 
 def full_attention_last(keys: Any) -> tuple[str, ...]:

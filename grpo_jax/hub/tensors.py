@@ -15,7 +15,6 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
-
 _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
 """What a parameter is called in the file, behind its module; by the same name where it is not here."""
 

@@ -8,6 +8,7 @@ By the same account of a decode step (`DecodeStep`) `rollout` chooses how comple
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from grpo_jax.models.layers import TransformerConfig
 
@@ -59,27 +60,54 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     """
     c = shape
     sparse = sum(c.expert_layers)
-    attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim
+    attention = (2 * (c.num_heads + c.num_kv_heads) + c.num_heads * c.attention_gate) * c.head_dim
     chosen = c.num_experts_per_token if experts is None else experts
-    widths = c.num_layers * attention + (c.num_layers - sparse) * 3 * c.intermediate_size
+    widths = count_attention(c) * attention + (c.num_layers - sparse) * 3 * c.intermediate_size
     widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
+    widths += sparse * (3 * c.shared_expert_size + (c.shared_expert_size > 0))
+    if c.delta is not None:
+        of_delta = c.delta.mixed_width + 2 * c.delta.value_width + 2 * c.delta.value_heads
+        widths += (c.num_layers - count_attention(c)) * of_delta
     return c.hidden_size * (widths + head * c.vocab_size)
+
+
+def count_attention(shape: TransformerConfig) -> int:
+    """Layers of a decoder that keep keys and values."""
+    return sum(kind.mixer == "attention" for kind in shape.layer_kinds)
+
+
+def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
+    """Bytes of what a decoder's recurrent layers keep of one completion, or of one prompt, however long it is.
+
+    Example:
+      >>> from grpo_jax.models.layers import DeltaShape
+      >>> shape = TransformerConfig(32, 16, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+      ...                           mixers=("delta", "attention"), delta=DeltaShape(1, 2, 8, 4))
+      >>> state_bytes(shape, itemsize=2)  # 2 · 8 · 4 numbers of 4 bytes, and 3 tokens of 24 channels
+      400
+    """
+    if shape.delta is None:
+        return 0
+    memory, tail = map(math.prod, shape.delta.state)
+    return (shape.num_layers - count_attention(shape)) * (4 * memory + itemsize * tail)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
     """What a decode step of a layout [groups, width] of completions costs, in bytes that could be read meanwhile.
 
-    cost = weights + groups · (prompt + width · (own + products))
+    cost = weights + groups · (prompt + width · (own + state + products))
 
     Weights are read once, whatever the completions; the prompt's keys and values once per group, a completion's own
-    once per completion. So few completions cost nearly as much as twice as many.
+    once per completion, and a recurrent layer's state is read and written. So few completions cost nearly as much as
+    twice as many.
 
     Attributes:
       weights: bytes of the weights.
       prompt: bytes of one prompt's keys and values.
       own: bytes of one completion's own keys and values.
       products: bytes that could be read while one completion is multiplied by the weights; 0 counts what is read alone.
+      state: bytes of one completion's states that are read and written, whatever its length.
 
     Example:
       >>> step = DecodeStep(weights=800.0, prompt=10.0, own=1.0, products=100.0)
@@ -91,6 +119,7 @@ class DecodeStep:
     prompt: float
     own: float
     products: float = 0.0
+    state: float = 0.0
 
     @classmethod
     def of(
@@ -104,12 +133,13 @@ class DecodeStep:
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
         """The step of a decoder with so many tokens of prompt and completion; the weights' itemsize if it differs."""
-        token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+        token = 2 * count_attention(shape) * shape.num_kv_heads * shape.head_dim * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
             prompt=prompt_length * token,
             own=completion_length * token,
             products=2 * count_weights(shape) * bytes_per_operation,
+            state=2 * state_bytes(shape, itemsize),
         )
 
     def with_slots(self, slots: int, *, of: int) -> DecodeStep:
@@ -118,7 +148,7 @@ class DecodeStep:
 
     def cost(self, groups: int, width: int) -> float:
         """Of a layout [groups, width]."""
-        return self.weights + groups * (self.prompt + width * (self.own + self.products))
+        return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +181,10 @@ class Work:
     def update_operations(self) -> float:
         """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
         c, p, t = self.shape, self.prompt_length, self.completion_length
-        scores = lambda keys: 2 * c.num_layers * c.num_heads * c.head_dim * keys
+        # A memory is read twice and written once a token.
+        memory = 0 if c.delta is None else math.prod(c.delta.state[0])
+        recurrent = 3 * (c.num_layers - count_attention(c)) * memory
+        scores = lambda keys: 2 * count_attention(c) * c.num_heads * c.head_dim * keys + recurrent
         prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))
         completions = self.group * t * (count_weights(c) + scores(p + (t + 1) / 2))
         return 6 * self.prompts * (prompts + completions)

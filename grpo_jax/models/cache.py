@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.layers import DeltaShape, TransformerConfig
+
 
 class State(NamedTuple):
     """What a recurrent layer keeps; in the place of an attention layer's (keys, values).
@@ -36,6 +38,20 @@ def slots_of(layers: Sequence[Any]) -> int:
     return next((layer[1].shape[-2] for layer in layers if not isinstance(layer, State)), 0)
 
 
+def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> tuple[Any, ...]:
+    """What is kept of [batch, group] completions before their first token, with `slots` slots: zeros."""
+    d, dtype = config.head_dim, jnp.dtype(dtype or config.dtype)
+    zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
+    pair = lambda: (zeros(config.num_kv_heads, d, slots), zeros(config.num_kv_heads, slots, d))
+
+    def state(shape: DeltaShape | None) -> State:
+        assert shape is not None
+        memory, tail = shape.state
+        return State(zeros(*memory, dtype=jnp.float32), zeros(*tail))
+
+    return tuple(state(config.delta) if kind.mixer == "delta" else pair() for kind in config.layer_kinds)
+
+
 def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]:
     """A cache with so many slots for `group` completions of each prompt, zeros, given the layers of a `Prefix`.
 
@@ -56,6 +72,4 @@ def with_slots(cache: Sequence[Any], slots: int) -> tuple[Any, ...]:
     """The same cache with `slots` slots, at least as many as it has; those that are new come last."""
     more = slots - slots_of(cache)
     longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    return tuple(
-        layer if isinstance(layer, State) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache
-    )
+    return tuple(layer if isinstance(layer, State) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)

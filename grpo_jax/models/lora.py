@@ -25,7 +25,8 @@ from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
 TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|mlp/(gate|up|down)_proj)"
-"""Every projection of attention, of a gated delta net and of a dense MLP; not the head, the embedding, a router or experts."""
+"""Every projection of attention, of a gated delta net and of a dense MLP; not the head, the embedding, a router or
+experts."""
 
 
 @flax.struct.dataclass(eq=False)

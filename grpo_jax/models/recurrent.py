@@ -148,7 +148,8 @@ class GatedDeltaNet(nn.Module):
         heads = lambda x, d: x.reshape(b, g, t, -1, d).transpose(0, 3, 1, 2, 4)  # [B, H, G, T, d]
         unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
         q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
-        given = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), *(x.transpose(0, 3, 1, 2) for x in (decay, beta)))
+        decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
+        given = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
         y, memory = self._read(given, run, prompt.memory, kept.memory)
 
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))

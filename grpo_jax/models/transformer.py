@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_attention, packed_attention, see
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import ACTIVATIONS, DeltaShape, LayerKind, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.recurrent import GatedDeltaNet
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, context):
-        c, window, last = self.config, self.kind.window, context.last
+        c, last = self.config, context.last
         b, g, t, _ = x.shape
         n = t if last is None else 1
         h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
@@ -95,37 +95,45 @@ class Attention(nn.Module):
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
         if self.kind.rotary:
-            table = context.tables[1] if window is not None and c.local_rope is not None else context.tables[0]
+            table = context.tables[self.kind.window is not None and c.local_rope is not None]
             q, k = rotate(q, (context.pick(table[0]), context.pick(table[1]))), rotate(k, table)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
         keys = k.swapaxes(-1, -2)
         if context.cache is not None:
-            own_keys, own_values = context.cache
-            like = own_keys.shape[:-2]
-            keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
-            slot = context.index % own_values.shape[-2]
-            if context.write is not None:
-                write = context.write.reshape(b, 1, g, t, 1)
-                keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(own_keys, slot, t, axis=-1))
-                v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(own_values, slot, t, axis=-2))
-            k = keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
-            v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
-        scale = d**-0.5 if c.query_scale is None else c.query_scale
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
-        if context.sight is not None:
-            fused = How.of(implementation(c.attention), d)._replace(**how)
-            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh)
-        elif context.segments is None:
-            index = context.index if last is None else context.index + last
-            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
-        else:
-            y = packed_attention(q, k, v, context.prefix, context.segments, **how)
+            k, v = keys, v = self._write(context, keys, v)
+        y = self._attend(q, keys, k, v, context)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         if c.attention_gate:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+    def _attend(self, q, keys, k, v, context):
+        """What queries [B, H_kv, G, T, R, d] make of keys, which stand transposed too, and values."""
+        c, window, last, d = self.config, self.kind.window, context.last, self.config.head_dim
+        scale = d**-0.5 if c.query_scale is None else c.query_scale
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
+        if context.sight is not None:
+            fused = How.of(implementation(c.attention), d)._replace(**how)
+            return attend(q, k, v, context.prefix, context.sight, fused, c.mesh)
+        if context.segments is None:
+            index = context.index if last is None else context.index + last
+            return group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
+        return packed_attention(q, k, v, context.prefix, context.segments, **how)
+
+    def _write(self, context, keys, v):
+        """The cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] in it."""
+        own_keys, own_values = context.cache
+        (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
+        keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
+        slot = context.index % own_values.shape[-2]
+        if context.write is not None:
+            write = context.write.reshape(b, 1, g, t, 1)
+            keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(own_keys, slot, t, axis=-1))
+            v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(own_values, slot, t, axis=-2))
+        keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
+        return keys, jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
 
 
 class MLP(nn.Module):
@@ -162,8 +170,8 @@ class Layer(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
-        recurrent = self.kind.mixer == "delta"
-        attention = GatedDeltaNet(c, name="linear_attn") if recurrent else Attention(c, self.kind, name="self_attn")
+        delta = self.kind.mixer == "delta"
+        attention = GatedDeltaNet(c, name="linear_attn") if delta else Attention(c, self.kind, name="self_attn")
         mlp = self._experts() if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), context)
@@ -421,20 +429,6 @@ def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
         if times > 1 and period * times > best[0] * best[1]:
             best = period, times
     return best
-
-
-def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> Cache:
-    """What is kept of [batch, group] completions before their first token, with `slots` slots: zeros."""
-    d, dtype = config.head_dim, jnp.dtype(dtype or config.dtype)
-    zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
-    pair = lambda: (zeros(config.num_kv_heads, d, slots), zeros(config.num_kv_heads, slots, d))
-
-    def state(shape: DeltaShape | None) -> State:
-        assert shape is not None
-        memory, tail = shape.state
-        return State(zeros(*memory, dtype=jnp.float32), zeros(*tail))
-
-    return tuple(state(config.delta) if kind.mixer == "delta" else pair() for kind in config.layer_kinds)
 
 
 def projections(params: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

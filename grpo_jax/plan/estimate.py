@@ -27,7 +27,7 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.policy import compute_dtype, with_settings
 from grpo_jax.hub.tensors import abstract_params
-from grpo_jax.models.bounds import Work, count_weights, peaks_of
+from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, placed
@@ -237,7 +237,8 @@ def _at_batch(
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
     parts = {name: size for parts in phases.values() for name, size in parts.items()}
     sizes = {"prompts": run.sizes.prompts, "group": run.group, "tokens": run.sizes.completions * run.length}
-    plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes, programs=run.program_names())
+    also: dict[str, Any] = {"programs": run.program_names(), "state": int(state_bytes(run.shape, run.work.itemsize))}
+    plan = Plan(run.mesh.size, held, peaks, parts, run.operations(), sizes, **also)
     if target is None:
         return plan
     unread = [phase for phase, one in found.items() if one.text is None]

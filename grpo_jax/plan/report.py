@@ -16,8 +16,9 @@ class Plan:
       held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
         params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
-      parts: bytes of what a phase adds to `held`: "KV cache", "decode temporaries", "gradients, activations and batch",
-        "activations of all prompts" (its own, kept from reading them to the last backward pass), ….
+      parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
+        temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them
+        to the last backward pass), ….
       operations: of each phase of one iteration, over all devices.
       sizes: prompts and completions of an iteration, and tokens.
       largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
@@ -31,6 +32,7 @@ class Plan:
         the bandwidth. No measurement.
       compile_seconds: of each phase's largest program.
       programs: all that a run may need, by name; they are compiled in its first iteration or beside it, and no later.
+      state: bytes that the recurrent layers keep of each prompt and of each completion, however long it is.
       note: what a reader of these numbers has to know.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     bounds: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     programs: tuple[str, ...] = ()
+    state: int = 0
     note: str = ""
 
     @property
@@ -69,6 +72,7 @@ class Plan:
             f" {sizes['group']} completions",
             f"held on each device: {line(self.held, 'B')}",
             f"added by the phases: {line(self.parts, 'B')}",
+            *([f"recurrent state: {short(self.state, 'B')} of each prompt and completion"] if self.state else []),
             f"peak on each device: {line(self.peaks, 'B')}",
             f"operations of an iteration: {line(self.operations, 'FLOP')}",
         ]

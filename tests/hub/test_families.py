@@ -18,8 +18,8 @@ import pytest
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_array
 from grpo_jax.hub.tensors import parameter_paths, tensor_plan
+from grpo_jax.models.cache import empty_cache
 from grpo_jax.models.experts import router_loss
-from grpo_jax.models.transformer import empty_cache
 
 GOLDEN = Path(__file__).parent / "golden" / "families.json"
 
@@ -385,6 +385,21 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
         np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
 
 
+@pytest.mark.quick
+def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    for name, message in (("qwen3_5", None), ("qwen3", "unexpected: mtp.fc.weight")):
+        directory = write_checkpoint(tmp_path / name, raw_config(name))
+        tensors = load_file(directory / "model.safetensors") | {"mtp.fc.weight": np.ones((4, 4), np.float32)}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        if message is None:
+            assert from_pretrained(directory).params
+            continue
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(directory)
+
+
 def test_router_loss_equals_pytorch(tmp_path):
     directory = write_checkpoint(tmp_path / "numpy", raw_config("qwen3_moe"))
     theirs = torch_logits(torch_model(directory), output_router_logits=True).aux_loss.item()
@@ -424,6 +439,11 @@ BAD_VALUES = [
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is True"),
     ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 1e6}}, r"'rope_parameters' is .*'full_attention'"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]"),
+    ("Qwen3_5ForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .*'linear_attention' for each layer"),
+    ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"is 24.*a multiple of linear_num_key_heads = 16"),
+    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 1}, r"'linear_conv_kernel_dim' is 1.*an int ≥ 2"),
+    ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"'hidden_act' is 'gelu'.*'silu'"),
+    ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, r"'norm_topk_prob' is False"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from tiny import random_params
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.layers import LayerKind, TransformerConfig
+from grpo_jax.models.layers import DeltaShape, LayerKind, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.packing import pack
 from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
@@ -23,6 +23,9 @@ SHAPES = {
     "a pattern and a rest": dataclasses.replace(PLAIN, num_layers=5, windows=(3, None) * 2 + (3,)),
     "experts in every second": dataclasses.replace(
         *(PLAIN,), num_layers=4, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(False, True) * 2
+    ),
+    "recurrent in every second": dataclasses.replace(
+        *(PLAIN,), num_layers=4, mixers=("delta", "attention") * 2, delta=DeltaShape(2, 4, 6, 5)
     ),
     "bfloat16, made again": dataclasses.replace(PLAIN, dtype="bfloat16", remat=True),
     "tiles": dataclasses.replace(PLAIN, attention="tiles"),

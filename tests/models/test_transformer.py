@@ -11,10 +11,11 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax.models import transformer
+from grpo_jax.models.cache import empty_cache
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
-from grpo_jax.models.transformer import Transformer, count_parameters, empty_cache
+from grpo_jax.models.transformer import Transformer, count_parameters
 
 PLAIN = TransformerConfig(
     vocab_size=40,

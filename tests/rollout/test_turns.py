@@ -12,7 +12,7 @@ from tiny import random_params
 
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.layers import DeltaShape, TransformerConfig
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import turns
@@ -21,8 +21,17 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.types import Prompts, as_argument
 
+# A layer of each kind: what it keeps has to go the same ways.
 SHAPE = TransformerConfig(
-    32, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, windows=(None, 9)
+    *(32, 16, 32),
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+    windows=(None, None, 9),
+    mixers=("delta", "attention", "attention"),
+    delta=DeltaShape(key_heads=1, value_heads=2, key_dim=6, value_dim=5),
 )
 MODEL = Transformer(SHAPE)
 PARAMS = random_params(MODEL)

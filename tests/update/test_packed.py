@@ -12,7 +12,7 @@ from tiny import scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.layers import DeltaShape, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument
@@ -104,6 +104,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
         {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
         {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},
         {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
+        {"mixers": ("delta", "attention"), "delta": DeltaShape(2, 4, 6, 5, kernel=3), "attention_gate": True},
     ],
     ids=lambda shape: next(iter(shape)),
 )

@@ -1,0 +1,92 @@
+"""The gated delta rule: a chunk of tokens at once is one token after another, in values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models.delta import delta_rule, delta_step, inverse_of_unit_lower
+
+ROWS, KEY, VALUE = (2, 3), 6, 5
+
+
+def make(n, *, forgets=1.0, seed=0):
+    """Queries, keys, values, decays, betas and a memory, of n tokens."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal((*ROWS, *shape)).astype(np.float32)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    decay, beta = -forgets * np.logaddexp(0, 2 * draw(n)), 1 / (1 + np.exp(-2 * draw(n)))
+    return unit(draw(n, KEY)), unit(draw(n, KEY)), draw(n, VALUE), decay, beta, draw(KEY, VALUE)
+
+
+def one_by_one(q, k, v, decay, beta, memory):
+    def step(memory, token):
+        read, memory = delta_step(*token, memory)
+        return memory, read
+
+    tokens = tuple(jnp.moveaxis(jnp.asarray(x), len(ROWS), 0) for x in (q, k, v, decay, beta))
+    memory, reads = jax.lax.scan(step, memory, tokens)
+    return jnp.moveaxis(reads, 0, len(ROWS)), memory
+
+
+def value_and_gradients(rule, given, weights):
+    def total(*given):
+        reads, memory = rule(*given)
+        return jnp.vdot(reads, weights) / reads.shape[-2] + jnp.sum(jnp.sin(memory)), (reads, memory)
+
+    gradients, values = jax.jit(jax.grad(total, argnums=tuple(range(6)), has_aux=True))(*given)
+    return values, gradients
+
+
+@pytest.mark.quick
+def test_a_step_is_the_formula():
+    """S = α (I − β k kᵀ) S + β k vᵀ, o = Sᵀ q, written out."""
+    q, k, v, decay, beta, memory = (x[0, 0] for x in make(1))
+    q, k, v, alpha, beta = q[0], k[0], v[0], np.exp(decay[0]), beta[0]
+    wanted = alpha * (np.eye(KEY) - beta * np.outer(k, k)) @ memory + beta * np.outer(k, v)
+    read, after = delta_step(*map(jnp.asarray, (q, k, v, decay[0], beta, memory)))
+    np.testing.assert_allclose(after, wanted, atol=1e-6)
+    np.testing.assert_allclose(read, wanted.T @ q, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "forgets"), [(1, 1.0), (11, 1.0), (70, 20.0)], ids=["one token", "odd", "two chunks, forgetting all at once"]
+)
+def test_chunks_are_one_token_after_another(n, forgets):
+    given = make(n, forgets=forgets)
+    weights = np.random.default_rng(1).standard_normal((*ROWS, n, VALUE)).astype(np.float32)
+    slow, fast = (value_and_gradients(rule, given, weights) for rule in (one_by_one, delta_rule))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), slow, fast)
+
+
+@pytest.mark.quick
+def test_segments_in_a_row_begin_with_their_own_memory():
+    """Segments of 3, 6, 1 and 4 tokens in chunks of 4: one spans three chunks, two begin in one chunk."""
+    lengths, chunk = (3, 6, 1, 4), 4
+    n, starts = 16, np.cumsum([0, *lengths])
+    *tokens, _ = make(n)
+    position = np.concatenate([*map(np.arange, lengths), np.zeros(2, int)])[None, None]
+    begins = np.random.default_rng(2).standard_normal((*ROWS, n // chunk, KEY, VALUE)).astype(np.float32)
+    nothing = np.full((*ROWS, KEY, VALUE), 7.0, np.float32)  # that nobody looks at
+    reads, _ = delta_rule(*tokens, nothing, position=jnp.asarray(position), begins=begins, chunk=chunk)
+    for start, length in zip(starts, lengths, strict=False):
+        own = [x[:, :, start : start + length] for x in tokens]
+        wanted, _ = one_by_one(*own, begins[:, :, start // chunk])
+        np.testing.assert_allclose(reads[:, :, start : start + length], wanted, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_equal_keys_that_are_wholly_replaced_lose_no_digits():
+    """The worst case of a triangular inverse by powers: they would grow like binomials, and cancel."""
+    n = 64
+    k = jnp.zeros((n, KEY)).at[:, 0].set(1.0)
+    v = make(n)[2][0, 0]
+    reads, _ = delta_rule(k, k, v, jnp.zeros(n), jnp.ones(n), jnp.zeros((KEY, VALUE)))
+    np.testing.assert_allclose(reads, v, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_the_inverse_of_a_lower_triangle():
+    lower = np.tril(np.random.default_rng(0).standard_normal((2, 16, 16)), -1).astype(np.float32) * 0.3
+    wanted = np.linalg.inv(lower.astype(float) + np.eye(16))
+    np.testing.assert_allclose(inverse_of_unit_lower(jnp.asarray(lower)), wanted, atol=1e-5)
