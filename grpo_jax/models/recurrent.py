@@ -100,7 +100,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, run: Run) -> jax.
     size = t if run.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
     at = jnp.broadcast_to(run.position, (b, run.position.shape[1], t)).reshape(b, -1, size)
-    for p in range(min(width - 1, t) if run.count is None and run.segments is None else width - 1):
+    for p in range(min(width - 1, t)):
         more = sum(weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width))
         y += jnp.where((at == p)[..., None], more[:, :, None], 0.0)
     return y.reshape(b, g, t, c)

@@ -25,6 +25,7 @@ from grpo_jax.update.updater import choose_updater
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 12
 JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
+DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
 OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
 
 
@@ -104,7 +105,8 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
         {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
         {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},
         {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
-        {"mixers": ("delta", "attention"), "delta": DeltaShape(2, 4, 6, 5, kernel=3), "attention_gate": True},
+        # The norm behind a memory blows up what is read from almost nothing, rounding and all: less so with such an eps.
+        {"mixers": ("delta", "attention"), "delta": DELTA, "attention_gate": True, "rms_norm_eps": 1e-2},
     ],
     ids=lambda shape: next(iter(shape)),
 )
