@@ -105,7 +105,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
         {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
         {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},
         {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
-        # The norm behind a memory blows up what is read from almost nothing, and its rounding: less so with such an eps.
+        # The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
         {"mixers": ("delta", "attention"), "delta": DELTA, "attention_gate": True, "rms_norm_eps": 1e-2},
     ],
     ids=lambda shape: next(iter(shape)),
