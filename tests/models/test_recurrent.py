@@ -23,9 +23,12 @@ LENGTHS = np.array([6, 2])  # the second is shorter than what the convolution lo
 
 @functools.cache
 def hybrid():
-    """A gated delta net before and after a layer of gated attention."""
+    """A gated delta net before and after a layer of gated attention.
+
+    The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
+    """
     mixers = ("delta", "attention", "delta")
-    return tiny_model(layers=3, mixers=mixers, delta=SHAPE, attention_gate=True)
+    return tiny_model(layers=3, mixers=mixers, delta=SHAPE, attention_gate=True, rms_norm_eps=1e-2)
 
 
 @functools.cache
@@ -157,4 +160,4 @@ def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
     lengths = all_at_once.mask.sum(axis=-1)
     assert lengths.min() < BURST < lengths.max()
     again = scored(model, params, prompts, all_at_once)
-    np.testing.assert_allclose(again, all_at_once.log_probs, atol=2e-5)
+    np.testing.assert_allclose(again, all_at_once.log_probs, atol=1e-5)
