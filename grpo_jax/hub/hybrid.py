@@ -79,4 +79,5 @@ def delta_nets(keys: Any) -> DeltaShape:
     heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
     if values % heads:
         raise keys.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {heads}")
-    return DeltaShape(*sizes.values(), by_key_heads=keys.architecture == "Qwen3NextForCausalLM")
+    widths = sizes["key_head_dim"], sizes["value_head_dim"], sizes["conv_kernel_dim"]
+    return DeltaShape(heads, values, *widths, keys.architecture == "Qwen3NextForCausalLM")

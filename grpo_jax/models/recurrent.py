@@ -32,13 +32,13 @@ class Run(NamedTuple):
     Attributes:
       position: [B, G or 1, T] int32 of each token, counted from the first one of its completion that is read here; of
         a packed sequence from its segment's first.
-      count: [B, G or 1] int32, tokens that are there; None: all.
+      there: [B, G or 1] int32, tokens that are there; None: all.
       fresh: [B, G or 1] bool, the first of them is the first of its completion; None where there is no cache.
       segments: of a packed sequence, or None.
     """
 
     position: jax.Array
-    count: jax.Array | None = None
+    there: jax.Array | None = None
     fresh: jax.Array | None = None
     segments: Segments | None = None
 
@@ -110,9 +110,9 @@ def last_tokens(x: jax.Array, tail: jax.Array, run: Run) -> jax.Array:
     """The last K − 1 tokens [B, G, K − 1, C] of those that are there, x [B, G, T, C] after the tail [B, G or 1, …]."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
-    if run.count is None:
+    if run.there is None:
         return jnp.concatenate([tail, x], axis=2)[:, :, t:]
-    at = run.count[..., None] + jnp.arange(width)[None, None]  # of the tail and the tokens that are there, end to end
+    at = run.there[..., None] + jnp.arange(width)[None, None]  # of the tail and the tokens that are there, end to end
     take = lambda x, at: jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
     at = jnp.broadcast_to(at, (b, g, width))
     of_tokens = take(x, at - width - jnp.broadcast_to(run.position[..., :1], at.shape))
@@ -128,6 +128,7 @@ class GatedDeltaNet(nn.Module):
     def __call__(self, x, context):
         c, shape = self.config, self.config.delta
         b, g, t, _ = x.shape
+        assert shape is not None
         h = shape.value_heads
         mixed, z, beta, a = self._project(x, shape)
         log_uniform = lambda key, n: jnp.log(jax.random.uniform(key, n, minval=0.01, maxval=16.0))
@@ -195,17 +196,19 @@ class GatedDeltaNet(nn.Module):
 
     def _read(self, given: Any, run: Run, prompt: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """What the queries read [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""
-        b, h, g, t, _ = given[0].shape
+        q, k, v, decay, beta = given
+        b, h, g, t, _ = q.shape
         how: dict[str, Any] = {"precision": "highest" if self.config.dtype == "float32" else None}
         if run.segments is None:
             memory = jnp.broadcast_to(run.begin(prompt, kept), (b, h, g, *prompt.shape[2:]))
             if t > 1:
-                return delta_rule(*given, memory, **how)
-            out, memory = delta_step(*(x[:, :, :, 0] for x in given), memory)
+                return delta_rule(q, k, v, decay, beta, memory, **how)
+            q, k, v, decay, beta = (x[:, :, :, 0] for x in given)
+            out, memory = delta_step(q, k, v, decay, beta, memory)
             return out[:, :, :, None], memory
         begins = run.of_blocks(prompt)
         block = t // begins.shape[1]
         chunk = math.gcd(block, CHUNK)
         begins = jnp.repeat(begins, block // chunk, axis=1).swapaxes(1, 2)[:, :, None]
-        nothing, position = jnp.zeros_like(begins[:, :, :, 0]), run.position[:, None]
-        return delta_rule(*given, nothing, position=position, begins=begins, chunk=chunk, **how)
+        how |= {"position": run.position[:, None], "begins": begins, "chunk": chunk}
+        return delta_rule(q, k, v, decay, beta, jnp.zeros_like(begins[:, :, :, 0]), **how)
