@@ -4,6 +4,7 @@ Importing this does no work, and not even jax is imported: a public name is look
 asked for, so that the command line answers at once. transformers, orbax and matplotlib come when something needs them.
 """
 
+import importlib.metadata
 import importlib.util
 import sys
 from types import ModuleType
@@ -110,6 +111,8 @@ if not TYPE_CHECKING:  # to a type checker a module with `__getattr__` would hav
             value = getattr(importlib.import_module(_HOME[name]), name)
             setattr(sys.modules[__name__], name, value)
             return value
+        if name == "__version__":  # pyproject.toml says it, and nothing else does
+            return importlib.metadata.version(__name__)
         # The rooms, which `import grpo_jax` alone has always given.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")

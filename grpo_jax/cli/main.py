@@ -178,13 +178,15 @@ def _fill(
     own.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this help, or what KEY is")
     for name, settings in options:
         added = own.add_argument(name, **settings)
-        added.complete = FILES if name == "--out" else {}
+        if name == "--out":
+            added.complete = FILES
         words = settings.get("metavar", "|".join(settings.get("choices", ())))
         words = words or ("" if "action" in settings else name.strip("-").upper())
         listed.append((f"{name} {words}".strip(), str(settings["help"])))
     for name in taken:
         added = own.add_argument(f"--{name}", action=_Set, metavar="VALUE", help=name)
-        added.complete = FILES if name in keys.OWN else {}
+        if name in keys.OWN:
+            added.complete = FILES
     own.usage = " ".join([own.prog, *(name for name, _ in positionals)])
     own.usage += " [OPTIONS]" * bool(options) + " [--KEY VALUE ...]" * bool(taken)
     own.taken, own.listed = taken, listed
@@ -204,7 +206,7 @@ class _Set(argparse.Action):
 
 def _version() -> str:
     try:
-        return version("grpo_jax")
+        return f"grpo_jax {version('grpo_jax')}"
     except PackageNotFoundError:  # a clone that is not installed
         return "unknown: grpo_jax is not installed"
 
