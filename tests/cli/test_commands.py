@@ -106,7 +106,8 @@ def test_a_run_that_refuses_leaves_the_file_of_the_one_that_is_there(folder, tra
     assert not (folder / "new").exists()
 
 
-def test_what_is_no_run_directory_is_said(folder, tmp_path):
+@pytest.mark.quick
+def test_what_is_no_run_directory_is_said(tmp_path):
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=r"has no run.yaml, which grpo-jax train leaves in a run directory"):
             run(*command)
@@ -151,6 +152,7 @@ def test_chat_shows_what_generate_draws(folder, trained, state, capsys):
         run("chat", folder / "model", "--say", "a", "--samples", 0)
 
 
+@pytest.mark.quick
 def test_tokens_are_shown_as_they_are_drawn_and_a_cut_character_waits(capsys):
     from grpo_jax.cli.chat import _Shown
 
@@ -210,13 +212,10 @@ def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     asked = []
     monkeypatch.setattr("grpo_jax.plan.__main__.plan", lambda *given, **how: asked.append((given, how)) or "a plan")
     fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
-    if by_file:
-        command = ["plan", write_run(folder)]
-    else:
-        command = ["plan", "--model", folder / "model"]
+    command = ["plan", write_run(folder)] if by_file else ["plan", "--model", folder / "model"]
     assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
     (((model, config), how),) = asked
     assert (str(model), config.mesh, config.num_generations) == (str(folder / "model"), {"fsdp": 2}, 4)
     assert how == {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8"}
-    with pytest.raises(SystemExit, match="model: is missing; give a RUN.yaml that has one, or --model"):
+    with pytest.raises(SystemExit, match=r"model: is missing; give a RUN\.yaml that has one, or --model"):
         run("plan", "--beta", 0.1)

@@ -91,7 +91,9 @@ def test_a_dataset_that_the_hub_does_not_give_is_an_error_in_one_line(folder, mo
         raise ConnectionError("no network\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match="'me/rows': is no file, and the hub did not give it .ConnectionError: no net"):
+    with pytest.raises(
+        ValueError, match=r"'me/rows': is no file, and the hub did not give it .ConnectionError: no net"
+    ):
         rows_of("me/rows", folder)
 
 

@@ -127,7 +127,7 @@ def test_all_faults_come_together_each_with_its_key(folder):
         param_dtype="float8",
         dataset_name="x",
     )
-    with pytest.raises(ValueError, match="my_run.yaml has 15 errors") as caught:
+    with pytest.raises(ValueError, match=r"my_run\.yaml has 15 errors") as caught:
         read_run(path, {"max_steps": "many"}, wanted=ALL)
     lines = str(caught.value).split("\n  ")[1:]
     for begin in (
@@ -176,7 +176,7 @@ def test_files_that_are_none(folder, text, said):
     (folder / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         read_run("bad.yaml")
-    with pytest.raises(FileNotFoundError, match="none.yaml is no file; give a RUN.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml is no file; give a RUN\.yaml"):
         read_run("none.yaml")
 
 
@@ -186,5 +186,5 @@ def test_adapters_are_a_rank_or_the_arguments_of_add_lora():
     assert lora_arguments({"rank": 4, "alpha": 4, "dropout": 0.1}) == {"rank": 4, "alpha": 4, "dropout": 0.1}
     assert lora_arguments(None) is None
     for wrong in ("16", True, {"rank": "16"}, [16]):
-        with pytest.raises(ValueError, match="give a rank|is no int"):
+        with pytest.raises(ValueError, match=r"give a rank|is no int"):
             lora_arguments(wrong)

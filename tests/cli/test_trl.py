@@ -81,7 +81,7 @@ def test_what_is_not_here_is_said_and_is_the_exit_status(script, capsys):
 @pytest.mark.quick
 def test_a_name_of_neither_is_an_error(script):
     script.write_text("learning_rat: 1\n")
-    with pytest.raises(SystemExit, match="learning_rat is no field of GRPOConfig, of TRL .*did you mean learning_rate"):
+    with pytest.raises(SystemExit, match=r"learning_rat is no field of GRPOConfig, of TRL .*did you mean learning_ra"):
         run("from-trl", script)
 
 
