@@ -20,7 +20,7 @@ from grpo_jax.cli.runfile import NAME, RunFile, in_folder, lora_arguments, read_
 from grpo_jax.cli.trl import translate
 from grpo_jax.devices import distributed
 from grpo_jax.devices.sharding import make_mesh
-from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import Policy, compute_dtype, init_policy
 from grpo_jax.hub.publish import write_policy
@@ -87,11 +87,11 @@ def load_policy(run: RunFile) -> Policy:
 
 def _new_policy(given: Mapping[str, Any], folder: Path, dtype: str) -> Policy:
     """A policy with fresh weights."""
-    raw, tokenizer = given["config"], find_checkpoint(in_folder(given["tokenizer"], folder), weights=False)
+    raw, tokenizer = given["config"], load_tokenizer(in_folder(given["tokenizer"], folder))
     if not isinstance(raw, Mapping):
         raw = json.loads((folder / raw).read_text(encoding="utf-8"))
     key = jax.random.key(given.get("seed") or 0)
-    return init_policy(raw, key, tokenizer=load_tokenizer(tokenizer), dtype=dtype)
+    return init_policy(raw, key, tokenizer=tokenizer, dtype=dtype)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:

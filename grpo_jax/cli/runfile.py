@@ -62,7 +62,7 @@ class RunFile:
 
     def text(self) -> str:
         """The file that starts the same run from anywhere."""
-        return yaml.safe_dump({**self.values, "folder": str(self.folder)}, sort_keys=False, allow_unicode=True)
+        return dump_yaml({**self.values, "folder": str(self.folder)})
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,6 +86,24 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
+class _Dumper(yaml.SafeDumper):
+    """What `_Loader` reads back as it was: text that looks like one of its scalars is quoted."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Keys and values as a text that `parse_yaml` reads back.
+
+    Example:
+      >>> print(dump_yaml({"run_name": "1e-6", "learning_rate": 1e-6}), end="")
+      run_name: '1e-6'
+      learning_rate: 1.0e-06
+    """
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a text in YAML.
 
@@ -105,6 +123,8 @@ def value_of(name: str, text: str) -> Any:
     """
     if name == "mesh" and "=" in text:
         return parse_mesh(text)
+    if name == "prompt" and not text.startswith("["):  # a colon in a template makes no mapping
+        return text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
@@ -307,6 +327,8 @@ def _check_model(given: Any, folder: Path) -> None:
         unknown = sorted(set(given) - {"config", "tokenizer", "seed"}, key=str)
         if unknown or not {"config", "tokenizer"} <= given.keys():
             raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
+        if not isinstance(given["config"], dict) and not (folder / str(given["config"])).is_file():
+            raise ValueError(f"config = {show(given['config'])} is no file; give a config.json, or what one holds")
     elif is_reference(given):
         find(given, folder)
     elif isinstance(given, str):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
+from grpo_jax.cli.runfile import dump_yaml
 from grpo_jax.compat.migrate import from_trl
 
 _DATA = {
@@ -106,8 +105,7 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         for title, said in notes
         for line in ([f"# {title}:"] * bool(said) + [f"#   {name}: {note}" for name, note in said.items()])
     ]
-    text = yaml.safe_dump(run, sort_keys=False, allow_unicode=True) if run else ""
-    return "".join(line + "\n" for line in comments) + text, missing
+    return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import yaml
 from cli_files import write_run
 
 from grpo_jax import GRPOConfig
-from grpo_jax.cli.runfile import lora_arguments, parse_yaml, read_run, value_of
+from grpo_jax.cli.runfile import dump_yaml, lora_arguments, parse_yaml, read_run, value_of
 
 ALL = ("model", "data", "rewards")
 
@@ -60,6 +60,8 @@ def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
     assert value_of("pad_to_multiple_of", "auto") == "auto"
     assert value_of("scale_rewards", "false") is False
     assert value_of("prompt", "{question") == "{question"
+    assert value_of("prompt", "Q: {question}") == "Q: {question}"
+    assert value_of("prompt", "[{role: user, content: hi}]") == [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.quick
@@ -67,6 +69,13 @@ def test_every_default_goes_through_the_command_line_and_back():
     for field in dataclasses.fields(GRPOConfig):
         text = yaml.safe_dump(field.default, default_flow_style=True).removesuffix("...\n").strip()
         assert value_of(field.name, text) == field.default, field.name
+
+
+@pytest.mark.quick
+def test_what_is_written_is_read_back_as_it_was():
+    texts = ["1e-6", "7", "None", "null", "true", "off", "no", "2026-01-01", "1:30", "a: b", "[", "{x}", "", "é\n"]
+    values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}
+    assert parse_yaml(dump_yaml(values)) == values
 
 
 @pytest.fixture
