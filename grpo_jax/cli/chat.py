@@ -30,7 +30,11 @@ class _Shown:
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self._text):
             print(text[len(self._text) :], end="", flush=True)
-            self._text = text
+        elif whole:  # a tokenizer that takes back what stood there, as some do before a full stop
+            print(f"\n{text}", end="")
+        else:
+            return
+        self._text = text
 
     @property
     def text(self) -> str:

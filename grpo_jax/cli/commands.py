@@ -26,7 +26,8 @@ from grpo_jax.hub.policy import Policy, compute_dtype, init_policy
 from grpo_jax.hub.publish import write_policy
 from grpo_jax.keep.checkpoint import load_params
 from grpo_jax.plan.__main__ import show_plan
-from grpo_jax.run import evaluate as evaluation
+from grpo_jax.run.evaluate import evaluate as evaluate_policy
+from grpo_jax.run.evaluate import settings_of
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.watch.names import plain
@@ -170,7 +171,7 @@ def evaluate(arguments: Namespace) -> None:
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
     rows = run.rows if run.eval_rows is None else run.eval_rows
-    metrics, found = evaluation.evaluate(policy, rows, run.rewards, **evaluation.settings_of(run.config), **run.turns)
+    metrics, found = evaluate_policy(policy, rows, run.rewards, **settings_of(run.config), **run.turns)
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")

@@ -120,7 +120,7 @@ class _Help(argparse.Action):
             print(keys.explain(value.replace("-", "_")))
         else:
             parser.print_help()
-        parser.exit()
+        raise SystemExit(0)
 
 
 def _grouped(names: Iterable[str]) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """The commands on a small run: each does what the Python API does with the same arguments."""
 
+import importlib
 import json
 import shutil
 
@@ -19,7 +20,7 @@ ALL = ("model", "data", "rewards")
 
 def metrics_of(run_dir):
     lines = list(lines_of((run_dir / "metrics.jsonl").read_text().splitlines()))
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
 def same(left, right):
@@ -196,7 +197,7 @@ def test_a_conversation_goes_on_until_a_line_is_empty(monkeypatch, capsys):
         ["user", "assistant", "user"],
         ["user"],
     ]
-    assert seen[1][1]["content"] == capsys.readouterr().out.splitlines()[0]
+    assert capsys.readouterr().out.startswith(seen[1][1]["content"] + "\n")
 
 
 def test_new_weights_are_made_of_a_config_and_a_tokenizer(folder):
@@ -210,7 +211,8 @@ def test_new_weights_are_made_of_a_config_and_a_tokenizer(folder):
 @pytest.mark.parametrize("by_file", [True, False])
 def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     asked = []
-    monkeypatch.setattr("grpo_jax.plan.__main__.plan", lambda *given, **how: asked.append((given, how)) or "a plan")
+    module = importlib.import_module("grpo_jax.plan.__main__")
+    monkeypatch.setattr(module, "plan", lambda *given, **how: asked.append((given, how)) or "a plan")
     fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
     command = ["plan", write_run(folder)] if by_file else ["plan", "--model", folder / "model"]
     assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
