@@ -43,7 +43,7 @@ def trained(folder):
 
 @pytest.fixture(scope="module")
 def state(folder, trained):
-    asked = read_run(folder / "my_run.yaml", wanted=ALL)
+    asked = read_run(trained / "run.yaml", wanted=ALL)
     policy = from_pretrained(folder / "model")
     how = {"eval_dataset": asked.eval_rows, "run_dir": folder / "by_api"}
     return train(policy, asked.rows, asked.rewards, asked.config, **how)
