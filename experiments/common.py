@@ -29,6 +29,7 @@ __all__ = [
     "Rates",
     "Stopwatch",
     "add_device_flags",
+    "cache_directory",
     "coin_flips",
     "encode_lessons",
     "fresh_directory",
@@ -118,9 +119,13 @@ def start_processes(arguments: argparse.Namespace) -> None:
 def use_compile_cache() -> None:
     """Keep compiled programs from run to run: where `JAX_COMPILATION_CACHE_DIR` says, or in the user's cache."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(base / "grpo_jax" / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def cache_directory() -> Path:
+    """The user's cache of this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_jax"
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:

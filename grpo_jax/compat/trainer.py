@@ -24,7 +24,7 @@ from grpo_jax.hub.policy import Policy, compute_dtype
 from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import as_list
-from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
@@ -224,29 +224,8 @@ class GRPOTrainer:
         data = self._datasets[1] if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
-        config = self.config
-        metrics, rows = evaluate(
-            self.policy,
-            data,
-            self._reward_funcs or [],
-            num_generations=config.eval_generations,
-            max_completion_length=config.max_completion_length,
-            temperature=config.eval_temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
-            pad_to_multiple_of=config.padding,
-            seed=config.seed,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-            on_reward_error=config.on_reward_error,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            environment_timeout=config.environment_timeout,
-            on_environment_error=config.on_environment_error,
-            **self._answered_by,
-        )
+        settings = settings_of(self.config)
+        metrics, rows = evaluate(self.policy, data, self._reward_funcs or [], **settings, **self._answered_by)
         scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in rows[0]["rewards"]}
         return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
 

@@ -12,12 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.plan.estimate import answer, plan
 
-__all__ = ["main"]
+__all__ = ["main", "show_plan"]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,9 +57,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute_dtype=arguments.dtype,
         mesh=parse_mesh(arguments.mesh),
     )
-    memory = None if arguments.memory is None else arguments.memory * 1e9
-    how = {"memory": memory, "param_dtype": arguments.param_dtype, "device": arguments.device}
-    print(plan(arguments.model, config, prompt_length=arguments.prompt, **how))
+    how = {"gigabytes": arguments.memory, "param_dtype": arguments.param_dtype, "device": arguments.device}
+    show_plan(arguments.model, config, prompt_length=arguments.prompt, **how)
+
+
+def show_plan(
+    model: Any, config: GRPOConfig, *, prompt_length: int, gigabytes: float | None, param_dtype: str, device: str | None
+) -> None:
+    """Print a plan, as this command and `grpo-jax plan` do; the arguments are those of `plan`."""
+    memory = None if gigabytes is None else gigabytes * 1e9
+    print(plan(model, config, prompt_length=prompt_length, memory=memory, param_dtype=param_dtype, device=device))
 
 
 if __name__ == "__main__":

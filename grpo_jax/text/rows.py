@@ -38,7 +38,7 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
       >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
       {'prompt': '2+2=', 'answer': '4'}
     """
-    rows = _read_rows(dataset, argument)
+    rows = read_rows(dataset, argument)
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
@@ -80,8 +80,8 @@ def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _read_rows(dataset: Any, argument: str) -> list[Any]:
-    """Read whatever stands for a dataset into a list."""
+def read_rows(dataset: Any, argument: str) -> list[Any]:
+    """Read whatever stands for a dataset into a list, whose rows are not looked at yet."""
     if isinstance(dataset, (str, os.PathLike)):
         return _read_jsonl(dataset, argument)
     if isinstance(dataset, Mapping):
