@@ -17,6 +17,7 @@ from grpo_jax.models.scoring import completion_log_probs
 from grpo_jax.plan.estimate import Plan, plan
 from grpo_jax.rollout.generate import generate
 from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import replay
 from grpo_jax.run.train import train
@@ -48,6 +49,7 @@ __all__ = [
     "merge_lora",
     "mixup",
     "plan",
+    "push_to_hub",
     "rehearse",
     "replay",
     "sample_tokens",
