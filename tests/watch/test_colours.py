@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from grpo_jax.watch.colours import COLOURS, DARK, LIGHT, PHASES, as_css, colour, reward_meanings
 
@@ -44,3 +45,21 @@ def test_phases_and_functions_have_colours_of_the_table():
     assert set(many.values()) <= set(COLOURS)
     assert len(set(list(many.values())[:4])) == 4
     assert "--policy: #56b4e9;" in as_css(dark=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("picture", "dark", "meanings"),
+    [
+        ("sort_digits", False, ("policy",)),
+        ("sort_digits-dark", True, ("policy",)),
+        ("kl_estimators", False, ("policy", "start", "high", "low")),
+        ("old_and_new_policy", False, ("policy", "high")),
+        ("reference_sync", False, ("policy", "high")),
+    ],
+)
+def test_the_pictures_of_the_docs_have_the_colours_of_the_table(picture, dark, meanings):
+    """No palette has been laid over them that makes two colours one."""
+    pixels = np.round(255 * imread(DOCS / f"{picture}.png")[..., :3]).astype(int).reshape(-1, 3)
+    for meaning in meanings:
+        assert (pixels == rgb(colour(meaning, dark=dark))).all(axis=1).sum() > 100, meaning

@@ -153,7 +153,7 @@ def test_ratios_that_nothing_clips_leave_no_empty_panel():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("count", (1, 5, 8))
+@pytest.mark.parametrize("count", [1, 5, 8])
 def test_panels_fill_their_rows_and_legends_lie_off_the_curves(count):
     names = list(panels(draw_report(run())))[:count]
     figure = draw_report(run(), title="demo", only=names)
