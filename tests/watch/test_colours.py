@@ -33,7 +33,7 @@ def test_meanings_are_told_apart_and_seen(dark):
     page = (DARK if dark else LIGHT).page
     assert min(contrast(colour(meaning, dark=dark), page) for meaning in COLOURS) >= 3
     shown = {meaning: rgb(colour(meaning, dark=dark)) for meaning in COLOURS}
-    near = {pair for pair in itertools.combinations(shown, 2) if np.abs(shown[pair[0]] - shown[pair[1]]).sum() < 60}
+    near = {pair for pair in itertools.combinations(shown, 2) if np.abs(shown[pair[0]] - shown[pair[1]]).sum() < 45}
     assert not near
 
 
