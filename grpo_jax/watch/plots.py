@@ -301,7 +301,7 @@ def _style(axes: Axes, panel: Panel, theme: Theme, *, letters: int) -> None:
 def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
     """Draw each curve: pale raw values and the smoothed curve; few values as dots joined by a line."""
     for label, values in curves.items():
-        own = {"color": colours[label]}
+        own: dict[str, Any] = {"color": colours[label]}
         there = np.isfinite(values)
         x, y = steps[there], values[there]
         if len(y) < 20:
