@@ -293,10 +293,12 @@ def _draw_hero(
 ) -> Any:
     """The figure: a curve on the left, texts on the right."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained", facecolor=theme.page)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    figure = Figure(
+        figsize=(11, 4.2), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), facecolor=theme.page
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold", color=theme.ink)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     for axes in (left, right):

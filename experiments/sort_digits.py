@@ -156,7 +156,12 @@ def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple
 
 def sample_one(policy: Policy, params: Any, rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
     """Eight completions of the first of the rows, for the picture."""
-    settings = {"max_completion_length": LONGEST, "num_generations": 8, "temperature": 1.0, "seed": seed}
+    settings: dict[str, Any] = {
+        "max_completion_length": LONGEST,
+        "num_generations": 8,
+        "temperature": 1.0,
+        "seed": seed,
+    }
     return evaluate(policy, rows[:1], [accuracy], params=params, batch_size=1, **settings)[1]
 
 

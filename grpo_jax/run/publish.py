@@ -109,7 +109,8 @@ class _Repository:
     def __init__(self, name: str, what: str, *, private: bool | None, revision: str | None):
         from huggingface_hub import HfApi  # here: importing grpo_jax must stay light
 
-        self._api, self._revision = HfApi(endpoint=hub_endpoint()), revision
+        self._api: Any = HfApi(endpoint=hub_endpoint())
+        self._revision = revision
         try:
             self.name = self._api.create_repo(name, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/"):
