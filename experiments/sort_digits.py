@@ -1,6 +1,6 @@
 """A small language model learns by GRPO to give the right answer, which is one of its habits and not the usual one.
 
-    python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR]
+    python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR] [--picture FILE]
 
 The task: `sort 52817:` → `<answer>12578</answer>`. The model learns it from a flawed teacher that is right one time in
 eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO with two
@@ -9,14 +9,17 @@ rewards, the answer and the format, then goes on from the checkpoint that this l
 Time: 65 seconds on two idle cores; the two arms of --controls take 70 % more.
 Expect: on 1000 prompts that no training saw, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
 and more (seeds 0 to 4); more supervised steps leave both where they were, and random rewards do not raise them.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object; everything else is in the run directory: `final` is the checkpoint,
+`hero.png` the picture of the README.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from experiments.common import (
     Stopwatch,
     add_device_flags,
     coin_flips,
+    draw_hero,
     encode_lessons,
     fresh_directory,
     held_out_rates,
@@ -38,7 +42,7 @@ from experiments.common import (
     supervise,
     use_compile_cache,
 )
-from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
+from grpo_jax import GRPOConfig, Policy, evaluate, from_pretrained, init_policy, save_pretrained, train
 from grpo_jax.rewards.shipped import accuracy_reward, format_reward
 
 DIGITS = 5
@@ -150,6 +154,17 @@ def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple
     return encode_lessons(policy, [row["prompt"] for row in chosen], [teach(row["digits"], draw) for row in chosen])
 
 
+def sample_one(policy: Policy, params: Any, rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
+    """Eight completions of the first of the rows, for the picture."""
+    settings: dict[str, Any] = {
+        "max_completion_length": LONGEST,
+        "num_generations": 8,
+        "temperature": 1.0,
+        "seed": seed,
+    }
+    return evaluate(policy, rows[:1], [accuracy], params=params, batch_size=1, **settings)[1]
+
+
 def make_config(seed: int, steps: int, held_out: int, eval_steps: int | None) -> GRPOConfig:
     """The settings of both GRPO arms."""
     return GRPOConfig(
@@ -183,6 +198,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="where to copy the picture, and a dark one")
     add_device_flags(parser)
     return parser.parse_args(argv)
 
@@ -210,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     before, completions = test(base.params)
     print(f"base, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
     show_completions("before, greedy", completions[:4])
-    arms = {}
+    arms, samples = {}, {"before": sample_one(base, base.params, held_out, seed)}
 
     print("\nGRPO, rewarded for the answer and the format:")
     with watch("grpo"):
@@ -220,6 +236,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     after, completions = test(state.params)
     show_completions("after, greedy", completions[:4])
     arms["grpo"] = {"before": before, "after": after}
+    samples["after"] = sample_one(base, state.params, held_out, seed)
+    if jax.process_index() == 0:
+        title = f"A small language model sorts five digits, before and after {steps} steps of GRPO"
+        draw_hero(run_dir, samples, title=title)
+        if arguments.picture:
+            shutil.copyfile(run_dir / "hero.png", arguments.picture)
+            shutil.copyfile(run_dir / "hero-dark.png", arguments.picture.with_stem(f"{arguments.picture.stem}-dark"))
 
     if arguments.controls:
         print("\nControl: as many more supervised steps.")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from grpo_jax.plan.estimate import Plan, plan
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
+    from grpo_jax.run.publish import push_to_hub
     from grpo_jax.run.rehearse import rehearse
     from grpo_jax.run.replay import replay
     from grpo_jax.run.train import train
@@ -56,6 +57,7 @@ __all__ = [
     "merge_lora",
     "mixup",
     "plan",
+    "push_to_hub",
     "rehearse",
     "replay",
     "sample_tokens",
@@ -84,6 +86,7 @@ _NAMES_OF = {
     "plan.estimate": "Plan plan",
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",
+    "run.publish": "push_to_hub",
     "run.rehearse": "rehearse",
     "run.replay": "replay",
     "run.train": "train",

@@ -19,12 +19,12 @@ from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.hub.peft import add_lora
+from grpo_jax.hub.peft import add_lora, write_policy
 from grpo_jax.hub.policy import Policy, compute_dtype
-from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
+from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
@@ -245,11 +245,44 @@ class GRPOTrainer:
         if self.config.push_to_hub:
             self.push_to_hub("Model save")
 
-    def push_to_hub(self, commit_message: str = "End of training") -> None:
-        """Push the policy to the repository `hub_model_id` of the hub, and wait until it is there."""
-        publisher = Publisher(dataclasses.replace(self.config, push_to_hub=True), self.policy, self.run_dir)
-        publisher.open()
-        publisher.end(self.policy.params, commit_message)
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        dataset_name: str | None = None,
+        **card: Any,
+    ) -> str:
+        """Push the policy to the repository `hub_model_id` of the hub, or one with the run directory's name.
+
+        Args:
+          commit_message: of the commit.
+          blocking: True; the push is waited for.
+          revision: branch to push to; None: `hub_revision`.
+          private: visibility of a repository that is made; None: `hub_private_repo`.
+          dataset_name: of the data, for the card.
+          card: `base_model` and `license`, as in `grpo_jax.push_to_hub`.
+
+        Returns:
+          The address of the commit.
+        """
+        if not blocking:
+            raise ValueError("blocking is False: the push is waited for; leave it out.")
+        run_dir, config = self.run_dir, self.config
+        if config.hub_model_id is None and run_dir is None:
+            raise ValueError("hub_model_id and output_dir are None: give one in GRPOConfig, to name the repository.")
+        return push_to_hub(
+            self.policy,
+            config.hub_model_id or Path(str(run_dir)).absolute().name,
+            run_dir=run_dir if self.state is not None else None,
+            dataset=dataset_name,
+            private=config.hub_private_repo if private is None else private,
+            revision=revision or config.hub_revision,
+            commit_message=commit_message,
+            **card,
+        )
 
 
 def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:

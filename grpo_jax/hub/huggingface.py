@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,19 @@ def from_pretrained(
     param_dtype: str | None = None,
     remat: bool = False,
     mesh: jax.sharding.Mesh | None = None,
+    revision: str | None = None,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout.
 
     Args:
-      name_or_directory: a directory, or the name of a model on the hub.
+      name_or_directory: a directory, or the name of a model on the hub, which is the one of HF_ENDPOINT where that
+        variable is set.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       mesh: devices to place the parameters on, each tensor straight into its shards by `sharding.TABLE`; None for the
         default device.
+      revision: branch, tag or commit of a model on the hub; None for its main branch.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -73,7 +76,8 @@ def from_pretrained(
     Raises:
       FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
       ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
-        another shape; a tokenizer that encodes text to nothing. All of this is found before a weight is read.
+        another shape; a tokenizer that encodes text to nothing; a revision of a directory. All of this is found before
+        a weight is read.
 
     Example:
       >>> import tempfile
@@ -90,7 +94,7 @@ def from_pretrained(
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
             raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
-    directory = find_checkpoint(name_or_directory)
+    directory = find_checkpoint(name_or_directory, revision=revision)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
@@ -243,26 +247,41 @@ def _quiet_import() -> Iterator[None]:
             os.environ[name] = before
 
 
-def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool = True) -> Path:
+def find_checkpoint(
+    name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
+) -> Path:
     """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's; by choice only its
     config."""
+    more = ["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES] if weights else []
+    return find_files("name_or_directory", name_or_directory, ["config.json", *more], revision)
+
+
+def find_files(
+    argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
+) -> Path:
+    """The directory that an argument names, or the files of a repository of the hub that fit the patterns, fetched."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}, and {argument} {name!r} is a directory, which has none.")
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(
-            f"name_or_directory {name!r} is no directory; give one, or a hub name like owner/model."
-        )
+        raise FileNotFoundError(f"{argument} {name!r} is no directory; give one, or a hub name like owner/model.")
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", *(["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        fetched = snapshot_download(name, revision=revision, allow_patterns=list(patterns), endpoint=hub_endpoint())
     except Exception as error:
         raise FileNotFoundError(
-            f"name_or_directory {name!r} is no local directory, and the hub did not give it: {error}"
+            f"{argument} {name!r} is no local directory, and the hub did not give it: {error}"
         ) from error
+    return Path(fetched)
+
+
+def hub_endpoint() -> str | None:
+    """The hub that HF_ENDPOINT names now; None for the usual one. huggingface_hub reads it once, at its import."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], tied: bool) -> None:

@@ -281,7 +281,7 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     import huggingface_hub
 
     asked = {}
-    fetch = lambda name, allow_patterns: asked.update({name: allow_patterns}) or str(checkpoint)
+    fetch = lambda name, allow_patterns, **_: asked.update({name: allow_patterns}) or str(checkpoint)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert from_pretrained("owner/model").config["vocab_size"] == 96
     assert set(asked) == {"owner/model"}
