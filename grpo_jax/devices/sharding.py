@@ -34,6 +34,8 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     # Held by rows, and so the other way round.
     (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
+    (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
+    (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
 )
 """Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
@@ -106,7 +107,8 @@ def from_pretrained(
     """
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
-            raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
+            reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
+            raise ValueError(f"{argument} is {value!r}{reason}.")
     check_method(quantize)
     directory = find_checkpoint(name_or_directory)
     raw = read_json(directory / "config.json")

@@ -141,10 +141,10 @@ def matmul_quantized(x: jax.Array, w: Quantized, dtype: Any = None) -> jax.Array
     W is written out in the dtype of x where it is needed, and again for the gradient: kept from the forward to the
     backward pass, the matrices would be the model in 16 bits.
     """
-    return jnp.matmul(x, _rows_for(x, w).T, preferred_element_type=dtype)
+    return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)
 
 
-def _rows_for(x: jax.Array, w: Quantized) -> jax.Array:
+def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
     """Wᵀ in the dtype of x, not before x is there.
 
     A compiler would else write out all matrices at the beginning of a program, or keep those of the forward pass for
@@ -168,9 +168,9 @@ def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
 @functools.partial(matmul_quantized.defjvp, symbolic_zeros=True)
 def _matmul_quantized_jvp(dtype, primals, tangents):
     (x, w), (dx, _) = primals, tangents
-    y = jnp.matmul(x, _rows_for(x, w).T, preferred_element_type=dtype)  # itself: policies of `jax.checkpoint` see it
+    y = jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)  # itself: policies of `jax.checkpoint` see it
     if isinstance(dx, SymbolicZero):
         return y, jnp.zeros_like(y)
-    forwards = lambda w, dx: (dx @ _rows_for(dx, w).T).astype(y.dtype)
-    backwards = lambda w, g: g.astype(x.dtype) @ _rows_for(g.astype(x.dtype), w)
+    forwards = lambda w, dx: (dx @ rows_for(dx, w).T).astype(y.dtype)
+    backwards = lambda w, g: g.astype(x.dtype) @ rows_for(g.astype(x.dtype), w)
     return y, linear_call(forwards, backwards, w, dx)
