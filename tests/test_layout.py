@@ -234,6 +234,7 @@ TESTED_ELSEWHERE = {
     "models.rope": "models/test_transformer.py",
     "plan.__main__": "plan/test_estimate.py",
     "plan.compiled": "plan/test_targets.py",
+    "plan.loaded": "plan/test_estimate.py",
     "plan.report": "plan/test_estimate.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",

@@ -11,6 +11,7 @@ from grpo_jax.config.checks import batch_problems, contradictions
 from grpo_jax.config.fields import (
     raise_all,
     read,
+    read_compute_dtype,
     read_json,
     read_mesh,
     read_scale,
@@ -25,6 +26,7 @@ from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
 MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
 
 _OWN_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "compute_dtype": read_compute_dtype,
     "scale_rewards": read_scale,
     "reward_weights": read_weights,
     "chat_template_kwargs": read_json,

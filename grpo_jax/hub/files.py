@@ -62,8 +62,10 @@ class StoredTensor:
         return data.view(self.dtype).reshape(count, *self.shape[1:])
 
 
-def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Every tensor of a directory by name, from the headers of its safetensors files."""
+def stored_tensors(
+    directory: Path, stem: str = "model", supported: Mapping[str, np.dtype] = STORED
+) -> dict[str, StoredTensor]:
+    """Every tensor of a directory by name, from the headers of its safetensors files, in supported dtypes."""
     index = read_json(directory / f"{stem}.safetensors.index.json")
     files = sorted(set(index["weight_map"].values())) if index else [f"{stem}.safetensors"]
     absent = [name for name in files if not (directory / name).is_file()]
@@ -85,12 +87,12 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if end > size:
                 raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
-            if entry["dtype"] not in STORED:
+            if entry["dtype"] not in supported:
                 raise ValueError(
                     f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
-                    f"supported: {', '.join(STORED)}."
+                    f"supported: {', '.join(supported)}."
                 )
-            tensors[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
+            tensors[name] = StoredTensor(path, supported[entry["dtype"]], tuple(entry["shape"]), begin)
     return tensors
 
 

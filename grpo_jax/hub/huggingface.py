@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
+    STORED,
     TOKENIZER_FILES,
     StoredTensor,
     appearing,
@@ -33,8 +35,20 @@ from grpo_jax.hub.files import (
     write_json,
 )
 from grpo_jax.hub.policy import Policy
+from grpo_jax.hub.quantize import (
+    Nf4Tensor,
+    Source,
+    check_method,
+    check_sources,
+    find_nf4,
+    is_projection,
+    read_nf4,
+    read_quantized,
+    without_quantization,
+)
 from grpo_jax.hub.tensors import Part, Tensor, abstract_params, nest, parameter_paths, tensor_plan
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.quantized import Quantized, is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
@@ -57,6 +71,7 @@ def from_pretrained(
     remat: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
+    quantize: str | None = None,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout.
 
@@ -69,6 +84,9 @@ def from_pretrained(
       mesh: devices to place the parameters on, each tensor straight into its shards by `sharding.TABLE`; None for the
         default device.
       revision: branch, tag or commit of a model on the hub; None for its main branch.
+      quantize: "nf4" (four bits, in blocks of 64, their scales quantized once more) or "int8" (a scale a row): how the
+        projections of layers are held, for a base that `add_lora` freezes; None: plain. They are quantized a few rows
+        at a time while they are read. A checkpoint that bitsandbytes has stored in NF4 is held as it is stored.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -93,19 +111,21 @@ def from_pretrained(
     """
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
-            raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
+            reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
+            raise ValueError(f"{argument} is {value!r}{reason}.")
+    check_method(quantize)
     directory = find_checkpoint(name_or_directory, revision=revision)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
-    config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
+    config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
     plan = tensor_plan(raw, config)
-    stored = stored_tensors(directory)
+    stored = find_nf4(stored_tensors(directory, supported={**STORED, "U8": np.dtype(np.uint8)}))
     _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     return Policy(
         model=Transformer(config),
-        params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
+        params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
         tokenizer=load_tokenizer(directory) if files else None,
         config=raw,
         generation_config=read_json(directory / "generation_config.json") or {},
@@ -148,6 +168,11 @@ def save_pretrained(
 
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
+    if is_quantized(policy.params):
+        raise ValueError(
+            "policy.params are quantized, and a checkpoint is written plain: adapt the policy by `add_lora`, and write"
+            " adapters by `save_lora` or all weights after `merge_lora(policy)`."
+        )
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
     plan = tensor_plan(policy.config, policy.model.config)
@@ -284,7 +309,7 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], tied: bool) -> None:
+def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, Any], tied: bool) -> None:
     """Compare the names and shapes of a checkpoint with those of its config."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
@@ -319,27 +344,40 @@ def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any
 
 def _read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Any],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
+    quantize: str | None,
 ) -> Params:
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
-    sources: dict[tuple[str, ...], list[tuple[StoredTensor, int, Part]]] = {}
+    sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first = 0
         for part in tensor.parts:
             sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
             first += part.rows
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
+    for path, shape in shapes.items():
+        check_sources(path, shape, sources[path], quantize)
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
-        array = np.empty(shapes[path], dtype)
-        for source, first, part in sources[path]:
-            _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
-        arrays[path] = _place(path, array, mesh)
-        del array
+        shape, found = shapes[path], sources[path]
+        if isinstance(found[0][0], Nf4Tensor):
+            arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
+        elif quantize is not None and is_projection(path, shape):
+            arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
+        else:
+            arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
     return nest({path: arrays[path] for path in shapes})
+
+
+def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
+    """One parameter as it is stored, in another dtype."""
+    array = np.empty(shape, dtype)
+    for source, first, part in sources:
+        _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
+    return array
 
 
 def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) -> None:
@@ -355,8 +393,11 @@ def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) ->
             out[start : start + count] = block
 
 
-def _place(path: tuple[str, ...], array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
+def _place(path: tuple[str, ...], array: Any, mesh: jax.sharding.Mesh | None) -> Any:
     """Put one parameter on its devices, each shard on its own."""
+    if isinstance(array, Quantized):
+        part = lambda at, x: _place((*path, at[0].name), x, mesh)
+        return jax.tree_util.tree_map_with_path(part, array)
     if mesh is None:
         return jnp.array(array, copy=True)
     sharding = parameter_sharding(path, array.shape, mesh)

@@ -27,7 +27,7 @@ def add_lora(
     """Freeze a policy and give it fresh low-rank adapters to train.
 
     Args:
-      policy: with a `Transformer` for model.
+      policy: with a `Transformer` for model; its projections may be quantized (`from_pretrained`'s `quantize`).
       key: typed PRNG key, consumed.
       rank: of the adapters.
       alpha: the adapters' output is scaled by alpha / rank.
@@ -67,7 +67,9 @@ def merge_lora(policy: Policy) -> Policy:
       policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
 
     Returns:
-      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W.
+      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W. Of a quantized
+      base, W is what its codes stand for, and all projections are plain arrays on the host: no adapter takes back what
+      the rounding of the base has taken away.
 
     Raises:
       ValueError: a policy without adapters.
@@ -80,7 +82,9 @@ def merge_lora(policy: Policy) -> Policy:
       [[0.5, 0.5], [1.0, 1.0]]
     """
     model = _lora_model(policy)
-    return policy.replace(model=model.model, params=merge_adapters(model.base, policy.params, model.scale))
+    config = {key: value for key, value in policy.config.items() if key != "quantization_config"}
+    params = merge_adapters(model.base, policy.params, model.scale)
+    return policy.replace(model=model.model, params=params, config=config)
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:

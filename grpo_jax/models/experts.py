@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
+from grpo_jax.models.quantized import quantized_kernel, rows_for
 
 
 class Experts(nn.Module):
@@ -32,6 +33,9 @@ class Experts(nn.Module):
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
         def kernel(name, fan_in, fan_out):
+            held = quantized_kernel(self, name)
+            if held is not None:
+                return rows_for(x.astype(dtype), held).swapaxes(-1, -2)
             init = nn.initializers.normal(c.initializer_range)
             return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
 

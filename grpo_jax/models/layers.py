@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
+from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import Rope
 
 
@@ -133,8 +134,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Linear(nn.Module):
     """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
 
-    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU. Products
-    of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype` before; None: in `dtype`.
+    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU; a kernel
+    may be `Quantized`. Products of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype`
+    before; None: in `dtype`.
     """
 
     features: int
@@ -146,10 +148,14 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
-        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
+        kernel: Any = quantized_kernel(self)
+        if kernel is None:
+            kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        if self.has_variable("columns", "kernel"):
+        if isinstance(kernel, Quantized):
+            y = matmul_quantized(x.astype(self.dtype), kernel, out)
+        elif self.has_variable("columns", "kernel"):
             turned: jax.Array = self.get_variable("columns", "kernel")
             y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
         else:

@@ -24,6 +24,7 @@ from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_att
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
+from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.rope import check_rope_length, rope_table, rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
@@ -417,8 +418,12 @@ def projections(params: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def kernels_by_columns(params: Any) -> Any:
-    """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in]."""
-    return unflatten_dict({(*path, "kernel"): kernel.T for path, kernel in projections(params)})
+    """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in].
+
+    Quantized kernels are left out: a copy of them would be the model that they save.
+    """
+    plain = ((path, kernel) for path, kernel in projections(params) if not isinstance(kernel, Quantized))
+    return unflatten_dict({(*path, "kernel"): kernel.T for path, kernel in plain})
 
 
 def count_parameters(params: Any) -> int:
