@@ -241,6 +241,18 @@ def train_adapters(
     return {"before": rates(policy.params), "after": rates(state.params)}
 
 
+def draw_before_and_after(run_dir: Path, samples: dict[str, list[Row]], arguments: argparse.Namespace) -> None:
+    """The picture of the run, light and dark, and where `--picture` wants it."""
+    if jax.process_index() > 0:
+        return
+    title = f"A small language model sorts five digits, before and after {arguments.steps} steps of GRPO"
+    draw_hero(run_dir, samples, title=title)
+    if arguments.picture:
+        shutil.copyfile(run_dir / "hero.png", arguments.picture)
+        dark = arguments.picture.with_stem(f"{arguments.picture.stem}-dark")
+        shutil.copyfile(run_dir / "hero-dark.png", dark)
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the experiment and return what its last line says."""
     arguments, watch = parse(argv), Stopwatch()
@@ -282,13 +294,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         show_completions("after, greedy", completions[:4])
         arms["grpo"] = {"before": before, "after": after}
         samples["after"] = sample_one(base, state.params, held_out, seed)
-        if jax.process_index() == 0:
-            title = f"A small language model sorts five digits, before and after {steps} steps of GRPO"
-            draw_hero(run_dir, samples, title=title)
-            if arguments.picture:
-                shutil.copyfile(run_dir / "hero.png", arguments.picture)
-                dark = arguments.picture.with_stem(f"{arguments.picture.stem}-dark")
-                shutil.copyfile(run_dir / "hero-dark.png", dark)
+        draw_before_and_after(run_dir, samples, arguments)
 
     if arguments.controls:
         print("\nControl: as many more supervised steps.")
