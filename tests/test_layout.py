@@ -193,6 +193,7 @@ TESTED_ELSEWHERE = {
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
     "config.trl_fields": "compat/test_migrate.py",
+    "hub.keys": "hub/test_families.py",
     "hub.policy": "hub/test_huggingface.py",
     "hub.tensors": "hub/test_families.py",
     "maths.checks": "maths/test_losses.py",

@@ -1,12 +1,13 @@
 """Every family against transformers with PyTorch, and against stored logits where PyTorch is absent.
 
 Weights are made by numpy from the name of each tensor, so that the golden file holds logits only. To make it anew, with
-PyTorch installed: `python -m tests.test_families`.
+PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, with the names of cases for those alone.
 """
 
 import dataclasses
 import functools
 import json
+import sys
 import zlib
 from pathlib import Path
 
@@ -60,6 +61,14 @@ CASES = {
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "layer_types": SLIDING}),
     "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2ForCausalLM", {"rope_theta": 5e5}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}},
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {
@@ -131,6 +140,16 @@ VARIANTS = {
         },
     ),
     "olmo2 bias": ("Olmo2ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3, old keys": (
+        "Olmo3ForCausalLM",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "rope_theta": 5e5,
+            "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"},
+            "attention_bias": True,
+        },
+    ),
     "qwen3_moe sparse step": (
         "Qwen3MoeForCausalLM",
         {
@@ -396,6 +415,7 @@ BAD_VALUES = [
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"'attn_logit_softcapping' is 50.0"),
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is True"),
     ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 1e6}}, r"'rope_parameters' is .*'full_attention'"),
+    ("Olmo3ForCausalLM", {"rope_theta": 1e6}, r"'rope_theta' is 1000000.0.*500000.0"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),
 ]
@@ -422,15 +442,15 @@ def test_an_unsupported_architecture_lists_the_supported_ones(names):
         family_of({"architectures": names})
 
 
-def write_golden():
-    """Store what PyTorch says of every case."""
+def write_golden(names):
+    """Store what PyTorch says of some cases, or of every case."""
     import tempfile
 
     import torch
 
-    golden = {}
+    golden = json.loads(GOLDEN.read_text()) if names else {}
     tokens, lengths = tokens_and_lengths()
-    for name in CASES:
+    for name in names or CASES:
         with tempfile.TemporaryDirectory() as root:
             model = torch_model(write_checkpoint(Path(root) / name, raw_config(name)))
             logits = torch_logits(model).logits.numpy()
@@ -446,4 +466,4 @@ def write_golden():
 
 
 if __name__ == "__main__":
-    write_golden()
+    write_golden(sys.argv[1:])
