@@ -7,6 +7,7 @@ Two questions are answered here, both without touching a file: which `Transforme
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,12 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
         "windows": windows_of(keys, lambda i: (i + 1) % keys["sliding_window_pattern"] != 0),
         **two_ropes(keys, keys["rope_local_base_freq"]),
     }
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or keys["rope_scaling"] or {}
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+    return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": dataclasses.replace(rope, pairs=True)}
 
 
 def _olmo3(keys: Keys) -> dict[str, Any]:
@@ -176,6 +183,23 @@ FAMILIES: dict[str, Family] = {
         lambda keys: {"windows": all_windows(keys)},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        _glm4,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
+        fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
+        renamed={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", lambda keys: {**biases_of(keys), "qk_norm": "flat", "norms": "post"}, defaults={"rms_norm_eps": 1e-5}

@@ -37,6 +37,10 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
 """The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
 
 
+PARTIAL_ROTARY = ("Phi3ForCausalLM", "Glm4ForCausalLM")
+"""Families that rotate a part of a head only."""
+
+
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -96,6 +100,7 @@ class Family:
       defaults: values of config keys that the family's files may omit.
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
+      renamed: modules that the family's files call by other names than the decoder does.
     """
 
     model_type: str
@@ -103,6 +108,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def check_window(keys: Keys) -> int:
@@ -165,9 +171,9 @@ def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = given.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
-    if fraction != 1 and keys.architecture != "Phi3ForCausalLM":
+    if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
         # transformers would ignore it in the other families.
-        raise keys.refuse("partial_rotary_factor", fraction, "1.0, and others in a Phi3ForCausalLM")
+        raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")
     return Rope(
         theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
     )

@@ -92,10 +92,11 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
       >>> [part.path[-2] for part in plan["model.layers.0.self_attn.qkv_proj.weight"].parts]
       ['q_proj', 'k_proj', 'v_proj']
     """
-    fused = {member: (name, i) for name, members in family_of(raw).fused for i, member in enumerate(members)}
+    family = family_of(raw)
+    fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
     groups: dict[str, dict[int, Part]] = {}
     for path, leaf in parameter_paths(abstract_params(config)):
-        *modules, last = path
+        *modules, last = (family.renamed.get(name, name) for name in path)
         if len(leaf.shape) == 3:  # All experts of a layer in one array here, one tensor each in the file.
             for e in range(leaf.shape[0]):
                 name = ".".join(_hf_modules((*modules, str(e), last))) + ".weight"

@@ -88,8 +88,10 @@ class Attention(nn.Module):
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
         if self.kind.rotary:
-            table = context.tables[1] if window is not None and c.local_rope is not None else context.tables[0]
-            q, k = rotate(q, (context.pick(table[0]), context.pick(table[1]))), rotate(k, table)
+            local = window is not None and c.local_rope is not None
+            rope, table = (c.local_rope, context.tables[1]) if local else (c.rope, context.tables[0])
+            turn = functools.partial(rotate, pairs=rope.pairs)
+            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)

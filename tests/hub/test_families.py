@@ -60,6 +60,7 @@ CASES = {
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "layer_types": SLIDING}),
     "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
+    "glm4": ("Glm4ForCausalLM", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}),
     "olmo2": ("Olmo2ForCausalLM", {"rope_theta": 5e5}),
     "olmo3": (
         "Olmo3ForCausalLM",
@@ -404,7 +405,7 @@ BAD_VALUES = [
     ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope"}}, r"'rope_scaling.rope_type' is 'mrope'.*yarn"),
     ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "linear"}}, r"'rope_parameters.factor' is missing"),
     ("MistralForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .* supported: None"),
-    ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0.5.*Phi3ForCausalLM"),
+    ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0.5.*Glm4ForCausalLM"),
     (
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},

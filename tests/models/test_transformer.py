@@ -31,7 +31,7 @@ PLAIN = TransformerConfig(
 RICH = dataclasses.replace(
     PLAIN,
     windows=(3, None),
-    local_rope=Rope(theta=100.0),
+    local_rope=Rope(theta=100.0, fraction=0.5, pairs=True),
     rotary_layers=(True, False),
     norms="sandwich",
     norm_offset=1.0,
