@@ -84,6 +84,17 @@ def _glm4(keys: Keys) -> dict[str, Any]:
     return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": dataclasses.replace(rope, pairs=True)}
 
 
+def _granite(keys: Keys) -> dict[str, Any]:
+    return {
+        **biases_of(keys),
+        "mlp_bias": keys["mlp_bias"],
+        "embedding_scale": keys["embedding_multiplier"],
+        "query_scale": keys["attention_multiplier"],
+        "residual_scale": keys["residual_multiplier"],
+        "logit_scale": 1 / keys["logits_scaling"],
+    }
+
+
 def _olmo3(keys: Keys) -> dict[str, Any]:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
@@ -199,6 +210,17 @@ FAMILIES: dict[str, Family] = {
             "post_attention_layernorm": "post_self_attn_layernorm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
             "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        _granite,
+        defaults={
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
         },
     ),
     "Olmo2ForCausalLM": Family(

@@ -58,6 +58,8 @@ class TransformerConfig:
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
+      residual_scale: factor on what attention and MLP add to a token's state.
+      logit_scale: factor on the logits.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
@@ -101,6 +103,8 @@ class TransformerConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_size: int = 0

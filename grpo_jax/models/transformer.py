@@ -155,20 +155,23 @@ class Layer(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
+        def add(x, y):
+            return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
+
         attention = Attention(c, self.kind, name="self_attn")
         mlp = MixtureOfExperts(c, name="mlp") if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), context)
-            x = context.pick(x) + y
-            return x + mlp(norm("post_attention_layernorm")(x)), kv
+            x = add(context.pick(x), y)
+            return add(x, mlp(norm("post_attention_layernorm")(x))), kv
         if c.norms == "sandwich":
             y, kv = attention(norm("input_layernorm")(x), context)
-            x = context.pick(x) + norm("post_attention_layernorm")(y)
+            x = add(context.pick(x), norm("post_attention_layernorm")(y))
             y = mlp(norm("pre_feedforward_layernorm")(x))
-            return x + norm("post_feedforward_layernorm")(y), kv
+            return add(x, norm("post_feedforward_layernorm")(y)), kv
         y, kv = attention(x, context)
-        x = context.pick(x) + norm("post_attention_layernorm")(y)
-        return x + norm("post_feedforward_layernorm")(mlp(x)), kv
+        x = add(context.pick(x), norm("post_attention_layernorm")(y))
+        return add(x, norm("post_feedforward_layernorm")(mlp(x))), kv
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -366,7 +369,8 @@ class Transformer(nn.Module):
         return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
 
     def _cap(self, logits: jax.Array) -> jax.Array:
-        cap = self.config.logit_soft_cap
+        cap, scale = self.config.logit_soft_cap, self.config.logit_scale
+        logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

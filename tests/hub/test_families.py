@@ -61,6 +61,16 @@ CASES = {
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "layer_types": SLIDING}),
     "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
     "glm4": ("Glm4ForCausalLM", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 0.4,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "olmo2": ("Olmo2ForCausalLM", {"rope_theta": 5e5}),
     "olmo3": (
         "Olmo3ForCausalLM",
@@ -140,6 +150,7 @@ VARIANTS = {
             "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3, 4, 5]},
         },
     ),
+    "granite bias": ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "olmo2 bias": ("Olmo2ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo3, old keys": (
         "Olmo3ForCausalLM",

@@ -39,6 +39,8 @@ RICH = dataclasses.replace(
     attention_soft_cap=5.0,
     logit_soft_cap=4.0,
     embedding_scale=3.0,
+    residual_scale=0.8,
+    logit_scale=2.0,
 )
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
