@@ -95,6 +95,16 @@ def _granite(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _ministral3(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or {}
+    growth = tuple(given.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if not all(isinstance(x, int | float) and x > 0 for x in growth):
+        name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
+        raise keys.refuse(name, growth, "two positive numbers")
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+    return {"windows": all_windows(keys), "rope": dataclasses.replace(rope, growth=growth)}
+
+
 def _olmo3(keys: Keys) -> dict[str, Any]:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
@@ -222,6 +232,12 @@ FAMILIES: dict[str, Family] = {
             "residual_multiplier": 1.0,
             "attention_multiplier": 1.0,
         },
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        _ministral3,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+        only={"layer_types": None},
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", lambda keys: {**biases_of(keys), "qk_norm": "flat", "norms": "post"}, defaults={"rms_norm_eps": 1e-5}

@@ -22,6 +22,7 @@ class Rope:
       scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
       fraction: of the head's width that is rotated, the first part of it.
       pairs: channels 2i and 2i+1 turn together; False: i and i + r/2 of the r that are rotated.
+      growth: (β, n); queries at position p are longer by the factor 1 + β log(1 + ⌊p / n⌋) (Llama 4's for long texts).
     """
 
     theta: float = 10000.0
@@ -29,6 +30,7 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] = ()
     fraction: float = 1.0
     pairs: bool = False
+    growth: tuple[float, int] = (0.0, 1)
 
 
 def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
@@ -132,6 +134,13 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
     angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
+    """1 + β log(1 + ⌊p / n⌋) at positions p [B, T] or [B, G, T], as [B, G or 1, T, 1, 1]; None where β is 0."""
+    beta, size = rope.growth
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    return (1 + beta * jnp.log1p(positions // size))[..., None, None] if beta else None
 
 
 def check_rope_length(rope: Rope, length: int) -> None:

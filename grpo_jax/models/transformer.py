@@ -24,7 +24,7 @@ from grpo_jax.models.attention import Cache, Prefix, Segments, attend, group_att
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
-from grpo_jax.models.rope import check_rope_length, rope_table, rotate
+from grpo_jax.models.rope import check_rope_length, query_growth, rope_table, rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
 
@@ -33,6 +33,7 @@ class Context(flax.struct.PyTreeNode):
 
     Attributes:
       tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
+      growth: [B, G or 1, T, 1, 1] factor on the queries, or None.
       prefix: keys, values and lengths of the prompts in this layer, or None.
       cache: own keys and values of this layer, or None.
       index: slot of the first token.
@@ -44,6 +45,7 @@ class Context(flax.struct.PyTreeNode):
     """
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]
+    growth: jax.Array | None = None
     prefix: tuple[jax.Array, jax.Array, jax.Array] | None = None
     cache: tuple[jax.Array, jax.Array] | None = None
     index: jax.Array | int = 0
@@ -87,11 +89,7 @@ class Attention(nn.Module):
         q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
-        if self.kind.rotary:
-            local = window is not None and c.local_rope is not None
-            rope, table = (c.local_rope, context.tables[1]) if local else (c.rope, context.tables[0])
-            turn = functools.partial(rotate, pairs=rope.pairs)
-            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
+        q, k = self._turn(q, k, context)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
@@ -119,6 +117,15 @@ class Attention(nn.Module):
             y = packed_attention(q, k, v, context.prefix, context.segments, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+    def _turn(self, q, k, context):
+        """Queries and keys at their positions."""
+        local = self.kind.window is not None and self.config.local_rope is not None
+        rope, table = (self.config.local_rope, context.tables[1]) if local else (self.config.rope, context.tables[0])
+        if self.kind.rotary:
+            turn = functools.partial(rotate, pairs=rope.pairs)
+            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
+        return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k
 
 
 class MLP(nn.Module):
@@ -288,7 +295,8 @@ class Transformer(nn.Module):
             how = How.of(chosen, c.head_dim)
             windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
             sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
-        context = Context(tables, index=index, start=start, write=write, segments=segments, sight=sight)
+        growth = query_growth(positions, c.rope)
+        context = Context(tables, growth, index=index, start=start, write=write, segments=segments, sight=sight)
         x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
         while i < c.num_layers:
             looped = c.loop_layers and cache is None and self._only_reads()

@@ -71,6 +71,14 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 12,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        },
+    ),
     "olmo2": ("Olmo2ForCausalLM", {"rope_theta": 5e5}),
     "olmo3": (
         "Olmo3ForCausalLM",
@@ -427,6 +435,7 @@ BAD_VALUES = [
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"'attn_logit_softcapping' is 50.0"),
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is True"),
     ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 1e6}}, r"'rope_parameters' is .*'full_attention'"),
+    ("Ministral3ForCausalLM", {"rope_parameters": YARN}, r"llama_4_scaling_beta.* is \(None, 16\).*positive"),
     ("Olmo3ForCausalLM", {"rope_theta": 1e6}, r"'rope_theta' is 1000000.0.*500000.0"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),

@@ -33,6 +33,7 @@ RICH = dataclasses.replace(
     windows=(3, None),
     local_rope=Rope(theta=100.0, fraction=0.5, pairs=True),
     rotary_layers=(True, False),
+    rope=Rope(growth=(0.4, 2)),
     norms="sandwich",
     norm_offset=1.0,
     qkv_bias=True,
