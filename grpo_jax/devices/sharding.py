@@ -31,6 +31,8 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
+    (r".*/experts/(gate|up)_bias", (None, "tensor")),
+    (r".*/sinks", ("tensor",)),
 )
 """Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
 

@@ -119,22 +119,46 @@ def _olmo3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
-    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
+def _mixture(keys: Keys, experts: int, size: int) -> dict[str, Any]:
     chosen = keys["num_experts_per_tok"]
     if not 1 <= chosen <= experts:
         raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
     return {
+        "num_experts": experts,
+        "num_experts_per_token": chosen,
+        "expert_size": size,
+        "router_loss_coef": keys["router_aux_loss_coef"],
+    }
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
+    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
+    return {
         **biases_of(keys),
         "qk_norm": "head",
         "windows": all_windows(keys) if keys["use_sliding_window"] else None,
-        "num_experts": experts,
-        "num_experts_per_token": chosen,
-        "expert_size": keys["moe_intermediate_size"],
+        **_mixture(keys, experts, keys["moe_intermediate_size"]),
         "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         "normalize_expert_weights": keys["norm_topk_prob"],
-        "router_loss_coef": keys["router_aux_loss_coef"],
+    }
+
+
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE
+    return {
+        **biases_of(keys),
+        "attention_sinks": True,
+        "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
+        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **given}),
+        **_mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
+        "expert_layers": (True,) * keys["num_hidden_layers"],
+        "expert_bias": True,
+        "expert_swiglu": (keys["swiglu_alpha"], keys["swiglu_limit"]),
+        "normalize_expert_weights": True,
     }
 
 
@@ -245,6 +269,28 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": Family(
         "olmo3", _olmo3, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
     ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _gpt_oss,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.001,
+        },
+        only={"hidden_act": "silu"},
+        renamed={"gate": "router"},
+        stacked=True,
+        quantized=("mxfp4",),
+    ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _qwen3_moe,
@@ -299,7 +345,10 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
     for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:
             raise keys.refuse(key, keys[key], "a positive int")
-    for key, value in {"quantization_config": None, **family.only}.items():
+    only = {"quantization_config": None, **family.only}
+    if (raw.get("quantization_config") or {}).get("quant_method") in family.quantized:
+        del only["quantization_config"]
+    for key, value in only.items():
         if raw.get(key) not in (None, value):
             raise keys.refuse(key, raw[key], repr(value))
     heads = keys["num_attention_heads"]

@@ -24,14 +24,15 @@ from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
     TOKENIZER_FILES,
-    StoredTensor,
     appearing,
+    check_read,
     check_replaceable,
     read_json,
     some,
     stored_tensors,
     write_json,
 )
+from grpo_jax.hub.mxfp4 import Source, unpacked
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.tensors import Part, Tensor, abstract_params, nest, parameter_paths, tensor_plan
 from grpo_jax.models.lora import LoraModel
@@ -96,14 +97,15 @@ def from_pretrained(
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
     config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
     plan = tensor_plan(raw, config)
-    stored = stored_tensors(directory)
+    stored = unpacked(stored_tensors(directory))
     _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     return Policy(
         model=Transformer(config),
         params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
         tokenizer=load_tokenizer(directory) if files else None,
-        config=raw,
+        # Weights that were quantized are not any more, here and when they are saved.
+        config={key: value for key, value in raw.items() if key != "quantization_config"},
         generation_config=read_json(directory / "generation_config.json") or {},
         files=files,
     )
@@ -189,6 +191,8 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.nd
         leaf = leaves[part.path]
         array = np.asarray(leaf if part.expert is None else leaf[part.expert])
         parts.append(array.T if part.transposed else array)
+    if tensor.parts[0].column is not None:
+        return np.stack(parts, axis=-1).reshape(tensor.shape)
     return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
@@ -265,7 +269,7 @@ def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool 
         ) from error
 
 
-def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], tied: bool) -> None:
+def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, Source], tied: bool) -> None:
     """Compare the names and shapes of a checkpoint with those of its config."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
@@ -282,6 +286,7 @@ def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[st
     told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if told:
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
+    check_read(stored, wanted)
 
 
 def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:
@@ -300,18 +305,18 @@ def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any
 
 def _read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Source],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
 ) -> Params:
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
-    sources: dict[tuple[str, ...], list[tuple[StoredTensor, int, Part]]] = {}
+    sources: dict[tuple[str, ...], list[tuple[Source, int, Part]]] = {}
     for tensor in plan:
         first = 0
         for part in tensor.parts:
             sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
-            first += part.rows
+            first += part.rows if part.column is None else 0
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
@@ -323,13 +328,14 @@ def _read_params(
     return nest({path: arrays[path] for path in shapes})
 
 
-def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) -> None:
+def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
     """Copy rows of a stored tensor into a parameter, a block at a time."""
     width = math.prod(source.shape[1:]) * source.dtype.itemsize
     step = max(1, BLOCK // max(width, 1))
     for start in range(0, part.rows, step):
         count = min(step, part.rows - start)
         block = source.rows(first + start, count)
+        block = block if part.column is None else block[..., part.column :: 2]
         if part.transposed:
             out[:, start : start + count] = block.T
         else:

@@ -101,6 +101,8 @@ class Family:
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
       renamed: modules that the family's files call by other names than the decoder does.
+      stacked: the experts of a layer are one tensor of each kind, with the columns of gate and up in turns.
+      quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
     """
 
     model_type: str
@@ -109,6 +111,8 @@ class Family:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stacked: bool = False
+    quantized: tuple[str, ...] = ()
 
 
 def check_window(keys: Keys) -> int:

@@ -107,14 +107,18 @@ class Attention(nn.Module):
             v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
+        sinks = None
+        if c.attention_sinks:
+            init = nn.initializers.normal(c.initializer_range)
+            sinks = self.param("sinks", init, (h * r,)).astype(jnp.float32).reshape(h, r)
         if context.sight is not None:
             fused = How.of(implementation(c.attention), d)._replace(**how)
-            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh)
+            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
         elif context.segments is None:
             index = context.index if last is None else context.index + last
-            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
+            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, sinks=sinks, **how)
         else:
-            y = packed_attention(q, k, v, context.prefix, context.segments, **how)
+            y = packed_attention(q, k, v, context.prefix, context.segments, sinks=sinks, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
 

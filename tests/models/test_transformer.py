@@ -38,6 +38,7 @@ RICH = dataclasses.replace(
     norm_offset=1.0,
     qkv_bias=True,
     attention_soft_cap=5.0,
+    attention_sinks=True,
     logit_soft_cap=4.0,
     embedding_scale=3.0,
     residual_scale=0.8,
