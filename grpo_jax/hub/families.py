@@ -22,6 +22,7 @@ from grpo_jax.hub.keys import (
     two_ropes,
     windows_of,
 )
+from grpo_jax.hub.seeing import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
 
 
@@ -311,12 +312,15 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The row of `FAMILIES` for a config.json; an architecture without one is an error that lists those with one."""
+    """The row of `FAMILIES` for a config.json, or for the language model in it.
+
+    An architecture without a row is an error that lists those with one.
+    """
+    raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(
-            f"config key 'architectures' is {names}, which is not supported; supported: {', '.join(FAMILIES)}."
-        )
+        supported = ", ".join((*FAMILIES, *SEEING))
+        raise ValueError(f"config key 'architectures' is {names}, which is not supported; supported: {supported}.")
     return FAMILIES[names[0]]
 
 
@@ -340,7 +344,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
       >>> config.head_dim, config.qkv_bias, config.windows
       (8, True, None)
     """
-    family = family_of(raw)
+    family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:

@@ -28,6 +28,9 @@ TOKENIZER_FILES = (
 )
 """Files that a tokenizer may consist of; they are kept byte for byte."""
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files beside them of a model that sees; likewise."""
+
 STORED = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -79,6 +82,12 @@ class StoredTensor:
         nbytes = self.dtype.itemsize
         data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
         return data.view(self.dtype).reshape(count, *self.shape[1:])
+
+    def mapped(self) -> np.ndarray:
+        """All of it as a memory map: no memory until it is read, and there also when its file has been replaced."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
+        return data.view(self.dtype).reshape(self.shape)
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
@@ -140,6 +149,7 @@ def check_replaceable(target: Path) -> None:
         "generation_config.json",
         "model.safetensors.index.json",
         *TOKENIZER_FILES,
+        *PROCESSOR_FILES,
     }
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:

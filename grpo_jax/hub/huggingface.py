@@ -23,6 +23,7 @@ import numpy as np
 from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     appearing,
     check_read,
@@ -34,7 +35,8 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.mxfp4 import Source, unpacked
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.tensors import Part, Tensor, abstract_params, nest, parameter_paths, tensor_plan
+from grpo_jax.hub.seeing import sees
+from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, abstract_params, layout_of, nest, parameter_paths, tensor_plan
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
@@ -96,18 +98,22 @@ def from_pretrained(
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
     config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
-    plan = tensor_plan(raw, config)
     stored = unpacked(stored_tensors(directory))
-    _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings)
-    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    if sees(raw):
+        raw = _with_head(raw, stored)
+        config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
+    plan = tensor_plan(raw, config, layout_of(stored))
+    beside = _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings, seeing=sees(raw))
+    there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
     return Policy(
         model=Transformer(config),
         params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
-        tokenizer=load_tokenizer(directory) if files else None,
+        tokenizer=load_tokenizer(directory) if set(there) & set(TOKENIZER_FILES) else None,
         # Weights that were quantized are not any more, here and when they are saved.
         config={key: value for key, value in raw.items() if key != "quantization_config"},
         generation_config=read_json(directory / "generation_config.json") or {},
-        files=files,
+        files={name: (directory / name).read_bytes() for name in there},
+        beside={name: stored[name].mapped() for name in beside},
     )
 
 
@@ -148,7 +154,9 @@ def save_pretrained(
         raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    plan = tensor_plan(policy.config, policy.model.config)
+    if sees(policy.config) and not policy.beside:
+        raise ValueError("policy.beside is empty: load what a model sees by from `from_pretrained`.")
+    plan = tensor_plan(policy.config, policy.model.config, layout_of(policy.beside))
     leaves = dict(parameter_paths(policy.params))
     _check_params(plan, leaves)
     if jax.process_count() > 1:
@@ -160,18 +168,19 @@ def save_pretrained(
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
 
     split = split_state_dict_into_shards_factory(
-        {tensor.name: tensor for tensor in plan},
-        get_storage_size=lambda tensor: math.prod(tensor.shape) * stored.itemsize,
+        {**{tensor.name: tensor for tensor in plan}, **policy.beside},
+        get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     tensors = {tensor.name: tensor for tensor in plan}
-    config = dict(policy.config)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
+    config = _with_dtype(policy.config, stored.name)
     if jax.process_index() == 0:
         with appearing(target) as scratch:
             for filename, names in split.filename_to_tensors.items():
-                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
+                made = [name for name in names if name in tensors]
+                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in made}
+                arrays |= {name: policy.beside[name] for name in names if name not in tensors}
                 save_file(arrays, scratch / filename, metadata={"format": "pt"})
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -182,6 +191,14 @@ def save_pretrained(
             for name, content in policy.files.items():
                 (scratch / name).write_bytes(content)
     gather_objects(None)  # the others wait until all is there
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json that names the dtype of the weights, also that of the language model in it."""
+    named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    inner = dict(config.get("text_config") or {})
+    inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
+    return named | ({"text_config": inner} if inner else {})
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.ndarray:
@@ -260,23 +277,35 @@ def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool 
         )
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", *(["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES] if weights else [])]
+    more = ("generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES) if weights else ()
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=["config.json", *more]))
     except Exception as error:
         raise FileNotFoundError(
             f"name_or_directory {name!r} is no local directory, and the hub did not give it: {error}"
         ) from error
 
 
-def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, Source], tied: bool) -> None:
-    """Compare the names and shapes of a checkpoint with those of its config."""
+def _with_head(raw: dict[str, Any], stored: Mapping[str, Source]) -> dict[str, Any]:
+    """The config of a model that sees, with a word on whether its head is its embedding: else the checkpoint says."""
+    said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
+    tied = next((x for x in said if x is not None), not any(head + "weight" in stored for _, head in LAYOUTS))
+    return {**raw, "tie_word_embeddings": tied}
+
+
+def _check_tensors(
+    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, Source], tied: bool, seeing: bool
+) -> list[str]:
+    """Compare the names and shapes of a checkpoint with those of its config; the names beside the language model."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
-    spare = {name for name in stored if name.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if tied else set())
+    heads = {head + "weight" for _, head in LAYOUTS} if tied else set()
+    spare = {name for name in stored if name.endswith("rotary_emb.inv_freq")} | heads
+    others = [name for name in stored if name not in wanted and name not in spare]
+    model, head = LAYOUTS[layout_of(stored)]
     problems = {
         "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in stored if name not in wanted and name not in spare],
+        "unexpected": [name for name in others if not seeing or name.startswith((model, head))],
         "of another shape": [
             f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
             for name, shape in wanted.items()
@@ -287,6 +316,7 @@ def _check_tensors(directory: Path, plan: tuple[Tensor, ...], stored: Mapping[st
     if told:
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
     check_read(stored, wanted)
+    return others
 
 
 def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:

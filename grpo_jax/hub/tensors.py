@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.hub.families import family_of
+from grpo_jax.hub.seeing import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
@@ -86,12 +87,23 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
     return tree
 
 
-def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tensor, ...]:
+LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
+"""Where the language model of a model that sees may stand in a checkpoint: in its modules' own names, or in older ones.
+"""
+
+
+def layout_of(names: Iterable[str]) -> int:
+    """Of which `LAYOUTS` the tensors of a checkpoint are; of none is as of the first."""
+    return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
+
+
+def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig, layout: int = 0) -> tuple[Tensor, ...]:
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
     Args:
       raw: the content of config.json, for its architecture.
       config: what `read_config` made of it.
+      layout: of a model that sees, index into `LAYOUTS`.
 
     Returns:
       One `Tensor` for each name in the checkpoint; together they cover every parameter once.
@@ -135,7 +147,13 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
             continue
         columns = (first[0],) if parts[0].transposed else first[1:]
         plan.append(Tensor(name, (sum(part.rows for part in parts), *columns), parts))
-    return tuple(plan)
+    return tuple(_moved(tensor, *LAYOUTS[layout]) for tensor in plan) if sees(raw) else tuple(plan)
+
+
+def _moved(tensor: Tensor, model: str, head: str) -> Tensor:
+    """A tensor of a language model, by its name inside of a model that sees."""
+    first, rest = tensor.name.split(".", 1)
+    return dataclasses.replace(tensor, name=(model if first == "model" else head) + rest)
 
 
 def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
