@@ -99,11 +99,15 @@ def _granite(keys: Keys) -> dict[str, Any]:
 def _ministral3(keys: Keys) -> dict[str, Any]:
     given = keys["rope_parameters"] or {}
     growth = tuple(given.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
-    if not all(isinstance(x, int | float) and x > 0 for x in growth):
+    numbers = [x for x in growth if isinstance(x, int | float) and x > 0]
+    if len(numbers) < 2:
         name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
         raise keys.refuse(name, growth, "two positive numbers")
     rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
-    return {"windows": all_windows(keys), "rope": dataclasses.replace(rope, growth=growth)}
+    return {
+        "windows": all_windows(keys),
+        "rope": dataclasses.replace(rope, growth=(float(numbers[0]), int(numbers[1]))),
+    }
 
 
 def _olmo3(keys: Keys) -> dict[str, Any]:

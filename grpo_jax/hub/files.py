@@ -126,7 +126,7 @@ def _name_of(dtype: np.dtype) -> str:
     return next(name for name, known in STORED.items() if known == dtype)
 
 
-def check_read(stored: Mapping[str, StoredTensor], names: Iterable[str]) -> None:
+def check_read(stored: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ValueError if one of the named tensors is stored in what is not read as a parameter."""
     for name in names:
         if stored[name].dtype not in [STORED[dtype] for dtype in READ]:

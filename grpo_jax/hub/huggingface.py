@@ -25,6 +25,7 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
+    StoredTensor,
     appearing,
     check_read,
     check_replaceable,
@@ -113,7 +114,7 @@ def from_pretrained(
         config={key: value for key, value in raw.items() if key != "quantization_config"},
         generation_config=read_json(directory / "generation_config.json") or {},
         files={name: (directory / name).read_bytes() for name in there},
-        beside={name: stored[name].mapped() for name in beside},
+        beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
     )
 
 

@@ -124,8 +124,8 @@ class Attention(nn.Module):
 
     def _turn(self, q, k, context):
         """Queries and keys at their positions."""
-        local = self.kind.window is not None and self.config.local_rope is not None
-        rope, table = (self.config.local_rope, context.tables[1]) if local else (self.config.rope, context.tables[0])
+        local = None if self.kind.window is None else self.config.local_rope
+        rope, table = (self.config.rope, context.tables[0]) if local is None else (local, context.tables[1])
         if self.kind.rotary:
             turn = functools.partial(rotate, pairs=rope.pairs)
             q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
