@@ -36,6 +36,8 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
     (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
     (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
+    (r".*/experts/(gate|up)_bias", (None, "tensor")),
+    (r".*/sinks", ("tensor",)),
 )
 """Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
 

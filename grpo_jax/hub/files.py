@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,30 @@ TOKENIZER_FILES = (
 )
 """Files that a tokenizer may consist of; they are kept byte for byte."""
 
-STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files beside them of a model that sees; likewise."""
+
+STORED = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F64": np.float64,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
+}
 """Dtypes of stored tensors, as a safetensors header names them."""
+
+READ = ("F32", "F16", "BF16")
+"""Those that parameters may be stored in."""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -60,6 +82,12 @@ class StoredTensor:
         nbytes = self.dtype.itemsize
         data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
         return data.view(self.dtype).reshape(count, *self.shape[1:])
+
+    def mapped(self) -> np.ndarray:
+        """All of it as a memory map: no memory until it is read, and there also when its file has been replaced."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
+        return data.view(self.dtype).reshape(self.shape)
 
 
 def stored_tensors(
@@ -96,6 +124,21 @@ def stored_tensors(
     return tensors
 
 
+def _name_of(dtype: np.dtype) -> str:
+    return next(name for name, known in STORED.items() if known == dtype)
+
+
+def check_read(stored: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError if one of the named tensors is stored in what is not read as a parameter."""
+    for name in names:
+        if stored[name].dtype not in [STORED[dtype] for dtype in READ]:
+            raise ValueError(
+                f"{stored[name].file}: tensor {name!r} is stored as {_name_of(stored[name].dtype)}, which is not "
+                f"supported; "
+                f"supported: {', '.join(READ)}."
+            )
+
+
 def check_replaceable(target: Path) -> None:
     """A checkpoint may be replaced by a checkpoint; nothing else is ever removed."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -108,6 +151,7 @@ def check_replaceable(target: Path) -> None:
         "generation_config.json",
         "model.safetensors.index.json",
         *TOKENIZER_FILES,
+        *PROCESSOR_FILES,
     }
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.hub.files import appearing, check_replaceable, read_json, some, stored_tensors, write_json
+from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, some, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.tensors import nest, parameter_paths, tensor_plan
@@ -211,6 +211,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     power = 0.5 if config.get("use_rslora") else 1.0
     scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
+    check_read(stored, stored)
     adapters: dict[tuple[str, ...], Any] = {}
     for tensor in tensor_plan(policy.config, policy.model.config):
         module = tensor.name.removesuffix(".weight")

@@ -234,6 +234,11 @@ def _check_nf4(tensor: Nf4Tensor) -> None:
 def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:
     """Raise ValueError for a parameter that cannot be made of the tensors it is stored in."""
     stored = [tensor for tensor, _, _ in sources if isinstance(tensor, Nf4Tensor)]
+    if method is not None and any(part.column is not None for _, _, part in sources) and is_projection(path, shape):
+        raise ValueError(
+            f"quantize is {method!r}: {'/'.join(path)} is stored in every other column of a tensor (as gpt-oss has it),"
+            " which is not supported; leave quantize out."
+        )
     for tensor, _, _ in sources:
         if isinstance(tensor, StoredTensor) and tensor.dtype == np.uint8:
             raise ValueError(f"{'/'.join(path)} is stored as U8, and not as bitsandbytes stores NF4.")

@@ -56,13 +56,18 @@ class TransformerConfig:
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
       activation: "silu", "gelu" or "gelu_tanh".
       query_scale: factor on the attention scores; None means head_dim^(−1/2).
+      attention_sinks: each head has a score that takes a share of the softmax and gives no value.
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
+      residual_scale: factor on what attention and MLP add to a token's state.
+      logit_scale: factor on the logits.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
       expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
+      expert_bias: biases of the experts and of their router.
+      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
       normalize_expert_weights: the weights of a token's experts sum to one.
       router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
       initializer_range: standard deviation of freshly made weights.
@@ -99,13 +104,18 @@ class TransformerConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     query_scale: float | None = None
+    attention_sinks: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_size: int = 0
     expert_layers: tuple[bool, ...] = ()
+    expert_bias: bool = False
+    expert_swiglu: tuple[float, float] | None = None
     normalize_expert_weights: bool = False
     router_loss_coef: float = 0.0
     initializer_range: float = 0.02

@@ -25,7 +25,7 @@ from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized
-from grpo_jax.models.rope import check_rope_length, rope_table, rotate
+from grpo_jax.models.rope import check_rope_length, query_growth, rope_table, rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
 
@@ -34,6 +34,7 @@ class Context(flax.struct.PyTreeNode):
 
     Attributes:
       tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
+      growth: [B, G or 1, T, 1, 1] factor on the queries, or None.
       prefix: keys, values and lengths of the prompts in this layer, or None.
       cache: own keys and values of this layer, or None.
       index: slot of the first token.
@@ -45,6 +46,7 @@ class Context(flax.struct.PyTreeNode):
     """
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]
+    growth: jax.Array | None = None
     prefix: tuple[jax.Array, jax.Array, jax.Array] | None = None
     cache: tuple[jax.Array, jax.Array] | None = None
     index: jax.Array | int = 0
@@ -88,9 +90,7 @@ class Attention(nn.Module):
         q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
         if c.qk_norm == "head":
             q, k = norm("q_norm")(q), norm("k_norm")(k)
-        if self.kind.rotary:
-            table = context.tables[1] if window is not None and c.local_rope is not None else context.tables[0]
-            q, k = rotate(q, (context.pick(table[0]), context.pick(table[1]))), rotate(k, table)
+        q, k = self._turn(q, k, context)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
         k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
@@ -108,16 +108,29 @@ class Attention(nn.Module):
             v = jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
+        sinks = None
+        if c.attention_sinks:
+            init = nn.initializers.normal(c.initializer_range)
+            sinks = self.param("sinks", init, (h * r,)).astype(jnp.float32).reshape(h, r)
         if context.sight is not None:
             fused = How.of(implementation(c.attention), d)._replace(**how)
-            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh)
+            y = attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
         elif context.segments is None:
             index = context.index if last is None else context.index + last
-            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, **how)
+            y = group_attention(q, keys, v, context.prefix, index=index, start=context.start, sinks=sinks, **how)
         else:
-            y = packed_attention(q, k, v, context.prefix, context.segments, **how)
+            y = packed_attention(q, k, v, context.prefix, context.segments, sinks=sinks, **how)
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
         return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+    def _turn(self, q, k, context):
+        """Queries and keys at their positions."""
+        local = None if self.kind.window is None else self.config.local_rope
+        rope, table = (self.config.rope, context.tables[0]) if local is None else (local, context.tables[1])
+        if self.kind.rotary:
+            turn = functools.partial(rotate, pairs=rope.pairs)
+            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
+        return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k
 
 
 class MLP(nn.Module):
@@ -154,20 +167,23 @@ class Layer(nn.Module):
         def norm(name):
             return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
 
+        def add(x, y):
+            return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
+
         attention = Attention(c, self.kind, name="self_attn")
         mlp = MixtureOfExperts(c, name="mlp") if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), context)
-            x = context.pick(x) + y
-            return x + mlp(norm("post_attention_layernorm")(x)), kv
+            x = add(context.pick(x), y)
+            return add(x, mlp(norm("post_attention_layernorm")(x))), kv
         if c.norms == "sandwich":
             y, kv = attention(norm("input_layernorm")(x), context)
-            x = context.pick(x) + norm("post_attention_layernorm")(y)
+            x = add(context.pick(x), norm("post_attention_layernorm")(y))
             y = mlp(norm("pre_feedforward_layernorm")(x))
-            return x + norm("post_feedforward_layernorm")(y), kv
+            return add(x, norm("post_feedforward_layernorm")(y)), kv
         y, kv = attention(x, context)
-        x = context.pick(x) + norm("post_attention_layernorm")(y)
-        return x + norm("post_feedforward_layernorm")(mlp(x)), kv
+        x = add(context.pick(x), norm("post_attention_layernorm")(y))
+        return add(x, norm("post_feedforward_layernorm")(mlp(x))), kv
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -284,7 +300,8 @@ class Transformer(nn.Module):
             how = How.of(chosen, c.head_dim)
             windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
             sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
-        context = Context(tables, index=index, start=start, write=write, segments=segments, sight=sight)
+        growth = query_growth(positions, c.rope)
+        context = Context(tables, growth, index=index, start=start, write=write, segments=segments, sight=sight)
         x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
         while i < c.num_layers:
             looped = c.loop_layers and cache is None and self._only_reads()
@@ -365,7 +382,8 @@ class Transformer(nn.Module):
         return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
 
     def _cap(self, logits: jax.Array) -> jax.Array:
-        cap = self.config.logit_soft_cap
+        cap, scale = self.config.logit_soft_cap, self.config.logit_scale
+        logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -14,6 +14,7 @@ Messages = list[dict[str, Any]]
 
 
 _MOST_ROWS = 10**9
+_PICTURES = ("image", "images")
 _PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 
 
@@ -54,7 +55,7 @@ def _row_fault(row: Any, first: Any) -> str:
         return f"is {short(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
-    if fault := _prompt_fault(row["prompt"]):
+    if fault := _prompt_fault(row["prompt"]) or _picture_fault(row):
         return fault
     if fault := _columns_fault(row, first):
         return fault
@@ -63,6 +64,14 @@ def _row_fault(row: Any, first: Any) -> str:
             "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
             "both; make them all the same"
         )
+    return ""
+
+
+def _picture_fault(row: Mapping[Any, Any]) -> str:
+    """Return what is wrong with a row of more than text, "" if there is none."""
+    for name in _PICTURES:
+        if row.get(name) is not None:
+            return f"has a column {name!r}: models read text alone, and no pictures; take the column out"
     return ""
 
 
@@ -171,6 +180,10 @@ def _message_fault(message: Any) -> str:
     if not isinstance(message["role"], str):
         return "its 'role' is text, such as \"user\""
     # A call of a tool has no content; anything else that is None would be the word None in the prompt.
+    parts = message["content"] if isinstance(message["content"], list) else []
+    others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
+    if others:
+        return f"it has a part of type {min(others)!r}; models read text alone: give parts of type 'text'"
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' is text, or a list of parts"
     return ""

@@ -13,7 +13,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.devices.sharding import make_mesh
-from grpo_jax.hub import huggingface
+from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.policy import init_policy
@@ -235,7 +235,7 @@ def head_in_nf4(tensors):
     ],
 )
 def test_other_ways_to_store_are_refused_before_a_weight_is_read(checkpoint, change, config, message, monkeypatch):
-    monkeypatch.setattr(huggingface, "_place", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=message):
         from_pretrained(with_nf4(checkpoint, change, **config))
 

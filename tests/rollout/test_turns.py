@@ -21,9 +21,7 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.types import Prompts, as_argument
 
-SHAPE = TransformerConfig(
-    32, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, windows=(None, 9)
-)
+SHAPE = TransformerConfig(*(32, 16, 32, 2, 4, 2, 8), initializer_range=0.3, windows=(None, 9), attention_sinks=True)
 MODEL = Transformer(SHAPE)
 PARAMS = random_params(MODEL)
 PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0], [9, 9, 9, 0], [5, 2, 0, 0]]), jnp.array([4, 2, 3, 2]))
