@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -24,12 +25,18 @@ from grpo_jax.devices import distributed
 from grpo_jax.devices.sharding import gather_objects, parse_mesh
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.watch.colours import DARK, LIGHT, colour
+from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.names import held_out
+from grpo_jax.watch.plots import save_figure
 
 __all__ = [
     "Rates",
     "Stopwatch",
     "add_device_flags",
+    "cache_directory",
     "coin_flips",
+    "draw_hero",
     "encode_lessons",
     "fresh_directory",
     "held_out_rates",
@@ -118,9 +125,13 @@ def start_processes(arguments: argparse.Namespace) -> None:
 def use_compile_cache() -> None:
     """Keep compiled programs from run to run: where `JAX_COMPILATION_CACHE_DIR` says, or in the user's cache."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(base / "grpo_jax" / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def cache_directory() -> Path:
+    """The user's cache of this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_jax"
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
@@ -259,6 +270,79 @@ def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> No
     for row in completions:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"  {prompt} → {completion_text(row['completion']).strip()}")
+
+
+def draw_hero(run_dir: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
+    """Draw `hero.png` and `hero-dark.png`: a held-out score on its way, and one prompt's completions before and after.
+
+    Args:
+      run_dir: with the `metrics.jsonl` of a run that has evaluated.
+      samples: "before" and "after" → rows of `evaluate`, all of one prompt; the first reward says which are right.
+      title: of the picture.
+    """
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if any(map(held_out, line))]
+    name = next(name for name in lines[0] if held_out(name))
+    steps, scores = zip(*((line["step"], line[name]) for line in lines), strict=True)
+    for dark in (False, True):
+        figure = _draw_hero(steps, scores, str(held_out(name)), samples, title, dark)
+        save_figure(figure, str(run_dir / ("hero-dark.png" if dark else "hero.png")))
+
+
+def _draw_hero(
+    steps: Sequence[int],
+    scores: Sequence[float],
+    name: str,
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    title: str,
+    dark: bool,
+) -> Any:
+    """The figure: a curve on the left, texts on the right."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    figure = Figure(
+        figsize=(11, 4.2), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), facecolor=theme.page
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold", color=theme.ink)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    for axes in (left, right):
+        axes.set_facecolor(theme.page)
+    left.plot(steps, scores, color=pick("policy"), lw=2.4, marker="o", markersize=6)
+    for i, what, where in ((0, "before", (10, 2)), (-1, "after", (-6, -20))):
+        left.annotate(
+            f"{what}: {scores[i]:.2f}",
+            (steps[i], scores[i]),
+            xytext=where,
+            textcoords="offset points",
+            ha="left" if i == 0 else "right",
+            fontsize=12,
+            weight="bold",
+            color=pick("start" if i == 0 else "policy"),
+        )
+    left.set_title(f"{name.capitalize()} on prompts that no training saw", loc="left", fontsize=12, color=theme.ink)
+    left.set_xlabel("steps of training by GRPO", fontsize=10, color=theme.grey)
+    left.set_ylim(0, 1.05)
+    left.grid(color=theme.grid, linewidth=0.8)
+    left.set_axisbelow(True)
+    left.tick_params(labelsize=9, colors=theme.grey, length=0)
+    for side in ("top", "right", "left", "bottom"):
+        left.spines[side].set_visible(False)
+    right.set_axis_off()
+    prompt = next(iter(samples.values()))[0]["prompt"]
+    right.set_title(f"What it writes after “{prompt}”", loc="left", fontsize=12, color=theme.ink)
+    for column, (what, rows) in enumerate(samples.items()):
+        at = 0.02 + 0.52 * column
+        told = {"color": pick("policy" if column else "start"), "fontsize": 12, "weight": "bold"}
+        right.text(at, 0.95, what, transform=right.transAxes, va="center", **told)
+        for i, row in enumerate(rows):
+            y, good = 0.95 - 0.9 * (i + 1) / len(rows), bool(next(iter(row["rewards"].values())))
+            text = completion_text(row["completion"]).strip()
+            shown = {"transform": right.transAxes, "va": "center", "fontsize": 10.5}
+            right.text(at, y, "✓" if good else "✗", color=pick("reward0" if good else "high"), **shown)
+            short = text if len(text) < 25 else f"{text[:24]}…"
+            right.text(at + 0.05, y, short, color=theme.ink, family="monospace", **shown)
+    return figure
 
 
 def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:

@@ -56,6 +56,8 @@ LONGEST_EXPRESSION = 100
 """Characters; six numbers of three digits with all their brackets need about 50."""
 SMALL: dict[str, Any] = {"numbers": 3, "largest": 20, "targets": range(1, 61), "operations": "+-"}
 """The problems of the run from scratch."""
+WORDED: dict[str, Any] = {"numbers": 4, "largest": 100, "targets": range(10, 1000)}
+"""The problems of a checkpoint; --numbers says how many numbers they have."""
 SOLVED, BROKEN = 0.25, 0.2
 """Shares of the teacher's expressions that are solutions, and of its replies that lack a tag."""
 GROUP = 8
@@ -197,6 +199,16 @@ def make_problems(
     return list(problems.values())
 
 
+def train_problems() -> list[Row]:
+    """The problems to train a checkpoint on, for recipes/countdown.yaml."""
+    return make_problems(0, 2200, **WORDED)[200:]
+
+
+def held_out_problems() -> list[Row]:
+    """The problems to test it with, likewise."""
+    return make_problems(0, 2200, **WORDED)[:200]
+
+
 def make_tokenizer() -> Any:
     """A byte-level BPE without merges, in which the tags and the numbers from 10 to 99 are one token each."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -324,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     use_compile_cache()
     seed, scratch = arguments.seed, arguments.model is None
     run_dir = fresh_directory(arguments.run_dir, f"countdown-{seed}")
-    kind = SMALL if scratch else {"numbers": arguments.numbers, "largest": 100, "targets": range(10, 1000)}
+    kind = SMALL if scratch else {**WORDED, "numbers": arguments.numbers}
     problems = make_problems(seed, arguments.held_out + arguments.problems, **kind)
     held_out, problems = problems[: arguments.held_out], problems[arguments.held_out :]
     config = on_mesh(make_config(arguments, scratch), arguments.mesh)

@@ -41,6 +41,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, evaluate, from_pretrained, init_policy, save_pretrained, train
+from grpo_jax.watch.colours import LIGHT, colour
 
 NUMBERS = 64
 """The number to find is one of 1 … NUMBERS."""
@@ -281,8 +282,8 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
     """The distribution of the first guess, and how many guesses games took, before and after."""
     from matplotlib.figure import Figure
 
-    colours = dict(zip(firsts, ("#9aa5b1", "#0072b2"), strict=True))
-    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained", facecolor="white")
+    colours = dict(zip(firsts, (colour("start"), colour("policy")), strict=True))
+    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained", facecolor=LIGHT.page)
     left, right = figure.subplots(1, 2)
     for (name, first), offset in zip(firsts.items(), (-0.2, 0.2), strict=True):
         left.bar(np.arange(1, NUMBERS + 1), first, 0.9, color=colours[name], alpha=0.75, label=name)
@@ -290,7 +291,7 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
         right.bar(np.arange(1, LIMIT + 1) + offset, share, 0.4, color=colours[name])
         right.axvline(lengths[name].mean(), color=colours[name], lw=2, label=f"{name}: {lengths[name].mean():.2f}")
     for value, style, name in ((random_play(), ":", "consistent random play"), (bisection(), "--", "bisection")):
-        right.axvline(value, color="#d55e00", lw=1.5, linestyle=style, label=f"{name}: {value:.2f}")
+        right.axvline(value, color=colour("high"), lw=1.5, linestyle=style, label=f"{name}: {value:.2f}")
     left.set(xlabel="first guess", ylabel="probability")
     right.set(xlabel=f"guesses of a game ({LIMIT}: lost, too)", ylabel="share of games", xticks=range(1, LIMIT + 1))
     left.legend(fontsize=8)

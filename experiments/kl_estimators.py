@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.losses import grpo_loss
+from grpo_jax.watch.colours import LIGHT, colour
 
 UPDATES = 8000
 """Gradient steps of a run; a multiple of 4."""
@@ -256,46 +257,37 @@ def print_table(bandit: Bandit, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]], out: Path) -> None:
-    """Distance to π* on the way, a panel for each μ, and the ends as bars."""
+    """Distance to π* on the way: with an old policy that follows, and with one batch for good."""
     from matplotlib.figure import Figure
 
-    colours = dict(
-        zip(curves, ("#7f5539", "#e69f00", "#d55e00", "#56b4e9", "#cc79a7", "#0072b2", "#009e73"), strict=True)
-    )
-    styles = dict(zip(curves, ("-", "-", "-", (0, (5, 3)), "-", (3, (2, 3)), (0, (1, 3))), strict=True))
-    figure = Figure(figsize=(11, 6.6), dpi=90, layout="constrained", facecolor="white")
-    figure.suptitle("Where GRPO ends with each KL term (exact gradients, four arms)", x=0.01, ha="left", weight="bold")
-    grid = figure.add_gridspec(2, 3)
-    first = None
-    for i, reuse in enumerate(REUSE):
-        axes = figure.add_subplot(grid[0, i], sharey=first)
-        first = first or axes
-        for name, paths in curves.items():
-            distance = np.maximum(total_variation(paths[reuse], bandit.optimum), 1e-7)
-            axes.plot(
-                np.arange(1, len(distance) + 1), distance, color=colours[name], linestyle=styles[name], lw=2, label=name
-            )
-        axes.axhline(0.01, color="#697586", lw=1)
-        axes.text(1.2, 0.0115, "1 %", color="#697586", fontsize=8)
-        axes.set(xscale="log", yscale="log", ylim=(1e-7, 1.5), xlabel="update")
-        axes.set_title(reuse if reuse != "one batch" else "one batch for good (μ → ∞)", loc="left", fontsize=10)
-        axes.grid(color="#e4e7eb")
-    assert first is not None
-    first.set_ylabel("total variation to π*")
-    first.legend(fontsize=8, loc="lower left", ncols=2)
-    axes = figure.add_subplot(grid[1, :])
-    groups: list[tuple[str, Any]] = [("π_ref", bandit.reference), ("π*", bandit.optimum)]
-    groups += [(name, paths["μ = 4"][-1]) for name, paths in curves.items()]
-    x = np.arange(len(groups))
-    for a, colour in enumerate(("#0072b2", "#9aa5b1", "#56b4e9", "#52606d")):
-        label = f"arm {a + 1}, R = {bandit.rewards[a]:.2f}"
-        axes.bar(x + 0.2 * (a - 1.5), [float(p[a]) for _, p in groups], 0.18, color=colour, label=label)
-        left = x + 0.2 * (a - 1.5) - 0.1
-        axes.hlines(np.full(len(x), bandit.optimum[a]), left, left + 0.2, color="#d55e00", lw=2)
-    axes.set_xticks(x, [name for name, _ in groups])
-    axes.set(ylim=(0, 1.02), ylabel="probability")
-    axes.set_title("The end at μ = 4; the orange marks are π*", loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="upper right", ncols=2)
+    corrected = [name for name in curves if name not in ("k1", "k2", "k3")]
+    shown = {
+        "log ratio (k1): as if there were no KL": (["k1"], "start", "-"),
+        "DeepSeekMath's estimator (k3): the KL in the other direction": (["k3"], "high", "-"),
+        "half its square (k2): right while the old policy follows": (["k2"], "low", "-"),
+        "any with the ratio in front (default), or in the reward: right": (corrected, "policy", (0, (4, 2))),
+    }
+    figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained", facecolor=LIGHT.page)
+    heading = f"Where training ends with each form of the KL term (β = {bandit.beta:g}, exact gradients)"
+    figure.suptitle(heading, x=0.01, ha="left", weight="bold", color=LIGHT.ink)
+    titles = {"μ = 4": "The old policy is renewed every 4 updates", "one batch": "One batch is used for good"}
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (reuse, title) in zip(panels, titles.items(), strict=True):
+        for label, (names, meaning, style) in shown.items():
+            # Of several names the one that is farthest.
+            distance = np.max([total_variation(curves[name][reuse], bandit.optimum) for name in names], axis=0)
+            updates = np.arange(1, len(distance) + 1)
+            axes.plot(updates, np.maximum(distance, 1e-9), color=colour(meaning), linestyle=style, lw=2.2, label=label)
+        axes.axhline(0.01, color=LIGHT.grey, lw=1, linestyle=":")
+        axes.text(9000, 0.0115, "1 % of the probability misplaced", color=LIGHT.grey, fontsize=8.5, ha="right")
+        axes.set(xscale="log", yscale="log", ylim=(1e-4, 1.2))
+        axes.set_xlabel("updates", color=LIGHT.grey)
+        axes.set_title(title, loc="left", fontsize=11, color=LIGHT.ink)
+        axes.grid(color=LIGHT.grid)
+        axes.tick_params(colors=LIGHT.grey, which="both", length=0)
+        axes.spines[:].set_visible(False)
+    panels[0].set_ylabel("distance to the optimum", color=LIGHT.grey)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
     print(f"\npicture: {out}")

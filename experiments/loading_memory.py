@@ -1,9 +1,10 @@
 """Peak host memory of `from_pretrained`, on a random checkpoint of 1 GB.
 
-    python -m experiments.loading_memory
+    python -m experiments.loading_memory [--quantize nf4]
 
 About one minute on two cores, on Linux; needs 1 GB of disk for a while. Expected: a peak of at most 1.2 × the
-checkpoint (1.03 × when this was written) above what the process held before, in each storage dtype. The last line on
+checkpoint (1.03 × when this was written) above what the process held before, in each storage dtype. With --quantize
+the bound is 1.1 × the checkpoint's largest file and the quantized model, of a checkpoint in bfloat16. The last line on
 standard output is one JSON object.
 """
 
@@ -17,13 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import from_pretrained
-from grpo_jax.hub.tensors import tensor_plan
+from grpo_jax.hub.tensors import abstract_params, tensor_plan
 from grpo_jax.models.transformer import count_parameters
 
 SHAPE = {
@@ -64,33 +66,44 @@ def memory(field: str) -> int:
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
-def load(directory: str, dtype: str) -> dict[str, float]:
+def load(directory: str, dtype: str, quantize: str | None) -> dict[str, float]:
     """Load, and say how far the peak of this process's memory rose. Run it in a process of its own."""
     jnp.zeros(3).block_until_ready()
     before = memory("VmRSS")
     start = time.perf_counter()
-    policy = from_pretrained(directory, dtype=dtype)
+    policy = from_pretrained(directory, dtype=dtype, quantize=quantize)
     seconds = time.perf_counter() - start
     peak = memory("VmHWM") - before
-    return {"peak": peak, "seconds": round(seconds, 1), "parameters": count_parameters(policy.params)}
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.params))
+    count = count_parameters(abstract_params(policy.model.config))
+    return {"peak": peak, "seconds": round(seconds, 1), "parameters": count, "held": held}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak host memory of from_pretrained on a random checkpoint.")
     parser.add_argument("--size", type=float, default=1e9, help="bytes of the checkpoint (default: 1e9)")
+    parser.add_argument("--quantize", choices=("nf4", "int8"), help="how the projections are held (default: plain)")
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
-        print(json.dumps(load(*args.load)))
+        print(json.dumps(load(*args.load, args.quantize)))
         return
     results = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("bfloat16",) if args.quantize else ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
             size = write_checkpoint(Path(directory), dtype, args.size)
             command = [sys.executable, "-m", "experiments.loading_memory", "--load", directory, dtype]
+            command += ["--quantize", args.quantize] if args.quantize else []
+            largest = max(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         result = json.loads(done.stdout.splitlines()[-1])
-        results[dtype] = {"checkpoint": size, **result, "ratio": round(result["peak"] / size, 3)}
+        whole = largest + result["held"] if args.quantize else size
+        results[dtype] = {
+            "checkpoint": size,
+            "largest_file": largest,
+            **result,
+            "ratio": round(result["peak"] / whole, 3),
+        }
         print(f"{dtype}: {size / 1e9:.2f} GB on disk, peak {results[dtype]['ratio']} ×, {result['seconds']} s")
     print(json.dumps(results))
 

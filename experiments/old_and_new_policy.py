@@ -36,6 +36,7 @@ from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_lo
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Completions, Params, Prompts
+from grpo_jax.watch.colours import LIGHT, colour
 
 VOCABULARY = 12
 LENGTH = 8
@@ -47,6 +48,8 @@ NO_CLIP = 1e6
 WAYS = ("none", "weights", "clipped")
 REUSE = (1, 4, 16)
 """μ."""
+SYMLOG = {"linthresh": 1e-2}
+"""The axis of the KL: logarithmic from there on, as it is 0 at times."""
 MEASURED = ("reward", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl_old")
 
 MODEL = Transformer(TransformerConfig(VOCABULARY, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16))
@@ -169,35 +172,37 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) -> None:
-    """A column for each μ; reward, largest ratio, clip fraction and KL(old‖new) down it."""
+    """Reward, and under it how far a rollout moves the policy; a column for each μ but 1, where the ways are one."""
     from matplotlib.figure import Figure
 
-    panels = {
-        "reward": ("reward", "linear"),
-        "ratio_max": ("largest ratio", "log"),
-        "clip_fraction": ("clip fraction", "linear"),
-        "approx_kl_old": ("KL(old‖new)", "symlog"),
+    panels = {"reward": "reward", "approx_kl_old": "KL(old‖new) of a rollout,\nnats per token"}
+    ways = {
+        "none": ("no ratio: old completions are taken for new ones", "high"),
+        "weights": ("the ratio, without a clip", "low"),
+        "clipped": ("the ratio, clipped: GRPO", "policy"),
     }
-    colours = {"none": "#d55e00", "weights": "#e69f00", "clipped": "#0072b2"}
-    labels = {"none": "ratio ≡ 1", "weights": "ratio, no clip", "clipped": "ratio and clip"}
-    figure = Figure(figsize=(8.4, 7), dpi=78, layout="constrained", facecolor="white")
-    figure.suptitle("μ updates from the same completions", x=0.01, ha="left", weight="bold")
-    grid = figure.subplots(len(panels), len(REUSE), sharex=True, sharey="row")
-    for column, reuse in enumerate(REUSE):
-        grid[0, column].set_title(
-            f"μ = {reuse}" + (" (the three are one)" if reuse == 1 else ""), loc="left", fontsize=10
-        )
-        grid[-1, column].set_xlabel("rollouts")
-        for axes, (metric, (title, scale)) in zip(grid[:, column], panels.items(), strict=True):
-            for way in WAYS:
-                values = curves[reuse, way][metric]
-                style = {"lw": 1.4, "color": colours[way], "label": labels[way]}
-                axes.plot(np.arange(1, len(values) + 1), values, **style)
-            axes.set_yscale(scale, **({"linthresh": 1e-2} if scale == "symlog" else {}))
-            axes.grid(color="#e4e7eb")
+    figure = Figure(figsize=(10, 5.6), dpi=100, layout="constrained", facecolor=LIGHT.page)
+    heading = "Several updates from the same completions need the clip"
+    figure.suptitle(heading, x=0.01, ha="left", weight="bold", color=LIGHT.ink)
+    grid = figure.subplots(len(panels), len(REUSE) - 1, sharex=True, sharey="row")
+    for column, reuse in enumerate(REUSE[1:]):
+        grid[0, column].set_title(f"{reuse} updates from each rollout", loc="left", fontsize=11, color=LIGHT.ink)
+        grid[-1, column].set_xlabel("rollouts", color=LIGHT.grey)
+        for axes, (metric, title) in zip(grid[:, column], panels.items(), strict=True):
+            once = curves[REUSE[0], "clipped"]["reward"]
+            rollouts = np.arange(1, len(once) + 1)
+            if metric == "reward":
+                style = {"color": colour("start"), "lw": 1.4, "linestyle": (0, (4, 2))}
+                axes.plot(rollouts, once, label="one update from each rollout: nothing to clip", **style)
+            for way, (label, meaning) in ways.items():
+                axes.plot(rollouts, curves[reuse, way][metric], color=colour(meaning), lw=1.8, label=label)
+            axes.set_yscale("linear" if metric == "reward" else "symlog", **({} if metric == "reward" else SYMLOG))
+            axes.grid(color=LIGHT.grid)
+            axes.tick_params(colors=LIGHT.grey, which="both", length=0)
+            axes.spines[:].set_visible(False)
             if column == 0:
-                axes.set_ylabel(title)
-    grid[0, -1].legend(fontsize=8, loc="lower right")
+                axes.set_ylabel(title, color=LIGHT.grey)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", pil_kwargs={"compress_level": 9})
     print(f"\npicture: {out}")

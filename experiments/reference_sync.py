@@ -28,6 +28,7 @@ import numpy as np
 
 from experiments.common import add_device_flags, on_mesh, start_processes
 from grpo_jax import GRPOConfig, Policy, init_policy, train
+from grpo_jax.watch.colours import LIGHT, colour
 
 SYNC_STEPS = 16
 """Optimizer steps between two syncs."""
@@ -163,8 +164,8 @@ def draw(runs: Runs, out: Path) -> None:
         "kl_initial": ("KL to the initial policy", "nats per token"),
         "reward": ("reward", "share of vowels"),
     }
-    colours = {"frozen": "#d55e00", "synced": "#0072b2"}
-    figure = Figure(figsize=(10, 2.8 * len(BETAS)), dpi=80, layout="constrained", facecolor="white")
+    colours = {"frozen": colour("high"), "synced": colour("policy")}
+    figure = Figure(figsize=(10, 2.8 * len(BETAS)), dpi=80, layout="constrained", facecolor=LIGHT.page)
     title = "A synced reference bounds the KL to itself, not to the start; a frozen one stops learning at a large β"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     grid = figure.subplots(len(BETAS), len(panels), sharex=True, squeeze=False)
@@ -174,10 +175,10 @@ def draw(runs: Runs, out: Path) -> None:
             axes.plot(steps, curve(lines, metric), color=colours[name], lw=1.8, label=f"{name} reference")
             if metric == "kl" and ARMS[name]:
                 for at in range(SYNC_STEPS, len(steps) + 1, SYNC_STEPS):
-                    axes.axvline(at + 0.5, color="#cbd2d9", lw=0.8, zorder=0)
+                    axes.axvline(at + 0.5, color=LIGHT.grid, lw=1.2, zorder=0)
             axes.set_ylabel(unit)
             axes.set_title(f"β = {beta}: {what}", loc="left", fontsize=10)
-            axes.grid(axis="y", color="#e4e7eb")
+            axes.grid(axis="y", color=LIGHT.grid)
     for axes in grid.flat:
         axes.set_ylim(bottom=0)
     for axes, metric in zip(grid[-1], panels, strict=True):

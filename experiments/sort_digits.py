@@ -1,6 +1,7 @@
 """A small language model learns by GRPO to give the right answer, which is one of its habits and not the usual one.
 
-    python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR]
+    python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR] [--picture FILE]
+    python -m experiments.sort_digits --lora RANK [--quantize nf4]
 
 The task: `sort 52817:` → `<answer>12578</answer>`. The model learns it from a flawed teacher that is right one time in
 eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO with two
@@ -9,14 +10,17 @@ rewards, the answer and the format, then goes on from the checkpoint that this l
 Time: 65 seconds on two idle cores; the two arms of --controls take 70 % more.
 Expect: on 1000 prompts that no training saw, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
 and more (seeds 0 to 4); more supervised steps leave both where they were, and random rewards do not raise them.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object; everything else is in the run directory: `final` is the checkpoint,
+`hero.png` the picture of the README.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +31,7 @@ from experiments.common import (
     Stopwatch,
     add_device_flags,
     coin_flips,
+    draw_hero,
     encode_lessons,
     fresh_directory,
     held_out_rates,
@@ -38,7 +43,17 @@ from experiments.common import (
     supervise,
     use_compile_cache,
 )
-from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, save_pretrained, train
+from grpo_jax import (
+    GRPOConfig,
+    Policy,
+    add_lora,
+    evaluate,
+    from_pretrained,
+    init_policy,
+    save_lora,
+    save_pretrained,
+    train,
+)
 from grpo_jax.rewards.shipped import accuracy_reward, format_reward
 
 DIGITS = 5
@@ -159,14 +174,27 @@ def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple
     return encode_lessons(policy, [row["prompt"] for row in chosen], [teach(row["digits"], draw) for row in chosen])
 
 
-def make_config(seed: int, steps: int, held_out: int, eval_steps: int | None) -> GRPOConfig:
-    """The settings of both GRPO arms."""
+def sample_one(policy: Policy, params: Any, rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
+    """Eight completions of the first of the rows, for the picture."""
+    settings: dict[str, Any] = {
+        "max_completion_length": LONGEST,
+        "num_generations": 8,
+        "temperature": 1.0,
+        "seed": seed,
+    }
+    return evaluate(policy, rows[:1], [accuracy], params=params, batch_size=1, **settings)[1]
+
+
+def make_config(
+    seed: int, steps: int, held_out: int, eval_steps: int | None, *, learning_rate: float = 5e-4
+) -> GRPOConfig:
+    """The settings of all GRPO arms."""
     return GRPOConfig(
         num_generations=8,
         per_device_train_batch_size=256,  # completions of 32 prompts
         max_completion_length=LONGEST,
         max_steps=steps,
-        learning_rate=5e-4,
+        learning_rate=learning_rate,
         lr_scheduler_type="linear",
         # Without it random rewards let the model drift to any habit, the right one among them.
         beta=0.04,
@@ -190,11 +218,49 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--controls", action="store_true", help="also more supervised steps, and GRPO by coin flips")
     parser.add_argument("--recurrent", action="store_true", help="gated delta nets in three of four layers, as Qwen3.5")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/sort_digits-<seed>-<time>)")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters on the base in bfloat16 (default: all weights)"
+    )
+    parser.add_argument(
+        "--quantize", choices=("nf4", "int8"), help="with --lora also on the base in so many bits, from the same start"
+    )
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="where to copy the picture, and a dark one")
     add_device_flags(parser)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.quantize and arguments.lora is None:
+        parser.error("--quantize: quantized weights cannot be trained; give --lora RANK")
+    return arguments
+
+
+def train_adapters(
+    arguments: argparse.Namespace, quantize: str | None, rows: Sequence[Row], held_out: Sequence[Row], run_dir: Path
+) -> dict[str, Rates]:
+    """GRPO by adapters on the checkpoint in `run_dir`, held in bfloat16 or quantized; rates before and after."""
+    seed, name = arguments.seed, quantize or "bfloat16"
+    base = from_pretrained(run_dir / "base", param_dtype="bfloat16", quantize=quantize)
+    policy = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)
+    # Adapters start from nothing: they need longer steps than weights do.
+    config = make_config(seed, arguments.steps, len(held_out), eval_steps=None, learning_rate=5e-3)
+    state = train(policy, rows, [accuracy, well_formed], on_mesh(config, arguments.mesh), run_dir=run_dir / name)
+    save_lora(run_dir / f"adapter_{name}", policy.replace(params=state.params))
+    settings = {"max_completion_length": LONGEST, "batch_size": len(held_out), "seed": seed}
+    rates = lambda params: held_out_rates(policy, held_out, accuracy, well_formed, params=params, **settings)[0]
+    return {"before": rates(policy.params), "after": rates(state.params)}
+
+
+def draw_before_and_after(run_dir: Path, samples: dict[str, list[Row]], arguments: argparse.Namespace) -> None:
+    """The picture of the run, light and dark, and where `--picture` wants it."""
+    if jax.process_index() > 0:
+        return
+    title = f"A small language model sorts five digits, before and after {arguments.steps} steps of GRPO"
+    draw_hero(run_dir, samples, title=title)
+    if arguments.picture:
+        shutil.copyfile(run_dir / "hero.png", arguments.picture)
+        dark = arguments.picture.with_stem(f"{arguments.picture.stem}-dark")
+        shutil.copyfile(run_dir / "hero-dark.png", dark)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -220,16 +286,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     before, completions = test(base.params)
     print(f"base, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
     show_completions("before, greedy", completions[:4])
-    arms = {}
+    arms, samples = {}, {"before": sample_one(base, base.params, held_out, seed)}
 
-    print("\nGRPO, rewarded for the answer and the format:")
-    with watch("grpo"):
-        config = on_mesh(make_config(seed, steps, len(held_out), eval_steps=50), arguments.mesh)
-        state = train(base, rows, [accuracy, well_formed], config, eval_dataset=held_out, run_dir=run_dir)
-    save_pretrained(run_dir / "final", base.replace(params=state.params))
-    after, completions = test(state.params)
-    show_completions("after, greedy", completions[:4])
-    arms["grpo"] = {"before": before, "after": after}
+    if arguments.lora:
+        for held in dict.fromkeys((None, arguments.quantize)):
+            name = f"lora_{held or 'bfloat16'}"
+            print(f"\nGRPO by adapters of rank {arguments.lora}, on the base in {held or 'bfloat16'}:")
+            with watch(name):
+                arms[name] = train_adapters(arguments, held, rows, held_out, run_dir)
+    else:
+        print("\nGRPO, rewarded for the answer and the format:")
+        with watch("grpo"):
+            config = on_mesh(make_config(seed, steps, len(held_out), eval_steps=50), arguments.mesh)
+            state = train(base, rows, [accuracy, well_formed], config, eval_dataset=held_out, run_dir=run_dir)
+        save_pretrained(run_dir / "final", base.replace(params=state.params))
+        after, completions = test(state.params)
+        show_completions("after, greedy", completions[:4])
+        arms["grpo"] = {"before": before, "after": after}
+        samples["after"] = sample_one(base, state.params, held_out, seed)
+        draw_before_and_after(run_dir, samples, arguments)
 
     if arguments.controls:
         print("\nControl: as many more supervised steps.")

@@ -1,6 +1,7 @@
 """A real pretrained model learns by GRPO to use a given word in its stories.
 
     python -m experiments.stories [--model DIRECTORY_OR_NAME] [--steps 100] [--seed N] [--run-dir DIR]
+    grpo-jax train experiments/recipes/stories.yaml        # the same run, with fewer measurements, as a RUN.yaml
 
 The model: stories260K, a Llama of 260 thousand parameters that was trained on TinyStories. Without --model it comes
 from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
@@ -24,6 +25,7 @@ from experiments.common import (
     Rates,
     Stopwatch,
     add_device_flags,
+    cache_directory,
     fresh_directory,
     held_out_rates,
     on_mesh,
@@ -66,6 +68,16 @@ def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return train_rows, held_out
 
 
+def train_rows() -> list[dict[str, str]]:
+    """The rows to train on, for recipes/stories.yaml."""
+    return make_rows()[0]
+
+
+def held_out_rows() -> list[dict[str, str]]:
+    """The rows to test with, likewise."""
+    return make_rows()[1]
+
+
 @from_row
 def uses_word(completion: str, row: dict[str, Any]) -> float:
     """1 where the row's word is one of the words of the completion.
@@ -88,6 +100,12 @@ def fetch_stories260K(directory: Path) -> Path:
     )
     convert(checkpoint, tokenizer, directory)
     return directory
+
+
+def stories260K() -> Path:
+    """Where stories260K lies, in the user's cache, fetched once."""
+    directory = cache_directory() / "stories260K"
+    return directory if directory.is_dir() else fetch_stories260K(directory)
 
 
 def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:

@@ -22,6 +22,8 @@ FLOORS = [
     {"keep", "plan"},
     {"run"},
     {"compat"},
+    {"cli"},
+    {"__main__"},
 ]
 PURE = {"types", "maths", "models"}
 COMPOSED = {"devices", "rollout", "update"}
@@ -113,7 +115,7 @@ def test_no_module_imports_heavy_packages_at_its_top(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("room", sorted(ROOMS - {"types"}))
+@pytest.mark.parametrize("room", sorted(ROOMS - {"types", "__main__"}))
 def test_a_room_says_what_it_is_and_hands_on_names(room):
     face = modules()[f"grpo_jax.{room}"]
     assert ast.get_docstring(ast.parse(face.read_text()))
@@ -147,12 +149,37 @@ def test_functions_are_short(name):
 def test_importing_the_package_does_no_work():
     code = (
         "import sys, grpo_jax\n"
+        "assert 'jax' not in sys.modules\n"
         "heavy = {'transformers', 'orbax', 'matplotlib', 'safetensors', 'huggingface_hub', 'torch'}\n"
+        "every = {name: getattr(grpo_jax, name) for name in grpo_jax.__all__}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "import jax._src.xla_bridge as bridge\n"
         "assert not bridge._backends, 'a device was touched'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.quick
+def test_what_a_type_checker_reads_is_what_the_program_finds():
+    (guarded,) = [x for x in ast.parse(Path(grpo_jax.__file__).read_text()).body if isinstance(x, ast.If)][:1]
+    read = {alias.name: node.module for node in guarded.body for alias in node.names}
+    assert read == grpo_jax._HOME
+    assert sorted(read) == grpo_jax.__all__
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import grpo_jax.plan.estimate; assert inspect.isfunction(grpo_jax.plan) and grpo_jax.plan.programs",
+        "from grpo_jax.plan import programs; from grpo_jax import plan; assert inspect.isfunction(plan)",
+        "from grpo_jax import *; assert train and plan and GRPOConfig",
+        "import grpo_jax; assert grpo_jax.rewards.number_reward; assert 'train' in dir(grpo_jax)",
+        "import grpo_jax; assert not hasattr(grpo_jax, 'nonsense') and not hasattr(grpo_jax, '__wrapped__')",
+    ],
+)
+def test_names_come_when_they_are_asked_for(code):
+    subprocess.run([sys.executable, "-c", f"import inspect\n{code}"], check=True)
 
 
 @pytest.mark.quick
@@ -185,6 +212,8 @@ def test_each_file_of_tests_has_a_quick_one():
 
 # What is tested with the module that it is a part of.
 TESTED_ELSEWHERE = {
+    "__main__": "cli/test_main.py",
+    "cli.chat": "cli/test_commands.py",
     "config.reading": "config/test_config.py",
     "rollout.turn_programs": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
@@ -193,20 +222,24 @@ TESTED_ELSEWHERE = {
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
     "config.trl_fields": "compat/test_migrate.py",
+    "hub.keys": "hub/test_families.py",
     "hub.policy": "hub/test_huggingface.py",
     "hub.tensors": "hub/test_families.py",
+    "hub.weights": "hub/test_huggingface.py",
     "maths.checks": "maths/test_losses.py",
     "models.sight": "models/test_fused.py",
     "maths.log_probs": "models/test_scoring.py",
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
     "hub.hybrid": "hub/test_families.py",
+    "models.block": "models/test_transformer.py",
     "models.bounds": "experiments/test_benchmark.py",
     "models.cache": "models/test_recurrent.py",
     "models.layers": "models/test_transformer.py",
     "models.rope": "models/test_transformer.py",
     "plan.__main__": "plan/test_estimate.py",
     "plan.compiled": "plan/test_targets.py",
+    "plan.loaded": "plan/test_estimate.py",
     "plan.report": "plan/test_estimate.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",

@@ -97,6 +97,27 @@ def test_without_an_address_no_link_leads_nowhere():
     assert SETUP["urls"]("") == {}
 
 
+@pytest.mark.quick
+def test_the_version_stands_in_one_place():
+    version = PROJECT["version"]
+    sources = [*(ROOT / "grpo_jax").rglob("*.py"), ROOT / "setup.py", ROOT / "setup.cfg", ROOT / "mkdocs.yml"]
+    assert not [path for path in sources if f'"{version}"' in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.quick
+def test_the_changelog_is_in_form():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.*)$", text, flags=re.M)
+    assert heads[0] == "[Unreleased]"
+    for head in heads[1:]:
+        assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", head)
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    for section in re.split(r"^## .*\n", text, flags=re.M)[1:]:
+        named = re.findall(r"^### (.*)$", section, flags=re.M)
+        assert named == [kind for kind in kinds if kind in named]
+        assert not section.split("### ")[0].strip()
+
+
 # Beside the jax that is there -----------------------------------------------------------------------------------------
 
 

@@ -19,12 +19,12 @@ from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.hub.peft import add_lora
+from grpo_jax.hub.peft import add_lora, write_policy
 from grpo_jax.hub.policy import Policy, compute_dtype
-from grpo_jax.hub.publish import Publisher, write_policy
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import as_list
-from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.evaluate import evaluate, settings_of
+from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
@@ -224,29 +224,8 @@ class GRPOTrainer:
         data = self._datasets[1] if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
-        config = self.config
-        metrics, rows = evaluate(
-            self.policy,
-            data,
-            self._reward_funcs or [],
-            num_generations=config.eval_generations,
-            max_completion_length=config.max_completion_length,
-            temperature=config.eval_temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
-            pad_to_multiple_of=config.padding,
-            seed=config.seed,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-            on_reward_error=config.on_reward_error,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            environment_timeout=config.environment_timeout,
-            on_environment_error=config.on_environment_error,
-            **self._answered_by,
-        )
+        settings = settings_of(self.config)
+        metrics, rows = evaluate(self.policy, data, self._reward_funcs or [], **settings, **self._answered_by)
         scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in rows[0]["rewards"]}
         return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
 
@@ -266,11 +245,44 @@ class GRPOTrainer:
         if self.config.push_to_hub:
             self.push_to_hub("Model save")
 
-    def push_to_hub(self, commit_message: str = "End of training") -> None:
-        """Push the policy to the repository `hub_model_id` of the hub, and wait until it is there."""
-        publisher = Publisher(dataclasses.replace(self.config, push_to_hub=True), self.policy, self.run_dir)
-        publisher.open()
-        publisher.end(self.policy.params, commit_message)
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        dataset_name: str | None = None,
+        **card: Any,
+    ) -> str:
+        """Push the policy to the repository `hub_model_id` of the hub, or one with the run directory's name.
+
+        Args:
+          commit_message: of the commit.
+          blocking: True; the push is waited for.
+          revision: branch to push to; None: `hub_revision`.
+          private: visibility of a repository that is made; None: `hub_private_repo`.
+          dataset_name: of the data, for the card.
+          card: `base_model` and `license`, as in `grpo_jax.push_to_hub`.
+
+        Returns:
+          The address of the commit.
+        """
+        if not blocking:
+            raise ValueError("blocking is False: the push is waited for; leave it out.")
+        run_dir, config = self.run_dir, self.config
+        if config.hub_model_id is None and run_dir is None:
+            raise ValueError("hub_model_id and output_dir are None: give one in GRPOConfig, to name the repository.")
+        return push_to_hub(
+            self.policy,
+            config.hub_model_id or Path(str(run_dir)).absolute().name,
+            run_dir=run_dir if self.state is not None else None,
+            dataset=dataset_name,
+            private=config.hub_private_repo if private is None else private,
+            revision=revision or config.hub_revision,
+            commit_message=commit_message,
+            **card,
+        )
 
 
 def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_jax.config.checks import split_problems
-from grpo_jax.config.fields import Correction, Count, In, NotNegative, Positive, Scale, raise_all, show
+from grpo_jax.config.fields import ComputeDtype, Correction, Count, In, NotNegative, Positive, Scale, raise_all, show
 from grpo_jax.config.reading import ReadFirst, read_values
 from grpo_jax.config.sizes import Sizes
 
@@ -208,7 +208,7 @@ class GRPOConfig(metaclass=ReadFirst):
     )
     """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
     with weights, or those of attention too; each takes more memory and less time. Ours."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: ComputeDtype = "auto"
     """Of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs and on
     GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
     master_params: bool = True

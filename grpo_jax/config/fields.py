@@ -36,6 +36,7 @@ Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
 Scale = Literal["group", "batch", "none"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -111,6 +112,18 @@ def _read_number(kind: type, value: Any) -> tuple[Any, str]:
     if kind is int and not isinstance(value, numbers.Integral):
         return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
     return kind(value), ""
+
+
+NO_FLOAT16 = (
+    "gradients below 6e-8 are 0 in float16, which needs a loss scaled against that, and there is none here; use"
+    " bfloat16, which has the range of float32"
+)
+"""Why float16 is not taken."""
+
+
+def read_compute_dtype(value: Any) -> tuple[Any, str]:
+    """Return the name of a dtype to compute in."""
+    return (value, NO_FLOAT16) if str(value) in ("float16", "fp16", "half") else read(ComputeDtype, value)
 
 
 def read_scale(value: Any) -> tuple[Any, str]:

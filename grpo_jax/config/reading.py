@@ -11,6 +11,7 @@ from grpo_jax.config.checks import batch_problems, contradictions
 from grpo_jax.config.fields import (
     raise_all,
     read,
+    read_compute_dtype,
     read_json,
     read_mesh,
     read_scale,
@@ -22,9 +23,10 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
 
 # What people write who come from elsewhere, and what it is here.
-_MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
+MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
 
 _OWN_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "compute_dtype": read_compute_dtype,
     "scale_rewards": read_scale,
     "reward_weights": read_weights,
     "chat_template_kwargs": read_json,
@@ -49,7 +51,7 @@ class ReadFirst(type):
             )
         settings: Any = cls
         fields = {field.name: field for field in dataclasses.fields(settings)}
-        problems = [unknown_field(name, set(fields), _MENDS) for name in values if name not in fields]
+        problems = [unknown_field(name, set(fields), MENDS) for name in values if name not in fields]
         defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
         values, bad = read_values(cls, defaults | {name: value for name, value in values.items() if name in fields})
         raise_all(cls.__name__, problems + bad)

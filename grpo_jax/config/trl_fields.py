@@ -125,7 +125,7 @@ SAME: dict[str, str] = {
     "report_to": "tensorboard, wandb, trackio; the default is transformers 5's, 4 reported to all",
     "run_name": "",
     "project": "wandb's too, unless WANDB_PROJECT is set",
-    "push_to_hub": "pushed from the directory `hub` of the run directory; no model card is written",
+    "push_to_hub": "pushed from the directory `hub` of the run directory, with a model card made from the run",
     "hub_model_id": "",
     "hub_private_repo": "",
     "hub_strategy": "checkpoints themselves are not pushed",

@@ -34,6 +34,13 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/linear_attn/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
+    # Held by rows, and so the other way round.
+    (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
+    (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
+    (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
+    (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
+    (r".*/experts/(gate|up)_bias", (None, "tensor")),
+    (r".*/sinks", ("tensor",)),
 )
 """Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
 

@@ -8,148 +8,30 @@ Two questions are answered here, both without touching a file: which `Transforme
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.hub.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid
+from grpo_jax.hub.keys import (
+    REQUIRED,
+    Family,
+    Keys,
+    activation_of,
+    all_windows,
+    biases_of,
+    rope_of,
+    two_ropes,
+    windows_of,
+)
+from grpo_jax.hub.seeing import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.rope import Rope
-
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""Names of `hidden_act` in a config.json, and ours."""
-
-
-ROPE_NUMBERS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": ...},
-    "dynamic": {"factor": ...},
-    "llama3": {"factor": ..., "low_freq_factor": ..., "high_freq_factor": ...},
-    "yarn": {
-        "factor": None,
-        "attention_factor": None,
-        "mscale": None,
-        "mscale_all_dim": None,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "truncate": True,
-    },
-    "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
-}
-"""The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
-
-
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-_DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "partial_rotary_factor": 1.0,
-    "original_max_position_embeddings": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
-    "layer_types": None,
-    "quantization_config": None,
-}
-
-
-class Keys:
-    """A config.json with the defaults of its family; a key that is in neither is an error that names it."""
-
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.raw = raw
-        self.defaults = {**_DEFAULTS, **defaults}
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self.raw:
-            return self.raw[key]
-        if key in self.defaults:
-            return self.defaults[key]
-        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json has to give it.")
-
-    @property
-    def architecture(self) -> str:
-        return self.raw["architectures"][0]
-
-    def refuse(self, key: str, value: Any, supported: str) -> ValueError:
-        """The error for a value that the decoder has no switch for."""
-        return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What one architecture sets.
-
-    Attributes:
-      model_type: as in config.json.
-      fields: from the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
-      defaults: values of config keys that the family's files may omit.
-      only: config keys with the one value (beside its absence) that is supported.
-      fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
-      spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
-    """
-
-    model_type: str
-    fields: Callable[[Keys], dict[str, Any]]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    spare: tuple[str, ...] = ()
-
-
-def _check_window(keys: Keys) -> int:
-    window = keys["sliding_window"]
-    if not isinstance(window, int) or window < 1:
-        raise keys.refuse("sliding_window", window, "a positive int where layers slide")
-    return window
-
-
-def _windows(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """The window of each layer: `layer_types` if the config lists them, else where `sliding(layer)` says so."""
-    layers, types = keys["num_hidden_layers"], keys["layer_types"]
-    if types is None:
-        types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
-    if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise keys.refuse("layer_types", types, "one 'full_attention' or 'sliding_attention' for each layer")
-    if "sliding_attention" not in types:
-        return None
-    window = _check_window(keys)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
     """Qwen's windows: off unless `use_sliding_window`; then on the layers from `max_window_layers` on."""
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
-    windows = _windows(keys, lambda i: on and i >= keys["max_window_layers"])
+    windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None
-
-
-def _all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """One window for every layer, None for full attention."""
-    if keys["sliding_window"] is None:
-        return None
-    return (_check_window(keys),) * keys["num_hidden_layers"]
-
-
-def _biases(keys: Keys) -> dict[str, Any]:
-    return {"qkv_bias": keys["attention_bias"], "o_bias": keys["attention_bias"]}
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:
@@ -158,9 +40,10 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
         rotary = [(i + 1) % keys["no_rope_layer_interval"] != 0 for i in range(layers)]
     if len(rotary) != layers:
         raise keys.refuse("no_rope_layers", rotary, "one 0 or 1 for each layer")
-    windows = _windows(keys, lambda i: not rotary[i]) if keys["use_sliding_window"] and keys["sliding_window"] else None
+    on = keys["use_sliding_window"] and keys["sliding_window"]
+    windows = windows_of(keys, lambda i: not rotary[i]) if on else None
     return {
-        **_biases(keys),
+        **biases_of(keys),
         "mlp_bias": keys["mlp_bias"],
         "rotary_layers": tuple(bool(r) for r in rotary),
         "windows": windows,
@@ -170,10 +53,10 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
 def _gemma(keys: Keys) -> dict[str, Any]:
     """What both Gemmas share: sandwich norms around zero, scaled embeddings, a query scale of its own."""
     return {
-        **_biases(keys),
+        **biases_of(keys),
         "norms": "sandwich",
         "norm_offset": 1.0,
-        "activation": _activation(keys, "hidden_activation"),
+        "activation": activation_of(keys, "hidden_activation"),
         "query_scale": keys["query_pre_attn_scalar"] ** -0.5,
         "embedding_scale": keys["hidden_size"] ** 0.5,
         "logit_soft_cap": keys["final_logit_softcapping"],
@@ -184,48 +67,111 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
     return {
         **_gemma(keys),
         "attention_soft_cap": keys["attn_logit_softcapping"],
-        "windows": _windows(keys, lambda i: (i + 1) % 2 != 0),
+        "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
     }
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
-    ropes = keys["rope_parameters"] or {}
-    if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
-        raise keys.refuse("rope_parameters", ropes, "one entry each for 'full_attention' and 'sliding_attention'")
-    scaling = {**(keys["rope_scaling"] or {}), **(ropes.get("full_attention") or {})}
-    local = ropes.get("sliding_attention") or {}
     return {
         **_gemma(keys),
         "qk_norm": "head",
-        "windows": _windows(keys, lambda i: (i + 1) % keys["sliding_window_pattern"] != 0),
-        "rope": _rope(keys, {"rope_theta": keys["rope_theta"], **scaling}),
-        "local_rope": _rope(keys, {"rope_theta": keys["rope_local_base_freq"], **local}),
+        "windows": windows_of(keys, lambda i: (i + 1) % keys["sliding_window_pattern"] != 0),
+        **two_ropes(keys, keys["rope_local_base_freq"]),
     }
 
 
-def _experts(keys: Keys) -> dict[str, Any]:
-    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
-    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
+def _glm4(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or keys["rope_scaling"] or {}
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+    return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": dataclasses.replace(rope, pairs=True)}
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    return {
+        **biases_of(keys),
+        "mlp_bias": keys["mlp_bias"],
+        "embedding_scale": keys["embedding_multiplier"],
+        "query_scale": keys["attention_multiplier"],
+        "residual_scale": keys["residual_multiplier"],
+        "logit_scale": 1 / keys["logits_scaling"],
+    }
+
+
+def _ministral3(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or {}
+    growth = tuple(given.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    numbers = [x for x in growth if isinstance(x, int | float) and x > 0]
+    if len(numbers) < 2:
+        name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
+        raise keys.refuse(name, growth, "two positive numbers")
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+    return {
+        "windows": all_windows(keys),
+        "rope": dataclasses.replace(rope, growth=(float(numbers[0]), int(numbers[1]))),
+    }
+
+
+def _olmo3(keys: Keys) -> dict[str, Any]:
+    theta = keys["rope_theta"]
+    if theta != 5e5 and not keys["rope_parameters"]:
+        # transformers takes the given base for full attention, and 500000 where a layer slides.
+        raise keys.refuse("rope_theta", theta, "500000.0; write another base into 'rope_parameters', for both kinds")
+    return {
+        **biases_of(keys),
+        "qk_norm": "flat",
+        "norms": "post",
+        "windows": windows_of(keys, lambda i: (i + 1) % 4 != 0),
+        **two_ropes(keys, theta),
+    }
+
+
+def _mixture(keys: Keys, experts: int, size: int) -> dict[str, Any]:
     chosen = keys["num_experts_per_tok"]
     if not 1 <= chosen <= experts:
         raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
     return {
         "num_experts": experts,
         "num_experts_per_token": chosen,
-        "expert_size": keys["moe_intermediate_size"],
-        "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        "normalize_expert_weights": keys["norm_topk_prob"],
+        "expert_size": size,
         "router_loss_coef": keys["router_aux_loss_coef"],
     }
 
 
+def _qwen_experts(keys: Keys) -> dict[str, Any]:
+    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
+    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
+    return {
+        **_mixture(keys, experts, keys["moe_intermediate_size"]),
+        "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        "normalize_expert_weights": keys["norm_topk_prob"],
+    }
+
+
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    windows = _all_windows(keys) if keys["use_sliding_window"] else None
-    return {**_biases(keys), **_experts(keys), "qk_norm": "head", "windows": windows}
+    windows = all_windows(keys) if keys["use_sliding_window"] else None
+    return {**biases_of(keys), **_qwen_experts(keys), "qk_norm": "head", "windows": windows}
 
 
 def _sparse_hybrid(keys: Keys) -> dict[str, Any]:
-    return {**hybrid(keys), **_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+    return {**hybrid(keys), **_qwen_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+
+
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    given = keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE
+    return {
+        **biases_of(keys),
+        "attention_sinks": True,
+        "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
+        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **given}),
+        **_mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
+        "expert_layers": (True,) * keys["num_hidden_layers"],
+        "expert_bias": True,
+        "expert_swiglu": (keys["swiglu_alpha"], keys["swiglu_limit"]),
+        "normalize_expert_weights": True,
+    }
 
 
 _GEMMA_DEFAULTS = {
@@ -243,10 +189,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        lambda keys: {**_biases(keys), "qk_norm": "head", "windows": _late_windows(keys)},
+        lambda keys: {**biases_of(keys), "qk_norm": "head", "windows": _late_windows(keys)},
         defaults={"head_dim": 128, "sliding_window": 4096},
     ),
-    "LlamaForCausalLM": Family("llama", lambda keys: {**_biases(keys), "mlp_bias": keys["mlp_bias"]}),
+    "LlamaForCausalLM": Family("llama", lambda keys: {**biases_of(keys), "mlp_bias": keys["mlp_bias"]}),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         _smollm3,
@@ -260,7 +206,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         "mistral",
-        lambda keys: {"windows": _all_windows(keys)},
+        lambda keys: {"windows": all_windows(keys)},
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         only={"layer_types": None},
     ),
@@ -291,17 +237,71 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
-        lambda keys: {"windows": _all_windows(keys)},
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-        },
+        lambda keys: {"windows": all_windows(keys)},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
     ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        _glm4,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
+        fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
+        renamed={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        _granite,
+        defaults={
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        _ministral3,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+        only={"layer_types": None},
+    ),
     "Olmo2ForCausalLM": Family(
-        "olmo2", lambda keys: {**_biases(keys), "qk_norm": "flat", "norms": "post"}, defaults={"rms_norm_eps": 1e-5}
+        "olmo2", lambda keys: {**biases_of(keys), "qk_norm": "flat", "norms": "post"}, defaults={"rms_norm_eps": 1e-5}
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", _olmo3, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _gpt_oss,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.001,
+        },
+        only={"hidden_act": "silu"},
+        renamed={"gate": "router"},
+        stacked=True,
+        quantized=("mxfp4",),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -326,51 +326,16 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The row of `FAMILIES` for a config.json; an architecture without one is an error that lists those with one."""
+    """The row of `FAMILIES` for a config.json, or for the language model in it.
+
+    An architecture without a row is an error that lists those with one.
+    """
+    raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(
-            f"config key 'architectures' is {names}, which is not supported; supported: {', '.join(FAMILIES)}."
-        )
+        supported = ", ".join((*FAMILIES, *SEEING))
+        raise ValueError(f"config key 'architectures' is {names}, which is not supported; supported: {supported}.")
     return FAMILIES[names[0]]
-
-
-def _activation(keys: Keys, key: str) -> str:
-    if keys[key] not in ACTIVATIONS:
-        raise keys.refuse(key, keys[key], ", ".join(sorted(ACTIVATIONS)))
-    return ACTIVATIONS[keys[key]]
-
-
-def _rope(keys: Keys, given: Mapping[str, Any]) -> Rope:
-    """A rotary embedding from `rope_parameters`, or from the older `rope_theta` beside `rope_scaling`."""
-    where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
-        kind = "longrope"  # What early Phi-3 files called it.
-    if kind not in ROPE_NUMBERS:
-        raise keys.refuse(f"{where}.rope_type", kind, ", ".join(ROPE_NUMBERS))
-    numbers = {}
-    for name, default in ROPE_NUMBERS[kind].items():
-        value = given.get(name)
-        value = default if value is None else value
-        if value is ...:
-            raise ValueError(f"config key '{where}.{name}' is missing; rope_type {kind!r} needs it.")
-        numbers[name] = tuple(value) if isinstance(value, list) else value
-    if kind in ("dynamic", "longrope", "yarn"):
-        numbers["max_position_embeddings"] = keys["max_position_embeddings"]
-    if kind in ("llama3", "yarn", "longrope"):
-        # Phi-3 keeps the number beside the scaling, the others in it; either may be left out.
-        original = keys["original_max_position_embeddings"] or given.get("original_max_position_embeddings")
-        numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
-    fraction = given.get("partial_rotary_factor")
-    fraction = keys["partial_rotary_factor"] if fraction is None else fraction
-    partial = [name for name, family in FAMILIES.items() if "partial_rotary_factor" in family.defaults]
-    if fraction != 1 and keys.architecture not in partial:
-        # transformers would ignore it in the other families.
-        raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in a {' or '.join(partial)}")
-    return Rope(
-        theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
-    )
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> TransformerConfig:
@@ -393,12 +358,15 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
       >>> config.head_dim, config.qkv_bias, config.windows
       (8, True, None)
     """
-    family = family_of(raw)
+    family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
-    for key in _REQUIRED:
+    for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:
             raise keys.refuse(key, keys[key], "a positive int")
-    for key, value in {"quantization_config": None, **family.only}.items():
+    only = {"quantization_config": None, **family.only}
+    if (raw.get("quantization_config") or {}).get("quant_method") in family.quantized:
+        del only["quantization_config"]
+    for key, value in only.items():
         if raw.get(key) not in (None, value):
             raise keys.refuse(key, raw[key], repr(value))
     heads = keys["num_attention_heads"]
@@ -421,8 +389,8 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
     }
     fields |= family.fields(keys)
     if "activation" not in fields:
-        fields["activation"] = _activation(keys, "hidden_act")
+        fields["activation"] = activation_of(keys, "hidden_act")
     if "rope" not in fields:
         given = keys["rope_parameters"] or keys["rope_scaling"] or {}
-        fields["rope"] = _rope(keys, {"rope_theta": keys["rope_theta"], **given})
+        fields["rope"] = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
     return TransformerConfig(**fields)

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,30 @@ TOKENIZER_FILES = (
 )
 """Files that a tokenizer may consist of; they are kept byte for byte."""
 
-STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files beside them of a model that sees; likewise."""
+
+STORED = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F64": np.float64,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
+}
 """Dtypes of stored tensors, as a safetensors header names them."""
+
+READ = ("F32", "F16", "BF16")
+"""Those that parameters may be stored in."""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -61,9 +83,17 @@ class StoredTensor:
         data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
         return data.view(self.dtype).reshape(count, *self.shape[1:])
 
+    def mapped(self) -> np.ndarray:
+        """All of it as a memory map: no memory until it is read, and there also when its file has been replaced."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
+        return data.view(self.dtype).reshape(self.shape)
 
-def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Every tensor of a directory by name, from the headers of its safetensors files."""
+
+def stored_tensors(
+    directory: Path, stem: str = "model", supported: Mapping[str, np.dtype] = STORED
+) -> dict[str, StoredTensor]:
+    """Every tensor of a directory by name, from the headers of its safetensors files, in supported dtypes."""
     index = read_json(directory / f"{stem}.safetensors.index.json")
     files = sorted(set(index["weight_map"].values())) if index else [f"{stem}.safetensors"]
     absent = [name for name in files if not (directory / name).is_file()]
@@ -85,13 +115,28 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if end > size:
                 raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
-            if entry["dtype"] not in STORED:
+            if entry["dtype"] not in supported:
                 raise ValueError(
                     f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
-                    f"supported: {', '.join(STORED)}."
+                    f"supported: {', '.join(supported)}."
                 )
-            tensors[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
+            tensors[name] = StoredTensor(path, supported[entry["dtype"]], tuple(entry["shape"]), begin)
     return tensors
+
+
+def _name_of(dtype: np.dtype) -> str:
+    return next(name for name, known in STORED.items() if known == dtype)
+
+
+def check_read(stored: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError if one of the named tensors is stored in what is not read as a parameter."""
+    for name in names:
+        if stored[name].dtype not in [STORED[dtype] for dtype in READ]:
+            raise ValueError(
+                f"{stored[name].file}: tensor {name!r} is stored as {_name_of(stored[name].dtype)}, which is not "
+                f"supported; "
+                f"supported: {', '.join(READ)}."
+            )
 
 
 def check_replaceable(target: Path) -> None:
@@ -106,6 +151,7 @@ def check_replaceable(target: Path) -> None:
         "generation_config.json",
         "model.safetensors.index.json",
         *TOKENIZER_FILES,
+        *PROCESSOR_FILES,
     }
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:

@@ -12,37 +12,37 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, gather_objects, parameter_sharding
+from grpo_jax.config.fields import NO_FLOAT16
+from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import (
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     StoredTensor,
     appearing,
     check_replaceable,
     read_json,
-    some,
     stored_tensors,
     write_json,
 )
+from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.tensors import Part, Tensor, abstract_params, nest, parameter_paths, tensor_plan
+from grpo_jax.hub.quantize import check_method, find_nf4, without_quantization
+from grpo_jax.hub.seeing import sees
+from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, parameter_paths, tensor_plan
+from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.types import Params
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
-
-
-BLOCK = 1 << 24
-"""Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
 
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
@@ -56,16 +56,23 @@ def from_pretrained(
     param_dtype: str | None = None,
     remat: bool = False,
     mesh: jax.sharding.Mesh | None = None,
+    revision: str | None = None,
+    quantize: str | None = None,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout.
 
     Args:
-      name_or_directory: a directory, or the name of a model on the hub.
+      name_or_directory: a directory, or the name of a model on the hub, which is the one of HF_ENDPOINT where that
+        variable is set.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       mesh: devices to place the parameters on, each tensor straight into its shards by `sharding.TABLE`; None for the
         default device.
+      revision: branch, tag or commit of a model on the hub; None for its main branch.
+      quantize: "nf4" (four bits, in blocks of 64, their scales quantized once more) or "int8" (a scale a row): how the
+        projections of layers are held, for a base that `add_lora` freezes; None: plain. They are quantized a few rows
+        at a time while they are read. A checkpoint that bitsandbytes has stored in NF4 is held as it is stored.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -73,7 +80,8 @@ def from_pretrained(
     Raises:
       FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
       ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
-        another shape; a tokenizer that encodes text to nothing. All of this is found before a weight is read.
+        another shape; a tokenizer that encodes text to nothing; a revision of a directory. All of this is found before
+        a weight is read.
 
     Example:
       >>> import tempfile
@@ -89,23 +97,30 @@ def from_pretrained(
     """
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
-            raise ValueError(f"{argument} is {value!r}; use 'float32' or 'bfloat16'.")
-    directory = find_checkpoint(name_or_directory)
+            reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
+            raise ValueError(f"{argument} is {value!r}{reason}.")
+    check_method(quantize)
+    directory = find_checkpoint(name_or_directory, revision=revision)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
-    config = dataclasses.replace(read_config(raw, dtype=dtype), remat=remat)
-    plan = tensor_plan(raw, config)
-    stored = stored_tensors(directory)
-    _check_tensors(directory, plan, stored, tied=config.tie_word_embeddings, spare=family_of(raw).spare)
-    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
+    stored = unpacked(find_nf4(stored_tensors(directory)))
+    if sees(raw):
+        raw = _with_head(raw, stored)
+        config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
+    plan = tensor_plan(raw, config, layout_of(stored))
+    tied, spare = config.tie_word_embeddings, family_of(raw).spare
+    beside = check_tensors(directory, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
+    there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
     return Policy(
         model=Transformer(config),
-        params=_read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh),
-        tokenizer=load_tokenizer(directory) if files else None,
-        config=raw,
+        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
+        tokenizer=load_tokenizer(directory) if set(there) & set(TOKENIZER_FILES) else None,
+        config=without_mxfp4(raw),
         generation_config=read_json(directory / "generation_config.json") or {},
-        files=files,
+        files={name: (directory / name).read_bytes() for name in there},
+        beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
     )
 
 
@@ -142,13 +157,12 @@ def save_pretrained(
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
-    if isinstance(policy.model, LoraModel):
-        raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
+    _check_plain(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    plan = tensor_plan(policy.config, policy.model.config)
+    plan = tensor_plan(policy.config, policy.model.config, layout_of(policy.beside))
     leaves = dict(parameter_paths(policy.params))
-    _check_params(plan, leaves)
+    check_params(plan, leaves)
     if jax.process_count() > 1:
         leaves = fetch(leaves)
     if dtype not in (None, "float32", "bfloat16", "float16"):
@@ -158,18 +172,19 @@ def save_pretrained(
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
 
     split = split_state_dict_into_shards_factory(
-        {tensor.name: tensor for tensor in plan},
-        get_storage_size=lambda tensor: math.prod(tensor.shape) * stored.itemsize,
+        {**{tensor.name: tensor for tensor in plan}, **policy.beside},
+        get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     tensors = {tensor.name: tensor for tensor in plan}
-    config = dict(policy.config)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = stored.name
+    config = _with_dtype(policy.config, stored.name)
     if jax.process_index() == 0:
         with appearing(target) as scratch:
             for filename, names in split.filename_to_tensors.items():
-                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in names}
+                made = [name for name in names if name in tensors]
+                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in made}
+                arrays |= {name: policy.beside[name] for name in names if name not in tensors}
                 save_file(arrays, scratch / filename, metadata={"format": "pt"})
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -182,6 +197,27 @@ def save_pretrained(
     gather_objects(None)  # the others wait until all is there
 
 
+def _check_plain(policy: Policy) -> None:
+    """Raise ValueError for a policy that is no plain checkpoint, or not all of one."""
+    if isinstance(policy.model, LoraModel):
+        raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
+    if is_quantized(policy.params):
+        raise ValueError(
+            "policy.params are quantized, and a checkpoint is written plain: adapt the policy by `add_lora`, and write"
+            " adapters by `save_lora` or all weights after `merge_lora(policy)`."
+        )
+    if sees(policy.config) and not policy.beside:
+        raise ValueError("policy.beside is empty: load what a model sees by from `from_pretrained`.")
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json that names the dtype of the weights, also that of the language model in it."""
+    named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    inner = dict(config.get("text_config") or {})
+    inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
+    return named | ({"text_config": inner} if inner else {})
+
+
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.ndarray:
     """The array of one tensor of a checkpoint, from the parameters by path; on the host, contiguous."""
     parts = []
@@ -189,6 +225,8 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.nd
         leaf = leaves[part.path]
         array = np.asarray(leaf if part.expert is None else leaf[part.expert])
         parts.append(array.T if part.transposed else array)
+    if tensor.parts[0].column is not None:
+        return np.stack(parts, axis=-1).reshape(tensor.shape)
     return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(tensor.shape)
 
 
@@ -243,105 +281,45 @@ def _quiet_import() -> Iterator[None]:
             os.environ[name] = before
 
 
-def find_checkpoint(name_or_directory: str | os.PathLike[str], *, weights: bool = True) -> Path:
+def find_checkpoint(
+    name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
+) -> Path:
     """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's; by choice only its
     config."""
+    more = ["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES] if weights else []
+    return find_files("name_or_directory", name_or_directory, ["config.json", *more], revision)
+
+
+def find_files(
+    argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
+) -> Path:
+    """The directory that an argument names, or the files of a repository of the hub that fit the patterns, fetched."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}, and {argument} {name!r} is a directory, which has none.")
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(
-            f"name_or_directory {name!r} is no directory; give one, or a hub name like owner/model."
-        )
+        raise FileNotFoundError(f"{argument} {name!r} is no directory; give one, or a hub name like owner/model.")
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", *(["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        fetched = snapshot_download(name, revision=revision, allow_patterns=list(patterns), endpoint=hub_endpoint())
     except Exception as error:
         raise FileNotFoundError(
-            f"name_or_directory {name!r} is no local directory, and the hub did not give it: {error}"
+            f"{argument} {name!r} is no local directory, and the hub did not give it: {error}"
         ) from error
+    return Path(fetched)
 
 
-def _check_tensors(
-    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], *, tied: bool, spare: tuple[str, ...]
-) -> None:
-    """Compare the names and shapes of a checkpoint with those of its config."""
-    wanted = {tensor.name: tensor.shape for tensor in plan}
-    # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *spare, *([r"lm_head\.weight"] if tied else []))))
-    problems = {
-        "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in stored if name not in wanted and not unread.fullmatch(name)],
-        "of another shape": [
-            f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
-            for name, shape in wanted.items()
-            if name in stored and stored[name].shape != shape
-        ],
-    }
-    told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
-    if told:
-        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
+def hub_endpoint() -> str | None:
+    """The hub that HF_ENDPOINT names now; None for the usual one. huggingface_hub reads it once, at its import."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:
-    """Compare a tree of parameters with the config that it is saved beside."""
-    wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
-    problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
-    problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
-    problems += [
-        f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
-        for path, shape in wanted.items()
-        if path in leaves and leaves[path].shape[-len(shape) :] != shape
-    ]
-    if problems:
-        raise ValueError(f"policy.params are not those of policy.config: {some(problems)}.")
-
-
-def _read_params(
-    plan: tuple[Tensor, ...],
-    stored: Mapping[str, StoredTensor],
-    abstract: Params,
-    dtype: np.dtype,
-    mesh: jax.sharding.Mesh | None,
-) -> Params:
-    """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
-    sources: dict[tuple[str, ...], list[tuple[StoredTensor, int, Part]]] = {}
-    for tensor in plan:
-        first = 0
-        for part in tensor.parts:
-            sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
-            first += part.rows
-    shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
-    arrays = {}
-    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
-        array = np.empty(shapes[path], dtype)
-        for source, first, part in sources[path]:
-            _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
-        arrays[path] = _place(path, array, mesh)
-        del array
-    return nest({path: arrays[path] for path in shapes})
-
-
-def _copy_rows(source: StoredTensor, first: int, part: Part, out: np.ndarray) -> None:
-    """Copy rows of a stored tensor into a parameter, a block at a time."""
-    width = math.prod(source.shape[1:]) * source.dtype.itemsize
-    step = max(1, BLOCK // max(width, 1))
-    for start in range(0, part.rows, step):
-        count = min(step, part.rows - start)
-        block = source.rows(first + start, count)
-        block = block.reshape(count, -1) if part.transposed else block
-        if part.transposed:
-            out[:, start : start + count] = block.T
-        else:
-            out[start : start + count] = block
-
-
-def _place(path: tuple[str, ...], array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Put one parameter on its devices, each shard on its own."""
-    if mesh is None:
-        return jnp.array(array, copy=True)
-    sharding = parameter_sharding(path, array.shape, mesh)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+def _with_head(raw: dict[str, Any], stored: Mapping[str, Source]) -> dict[str, Any]:
+    """The config of a model that sees, with a word on whether its head is its embedding: else the checkpoint says."""
+    said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
+    tied = next((x for x in said if x is not None), not any(head + "weight" in stored for _, head in LAYOUTS))
+    return {**raw, "tie_word_embeddings": tied}

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.hub.files import appearing, check_replaceable, read_json, some, stored_tensors, write_json
+from grpo_jax.devices.sharding import fetch, gather_objects
+from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, some, stored_tensors, write_json
+from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.tensors import nest, parameter_paths, tensor_plan
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
@@ -25,7 +27,7 @@ def add_lora(
     """Freeze a policy and give it fresh low-rank adapters to train.
 
     Args:
-      policy: with a `Transformer` for model.
+      policy: with a `Transformer` for model; its projections may be quantized (`from_pretrained`'s `quantize`).
       key: typed PRNG key, consumed.
       rank: of the adapters.
       alpha: the adapters' output is scaled by alpha / rank.
@@ -65,7 +67,9 @@ def merge_lora(policy: Policy) -> Policy:
       policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
 
     Returns:
-      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W.
+      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W. Of a quantized
+      base, W is what its codes stand for, and all projections are plain arrays on the host: no adapter takes back what
+      the rounding of the base has taken away.
 
     Raises:
       ValueError: a policy without adapters.
@@ -78,7 +82,9 @@ def merge_lora(policy: Policy) -> Policy:
       [[0.5, 0.5], [1.0, 1.0]]
     """
     model = _lora_model(policy)
-    return policy.replace(model=model.model, params=merge_adapters(model.base, policy.params, model.scale))
+    config = {key: value for key, value in policy.config.items() if key != "quantization_config"}
+    params = merge_adapters(model.base, policy.params, model.scale)
+    return policy.replace(model=model.model, params=params, config=config)
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
@@ -156,19 +162,32 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
         write_json(scratch / "adapter_config.json", config)
 
 
-def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
+def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
+    """Write a policy in Hugging Face's layout, one with adapters in PEFT's (with the name of its base); all processes
+    of a run call it together."""
+    if not isinstance(policy.model, LoraModel):
+        return save_pretrained(directory, policy)
+    whole = policy.replace(params=fetch(policy.params))
+    if jax.process_index() == 0:
+        save_lora(directory, whole, base_name=base_name)
+    gather_objects(None)  # the others wait until all is there
+
+
+def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: str | None = None) -> Policy:
     """Give a policy the adapters of a directory in PEFT's format.
 
     Args:
-      directory: with adapter_config.json and adapter_model.safetensors.
+      directory: with adapter_config.json and adapter_model.safetensors, or the name of such a repository on the hub.
       policy: the base that the adapters were trained on.
+      revision: branch, tag or commit of a repository on the hub; None for its main branch.
 
     Returns:
       A `Policy` as from `add_lora`, with the stored adapters.
 
     Raises:
       FileNotFoundError: no adapter there.
-      ValueError: a kind of adapter that is not supported, naming the key; adapters that do not fit the policy.
+      ValueError: a kind of adapter that is not supported, naming the key; adapters that do not fit the policy; a
+        revision of a directory.
 
     Example:
       >>> import tempfile
@@ -182,7 +201,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
       >>> again.model.scale
       4.0
     """
-    path = Path(directory).expanduser()
+    path = find_files("directory", directory, ["adapter_config.json", "adapter_model.safetensors"], revision)
     config = read_json(path / "adapter_config.json")
     if config is None or not (path / "adapter_model.safetensors").is_file():
         raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
@@ -192,6 +211,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy) -> Policy:
     power = 0.5 if config.get("use_rslora") else 1.0
     scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
+    check_read(stored, stored)
     adapters: dict[tuple[str, ...], Any] = {}
     for tensor in tensor_plan(policy.config, policy.model.config):
         module = tensor.name.removesuffix(".weight")

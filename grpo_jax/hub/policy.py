@@ -15,6 +15,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
+from grpo_jax.hub.seeing import sees, text_config
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation, platform_of
@@ -33,6 +34,8 @@ class Policy:
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
       files: the tokenizer's files, name to bytes, as they came.
+      beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
+        memory-mapped, and written as they came.
     """
 
     model: Any
@@ -41,6 +44,7 @@ class Policy:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -48,6 +52,7 @@ class Policy:
         for ids in (
             self.generation_config.get("eos_token_id"),
             self.config.get("eos_token_id"),
+            text_config(self.config).get("eos_token_id"),
             getattr(self.tokenizer, "eos_token_id", None),
         ):
             if ids is not None and ids != []:
@@ -60,6 +65,7 @@ class Policy:
         for token in (
             self.generation_config.get("pad_token_id"),
             self.config.get("pad_token_id"),
+            text_config(self.config).get("pad_token_id"),
             getattr(self.tokenizer, "pad_token_id", None),
         ):
             if token is not None and token >= 0:
@@ -106,6 +112,11 @@ def init_policy(
       >>> policy.eos_token_ids, policy.config["model_type"]
       ((3,), 'qwen3')
     """
+    if sees(config):
+        inner = text_config(config)["architectures"]
+        raise ValueError(
+            f"config key 'architectures' is {config['architectures']}: what sees is not made; use {inner}."
+        )
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
     params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]

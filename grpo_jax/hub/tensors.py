@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.hub.families import family_of
+from grpo_jax.hub.seeing import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
@@ -21,21 +22,24 @@ _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "c
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One parameter, or one expert's part of it, as rows of a stored tensor.
+    """One parameter, or one expert's part of it, as rows of a stored tensor, or as every other column of it.
 
     Attributes:
       path: keys of the parameter in the tree.
       shape: of the part as it lies in the tree; a matrix [in, out] is stored as [out, in].
       expert: index on the parameter's first axis, or None for all of it.
+      column: 0 or 1 for the even or the odd ones of the stored tensor's last axis; None for all.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    column: int | None = None
 
     @property
     def transposed(self) -> bool:
-        return self.path[-1] != "embedding" and len(self.shape) == 2
+        matrix = self.path[-1] != "embedding" and not self.path[-1].endswith("_bias")
+        return matrix and len(self.shape) == 2
 
     @property
     def rows(self) -> int:
@@ -45,11 +49,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint: its name there, its shape there, and the parameters that its rows hold in order."""
+    """One tensor of a checkpoint: its name there, its shape there, and the parameters that it holds, in order."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+
+_STACKED = {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", None),
+    "gate_bias": ("gate_up_proj_bias", 0),
+    "up_bias": ("gate_up_proj_bias", 1),
+    "down_bias": ("down_proj_bias", None),
+}
+"""Of `Family.stacked`, the stored tensor of each parameter of the experts, and its columns there."""
 
 
 def abstract_params(config: TransformerConfig) -> Any:
@@ -75,12 +90,23 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
     return tree
 
 
-def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tensor, ...]:
+LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
+"""Where the language model of a model that sees may stand in a checkpoint: in its modules' own names, or in older ones.
+"""
+
+
+def layout_of(names: Iterable[str]) -> int:
+    """Of which `LAYOUTS` the tensors of a checkpoint are; of none is as of the first."""
+    return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
+
+
+def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig, layout: int = 0) -> tuple[Tensor, ...]:
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
     Args:
       raw: the content of config.json, for its architecture.
       config: what `read_config` made of it.
+      layout: of a model that sees, index into `LAYOUTS`.
 
     Returns:
       One `Tensor` for each name in the checkpoint; together they cover every parameter once.
@@ -95,10 +121,17 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
       >>> [part.path[-2] for part in plan["model.layers.0.self_attn.qkv_proj.weight"].parts]
       ['q_proj', 'k_proj', 'v_proj']
     """
-    fused = {member: (name, i) for name, members in family_of(raw).fused for i, member in enumerate(members)}
+    family = family_of(raw)
+    fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
     groups: dict[str, dict[int, Part]] = {}
     for path, leaf in parameter_paths(abstract_params(config)):
-        *modules, last = path
+        *modules, last = (family.renamed.get(name, name) for name in path)
+        if modules[-1] == "experts" and family.stacked:
+            name, column = _STACKED[last]
+            groups.setdefault(".".join(_hf_modules((*modules, name))), {})[column or 0] = Part(
+                path, leaf.shape, column=column
+            )
+            continue
         if len(leaf.shape) == 3:  # All experts of a layer in one array here, one tensor each in the file.
             for e in range(leaf.shape[0]):
                 name = ".".join(_hf_modules((*modules, str(e), last))) + ".weight"
@@ -112,11 +145,20 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig) -> tuple[Tens
     for name, members in groups.items():
         parts = tuple(members[i] for i in sorted(members))
         first = parts[0].shape
+        if parts[0].column is not None:
+            plan.append(Tensor(name, (*first[:-1], 2 * first[-1]), parts))
+            continue
         columns = (first[0],) if parts[0].transposed else first[1:]
         if parts[0].path[-1] == "conv1d":  # a filter for each channel, of one channel
             columns = (1, *columns)
         plan.append(Tensor(name, (sum(part.rows for part in parts), *columns), parts))
-    return tuple(plan)
+    return tuple(_moved(tensor, *LAYOUTS[layout]) for tensor in plan) if sees(raw) else tuple(plan)
+
+
+def _moved(tensor: Tensor, model: str, head: str) -> Tensor:
+    """A tensor of a language model, by its name inside of a model that sees."""
+    first, rest = tensor.name.split(".", 1)
+    return dataclasses.replace(tensor, name=(model if first == "model" else head) + rest)
 
 
 def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import raise_all
 from grpo_jax.devices.sharding import fetch, mesh_of, split
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
-from grpo_jax.types import Batch, Completions, Prompts
+from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
@@ -286,6 +286,38 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {self._directory} ({_reason(error)}); {last}."
                 " Make room or mend the directory, then call train again with the same run_dir: it goes on from there"
             ) from error
+
+
+def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
+    """The params of one checkpoint, without the rest of the run: to evaluate, to talk to, to export.
+
+    Args:
+      run_dir: of the run, which may be under way.
+      like: params of the policy that the run began with; the arrays get their shapes, dtypes and devices.
+      step: of the checkpoint; None for the newest one.
+
+    Returns:
+      The step, and the params.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is of another model.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    directory = Path(run_dir).expanduser().absolute() / "checkpoints"
+    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+    chosen = max(steps, default=None) if step is None else step
+    if chosen is None or chosen not in steps:
+        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        there = f"; there are those of {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
+        raise ValueError(f"run_dir = {str(run_dir)!r} holds {asked}{there}")
+    found, reason = _tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(_abstract, like)})
+    if found is None:
+        raise ValueError(
+            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is the model that of"
+            " the run?"
+        )
+    return chosen, found["params"]
 
 
 def _kept(config: GRPOConfig) -> Any:

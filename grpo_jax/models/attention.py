@@ -91,10 +91,11 @@ def group_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of G completions over their own keys and over one prefix that they share.
 
-    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o), e = exp(score − max).
+    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), e = exp(score − max).
 
     Args:
       q: [B, H_kv, G, T, R, d]; R query heads share a key head.
@@ -108,6 +109,7 @@ def group_attention(
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
       soft_cap: c in c·tanh(score/c).
+      sinks: [H_kv, R] float32, each head's score of a key without a value; None: without, as by −∞.
 
     Returns:
       [B, H_kv, G, T, R, d].
@@ -122,7 +124,8 @@ def group_attention(
     visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window
-    return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap)
+    how = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    return _attend(q, k, v, prefix, visible, position, **how)
 
 
 def packed_attention(
@@ -135,6 +138,7 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of the segments of packed sequences, each over itself and its prompt.
 
@@ -146,7 +150,7 @@ def packed_attention(
       k, v: [A, H_kv, 1, N, d].
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts, B / A for each sequence.
       segments: of the tokens.
-      scale, window, soft_cap: as in `group_attention`.
+      scale, window, soft_cap, sinks: as in `group_attention`.
 
     Returns:
       [A, H_kv, 1, N, R, d].
@@ -155,7 +159,7 @@ def packed_attention(
     chex.assert_shape([k, v], (a, h, 1, n, d))
     chex.assert_shape([segments.number, segments.position], (a, n))
 
-    one = functools.partial(_one_packed, scale=scale, window=window, soft_cap=soft_cap)
+    one = functools.partial(_one_packed, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     of_each = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
     given = (q[:, :, 0], k[:, :, 0], v[:, :, 0], of_each, segments)
     if a == 1:  # a CPU takes longer for the gathers of a batch, also of one
@@ -163,7 +167,7 @@ def packed_attention(
     return jax.vmap(one)(*given)[:, :, None]
 
 
-def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
+def _one_packed(q, k, v, prefix, segments, *, window, **how):
     """`packed_attention` of one sequence: q [H, N, R, d], k and v [H, N, d]."""
     h, n, r, d = q.shape
     m = segments.prompt.shape[0]
@@ -186,11 +190,11 @@ def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap):
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
     of_blocks = tuple(jnp.take(x, segments.prompt, axis=0) for x in prefix)
     keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
-    out = _attend(q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap)
+    out = _attend(q, keys, values, of_blocks, visible, position, window=window, **how)
     return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
 
-def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
+def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sinks):
     """`group_attention`, given which keys queries see [B or 1, G or 1, T, S], and their positions, without the S."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
@@ -203,9 +207,14 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     own = cap(jnp.einsum("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
     own = jnp.where(visible[:, None, :, :, None], own, MASKED)
     top = own.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.reshape(1, h, 1, 1, r, 1)
+        top = jnp.maximum(top, sinks)
+    drained = lambda total, top: total if sinks is None else total + jnp.exp(sinks - top)
     if prefix is None:
-        e_own = jnp.exp(own - jax.lax.stop_gradient(top))
-        total = e_own.sum(axis=-1, keepdims=True)
+        top = jax.lax.stop_gradient(top)
+        e_own = jnp.exp(own - top)
+        total = drained(e_own.sum(axis=-1, keepdims=True), top)
         out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
         return out.reshape(q.shape) / total.astype(v.dtype)
 
@@ -220,7 +229,7 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap):
     shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
-    total = e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True)
+    total = drained(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
     out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
     out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     return out / total.astype(v.dtype)
@@ -276,6 +285,7 @@ def attend(
     sight: Sight,
     how: How,
     mesh: Mesh | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`group_attention` or `packed_attention` of completions that are read as a whole, tile by tile.
 
@@ -286,6 +296,7 @@ def attend(
       sight: what `see` returned for them.
       how: as it was given to `see`, with scale, window and soft cap.
       mesh: over whose devices the first two axes are cut, as `devices.sharding` does it; None: one device.
+      sinks: as in `group_attention`.
 
     Returns:
       The shape of q.
@@ -299,17 +310,17 @@ def attend(
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
-        return fused_attention(merged, k, v, sight, how).reshape(q.shape)
+        return fused_attention(merged, k, v, sight, how, sinks).reshape(q.shape)
     # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
     along = lambda names: tuple(name for name in names if name in mesh.shape)
     cut = lambda names, size: names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
     first, heads = cut(along(("data", "fsdp")), b), cut(along(("tensor",)), h)
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
-        lambda q, k, v, sight: fused_attention(q, k, v, sight, how),
+        lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, how, sinks),
         mesh=mesh,
-        in_specs=(each, each, each, PartitionSpec(first)),
+        in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
         out_specs=each,
         check_vma=False,
     )
-    return local(merged, k, v, sight).reshape(q.shape)
+    return local(merged, k, v, sight, sinks).reshape(q.shape)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
+from grpo_jax.models.quantized import quantized_kernel, rows_for
 
 
 class Experts(nn.Module):
@@ -32,27 +33,57 @@ class Experts(nn.Module):
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
         def kernel(name, fan_in, fan_out):
+            held = quantized_kernel(self, name)
+            if held is not None:
+                return rows_for(x.astype(dtype), held).swapaxes(-1, -2)
             init = nn.initializers.normal(c.initializer_range)
             return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
 
         gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
         down = kernel("down_proj", c.expert_size, c.hidden_size)
-        given = (x.astype(dtype), weights.astype(dtype), chosen, gate, up, down)
-        activation = ACTIVATIONS[c.activation]
+        biases = []
+        if c.expert_bias:
+            size = lambda name: (c.num_experts, c.hidden_size if name == "down_bias" else c.expert_size)
+            bias = lambda name: self.param(name, nn.initializers.zeros, size(name)).astype(dtype)
+            biases = [bias("gate_bias"), bias("up_bias")]
+            # Σ weight_e · bias_e needs no row to be sorted.
+            each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
+            added = each.sum(axis=1) @ bias("down_bias")
+        y = self._sums(groups, x.astype(dtype), weights.astype(dtype), chosen, gate, up, down, *biases)
+        return y + added if biases else y
+
+    def _sums(self, groups: int, *given: jax.Array) -> jax.Array:
+        """`_expert_sums` of the rows of so many groups, on the devices that have them."""
+        c, gated = self.config, gate_of(self.config)
         if c.mesh is None:
-            return _expert_sums(*given, activation=activation)
+            return _expert_sums(*given, gated=gated)
         # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
         along = lambda *axes: tuple(name for name in axes if name in c.mesh.shape)
         cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
         rows, inner = cut(along("data", "fsdp"), groups), cut(along("tensor"), c.expert_size)
 
         def of_each(*given: jax.Array) -> jax.Array:
-            own = _expert_sums(*given, activation=activation)
+            own = _expert_sums(*given, gated=gated)
             return jax.lax.psum(own, inner) if inner else own
 
         of_rows, wide, deep = PartitionSpec(rows), PartitionSpec(None, None, inner), PartitionSpec(None, inner)
-        specs = (of_rows, of_rows, of_rows, wide, wide, deep)
+        biases = (PartitionSpec(None, inner),) * (len(given) - 6)
+        specs = (of_rows, of_rows, of_rows, wide, wide, deep, *biases)
         return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(*given)
+
+
+def gate_of(config: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What an expert makes of its two products (gate x, up x)."""
+    if config.expert_swiglu is None:
+        activation = ACTIVATIONS[config.activation]
+        return lambda gate, up: activation(gate) * up
+    alpha, limit = config.expert_swiglu
+
+    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, limit)
+        return (jnp.clip(up, -limit, limit) + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+    return clamped
 
 
 def _expert_sums(
@@ -62,15 +93,21 @@ def _expert_sums(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
     *,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What the chosen experts make of rows [N, D], weighed and added up."""
+    """What the chosen experts make of rows [N, D], weighed and added up; but for the last bias."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]
     y = jnp.take(x, row, axis=0)
-    y = activation(jax.lax.ragged_dot(y, gate, sizes)) * jax.lax.ragged_dot(y, up, sizes)
+    wide = [jax.lax.ragged_dot(y, kernel, sizes) for kernel in (gate, up)]
+    if gate_bias is not None and up_bias is not None:
+        expert = jnp.take(chosen.reshape(-1), order)
+        wide = [x + jnp.take(bias, expert, axis=0) for x, bias in zip(wide, (gate_bias, up_bias), strict=True)]
+    y = gated(*wide)
     y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None]
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
@@ -87,8 +124,8 @@ class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        linear = lambda name, n: Linear(n, False, jnp.dtype(c.dtype), c.initializer_range, name=name)
-        logits = linear("gate", c.num_experts)(x)
+        linear = lambda name, n, bias=False: Linear(n, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+        logits = linear("gate", c.num_experts, c.expert_bias)(x)
         logits = logits.astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)

@@ -24,7 +24,9 @@ MASKED = -1e30
 """A score no softmax can see, finite so that a query that sees nothing stays finite."""
 
 
-def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: How) -> jax.Array:
+def fused_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: How, sinks: jax.Array | None = None
+) -> jax.Array:
     """Softmax of the scores that `sight` leaves, times the values.
 
     Held constant in the gradient: what is seen. Backwards only: forward mode raises, as of any `jax.custom_vjp`.
@@ -35,6 +37,7 @@ def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how:
       v: [A, H_kv, S, d].
       sight: marks of N queries and S keys, and the tiles of `how.window`.
       how: with the sizes that the tiles were found for.
+      sinks: [H_kv, R] float32, each head's score of a key without a value, or None.
 
     Returns:
       [A, H_kv, N, R, d] in the dtype of v. A query that sees nothing gets zeros.
@@ -48,7 +51,9 @@ def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how:
     fill = lambda x, size: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
     q = fill(q.reshape(a, h, n * r, d), how.rows)
     k, v = fill(k, how.columns), fill(v, how.columns)
-    out = _attend(how, q, k, v, rows, keys, sight.tiles[str(how.window)])
+    # [H_kv, N R], as the queries are laid out.
+    sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % how.rows)))
+    out = _attend(how, q, k, v, rows, keys, sight.tiles[str(how.window)], sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
@@ -295,23 +300,32 @@ def _kernel_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
     return dq, dk, dv
 
 
+# A sink is one more term of the softmax's sum, so it needs no tile: with the log-sum-exp that has it, the gradients of
+# the tiles are those of a softmax over more keys.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how, q, k, v, rows, keys, tiles):
-    return _attend_forward(how, q, k, v, rows, keys, tiles)[0]
+def _attend(how, q, k, v, rows, keys, tiles, sinks):
+    return _attend_forward(how, q, k, v, rows, keys, tiles, sinks)[0]
 
 
-def _attend_forward(how, q, k, v, rows, keys, tiles):
+def _attend_forward(how, q, k, v, rows, keys, tiles, sinks):
     forward: Any = _plain_forward if how.implementation == "tiles" else _kernel_forward
     out, lse = forward(how, q, k, v, rows, keys, tiles)
-    return out, (q, k, v, rows, keys, tiles, out, lse)
+    if sinks is not None:
+        kept = jax.nn.sigmoid(lse - sinks[None])
+        out, lse = (out * kept[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
+    return out, (q, k, v, rows, keys, tiles, sinks, out, lse)
 
 
 def _attend_backward(how, kept, g):
-    *given, out, lse = kept
+    *given, sinks, out, lse = kept
     delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
     backward: Any = _plain_backward if how.implementation == "tiles" else _kernel_backward
     gradients = backward(how, *given, g, lse, delta)
-    return *(x.astype(like.dtype) for x, like in zip(gradients, given[:3], strict=True)), None, None, None
+    of_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
+    gradients = (x.astype(like.dtype) for x, like in zip(gradients, given[:3], strict=True))
+    return *gradients, None, None, None, of_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

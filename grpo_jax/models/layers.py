@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
+from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import Rope
 
 
@@ -101,14 +102,19 @@ class TransformerConfig:
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
       activation: "silu", "gelu" or "gelu_tanh".
       query_scale: factor on the attention scores; None means head_dim^(−1/2).
+      attention_sinks: each head has a score that takes a share of the softmax and gives no value.
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
+      residual_scale: factor on what attention and MLP add to a token's state.
+      logit_scale: factor on the logits.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
       shared_expert_size: width of the gated MLP of all tokens beside the experts, by a gate of its own; 0 for none.
       expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
+      expert_bias: biases of the experts and of their router.
+      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
       normalize_expert_weights: the weights of a token's experts sum to one.
       router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
       initializer_range: standard deviation of freshly made weights.
@@ -148,14 +154,19 @@ class TransformerConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     query_scale: float | None = None
+    attention_sinks: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
     expert_layers: tuple[bool, ...] = ()
+    expert_bias: bool = False
+    expert_swiglu: tuple[float, float] | None = None
     normalize_expert_weights: bool = False
     router_loss_coef: float = 0.0
     initializer_range: float = 0.02
@@ -185,8 +196,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Linear(nn.Module):
     """x W (+ b), with W stored [in, out]; plus (x A) B where the collection "lora" has an adapter for it.
 
-    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU. Products
-    of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype` before; None: in `dtype`.
+    Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU; a kernel
+    may be `Quantized`. Products of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype`
+    before; None: in `dtype`.
     """
 
     features: int
@@ -198,10 +210,14 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
-        kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
+        kernel: Any = quantized_kernel(self)
+        if kernel is None:
+            kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        if self.has_variable("columns", "kernel"):
+        if isinstance(kernel, Quantized):
+            y = matmul_quantized(x.astype(self.dtype), kernel, out)
+        elif self.has_variable("columns", "kernel"):
             turned: jax.Array = self.get_variable("columns", "kernel")
             y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
         else:

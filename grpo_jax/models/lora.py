@@ -14,13 +14,16 @@ layers_0/mlp/up_proj/kernel      [in, out]     layers_0/mlp/up_proj/a      [in, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
@@ -127,16 +130,25 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """The params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept."""
+    """The params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept.
+
+    A base that is quantized is written out on the host, since it may not fit where it is held.
+    """
     merged = {}
     for name, node in base.items():
-        extra = adapters.get(name)
-        if extra is None:
-            merged[name] = node
+        extra = adapters.get(name, {})
+        if not isinstance(node, Mapping):
+            merged[name] = np.asarray(node.matrix()) if isinstance(node, Quantized) else node
         elif "a" in extra:
-            kernel = node["kernel"]
-            delta = scale * (extra["a"].astype(jnp.float32) @ extra["b"].astype(jnp.float32))
-            merged[name] = {**node, "kernel": (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)}
+            merged[name] = {**node, "kernel": _merged(node["kernel"], extra, scale)}
         else:
             merged[name] = merge_adapters(node, extra, scale)
     return merged
+
+
+def _merged(kernel: Any, adapter: Params, scale: float) -> Any:
+    """One kernel with its adapter; on the host if it was quantized."""
+    delta = scale * (adapter["a"].astype(jnp.float32) @ adapter["b"].astype(jnp.float32))
+    if isinstance(kernel, Quantized):
+        return np.asarray((kernel.matrix(jnp.float32) + delta).astype(kernel.dtype))
+    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)

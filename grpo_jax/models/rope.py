@@ -21,12 +21,16 @@ class Rope:
       kind: "default", or a scaling named as in Hugging Face's `rope_type`; one of `ROPE_KINDS`.
       scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
       fraction: of the head's width that is rotated, the first part of it.
+      pairs: channels 2i and 2i+1 turn together; False: i and i + r/2 of the r that are rotated.
+      growth: (β, n); queries at position p are longer by the factor 1 + β log(1 + ⌊p / n⌋) (Llama 4's for long texts).
     """
 
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, Any], ...] = ()
     fraction: float = 1.0
+    pairs: bool = False
+    growth: tuple[float, int] = (0.0, 1)
 
 
 def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
@@ -132,6 +136,13 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
+def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
+    """1 + β log(1 + ⌊p / n⌋) at positions p [B, T] or [B, G, T], as [B, G or 1, T, 1, 1]; None where β is 0."""
+    beta, size = rope.growth
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    return (1 + beta * jnp.log1p(positions // size))[..., None, None] if beta else None
+
+
 def check_rope_length(rope: Rope, length: int) -> None:
     """Refuse cached keys where a longer sequence would change the frequencies that they were already rotated by."""
     limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
@@ -142,13 +153,14 @@ def check_rope_length(rope: Rope, length: int) -> None:
         )
 
 
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, not pairs, as Hugging Face stores the weights."""
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
+    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, as most of Hugging Face's weights are, or by pairs."""
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
-    halves = halves.reshape(*x.shape[:-1], 2, half)
+    turn = lambda x: x.swapaxes(-1, -2) if pairs else x
+    halves = turn(halves.reshape(*x.shape[:-1], *((half, 2) if pairs else (2, half))))
     # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
-    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    turned = turn(turned).reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -12,12 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.plan.estimate import answer, plan
 
-__all__ = ["main"]
+__all__ = ["main", "show_plan"]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,6 +34,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference is kept (default 0)")
     parser.add_argument("--dtype", default="bfloat16", help="compute_dtype (default bfloat16)")
     parser.add_argument("--param-dtype", default="float32", help="of the params as loaded (default float32)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="adapters on a frozen base (default: all params)")
+    parser.add_argument("--quantize", help="how that base is held: nf4 or int8 (default: plain)")
     parser.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, v5e-8, v6e-8, v5p-4, …")
     parser.add_argument("--memory", type=float, help="GB of a device: the largest batch that fits is looked for")
     parser.add_argument("--request", action="store_true", help=argparse.SUPPRESS)
@@ -56,9 +59,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute_dtype=arguments.dtype,
         mesh=parse_mesh(arguments.mesh),
     )
-    memory = None if arguments.memory is None else arguments.memory * 1e9
-    how = {"memory": memory, "param_dtype": arguments.param_dtype, "device": arguments.device}
-    print(plan(arguments.model, config, prompt_length=arguments.prompt, **how))
+    how = {name: getattr(arguments, name) for name in ("param_dtype", "device", "lora", "quantize")}
+    show_plan(arguments.model, config, prompt_length=arguments.prompt, gigabytes=arguments.memory, **how)
+
+
+def show_plan(model: Any, config: GRPOConfig, *, prompt_length: int, gigabytes: float | None, **how: Any) -> None:
+    """Print a plan, as this command and `grpo-jax plan` do; the arguments are those of `plan`."""
+    memory = None if gigabytes is None else gigabytes * 1e9
+    print(plan(model, config, prompt_length=prompt_length, memory=memory, **how))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,13 +23,14 @@ import jax.numpy as jnp
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import make_mesh, shard_count, split_sharding, tree_sharding
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.policy import compute_dtype, with_settings
-from grpo_jax.hub.tensors import abstract_params
+from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, placed
+from grpo_jax.plan.loaded import Loaded, check_base, read_model
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
@@ -60,6 +60,8 @@ def plan(
     param_dtype: str = "float32",
     device: str | None = None,
     largest: bool = True,
+    lora: int | None = None,
+    quantize: str | None = None,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
 
@@ -72,6 +74,8 @@ def plan(
       device: whose compiler is asked, such as "H100", "H100-8" or "v5e-8" (`targets`); needs the package that it comes
         in, and without it the plan is this CPU's account, and says so. None: this CPU's account.
       largest: whether the largest batch and the longest completion that fit are looked for, which compiles twice more.
+      lora: rank of adapters that are trained on a frozen base, as `add_lora` makes them; None: all params are trained.
+      quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
 
     Returns:
       A `Plan`.
@@ -86,8 +90,8 @@ def plan(
       >>> found.devices, found.peak > found.held["params"]
       (2, True)
     """
-    raw = model if isinstance(model, Mapping) else _read_model(model)
-    read_config(raw)  # refuses what is not supported, before a process is started
+    raw = model if isinstance(model, Mapping) else read_model(model)
+    check_base(raw, lora, quantize)  # refuses what is not supported, before a process is started
     request = {
         "model": dict(raw),
         "config": config.to_dict(),
@@ -96,6 +100,8 @@ def plan(
         "param_dtype": param_dtype,
         "device": device,
         "largest": largest,
+        "lora": lora,
+        "quantize": quantize,
     }
     target = None if device is None else Target.read(device)
     devices = math.prod((config.mesh or {}).values())
@@ -124,6 +130,8 @@ def programs(
     prompt_length: int,
     devices: Sequence[Any],
     param_dtype: str = "float32",
+    lora: int | None = None,
+    quantize: str | None = None,
 ) -> dict[str, jax.stages.Lowered]:
     """The largest program of each phase that `train` would run on some devices, lowered.
 
@@ -136,6 +144,7 @@ def programs(
       prompt_length: P, tokens that prompts are padded to.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
+      lora, quantize: as in `plan`.
 
     Returns:
       "rollout", a burst of the decode; "update"; and with `beta` "reference". All for completions that are T long.
@@ -152,8 +161,9 @@ def programs(
       >>> found["update"].compile().memory_analysis().temp_size_in_bytes > 0
       True
     """
-    raw = model if isinstance(model, Mapping) else _read_model(model)
-    run = _Run.of(raw, config, prompt_length, param_dtype, devices)
+    raw = model if isinstance(model, Mapping) else read_model(model)
+    check_base(raw, lora, quantize)
+    run = _Run.of(raw, config, prompt_length, Loaded(param_dtype, lora, quantize), devices)
     lowered = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
 
@@ -164,19 +174,12 @@ def _environment(config: GRPOConfig) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {_FLAGS}"}
 
 
-def _read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of a name, a directory, or a file."""
-    path = Path(model)
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
-    return json.loads((find_checkpoint(model, weights=False) / "config.json").read_text(encoding="utf-8"))
-
-
 def answer(request: Mapping[str, Any]) -> str:
     """What the process that `plan` starts prints: the plan as JSON."""
     config = GRPOConfig.from_dict(request["config"])
-    rest = {name: request[name] for name in ("prompt_length", "memory", "param_dtype", "device", "largest")}
-    return json.dumps(dataclasses.asdict(_plan(request["model"], config, **rest)))
+    rest = {name: request[name] for name in ("prompt_length", "memory", "device", "largest")}
+    loaded = Loaded(request["param_dtype"], request["lora"], request["quantize"])
+    return json.dumps(dataclasses.asdict(_plan(request["model"], config, loaded=loaded, **rest)))
 
 
 def _plan(
@@ -185,7 +188,7 @@ def _plan(
     *,
     prompt_length: int,
     memory: float | None,
-    param_dtype: str,
+    loaded: Loaded,
     device: str | None = None,
     largest: bool = True,
 ) -> Plan:
@@ -199,15 +202,14 @@ def _plan(
                 f" (pip install {target.missing})"
             )
             target = None
-    given = (prompt_length, param_dtype, target)
+    given = (prompt_length, loaded, target)
     here = _at_batch(raw, config, *given)
     here = dataclasses.replace(here, memory=memory, note=note or here.note)
     if memory is None or not largest:
         return here
     # Peaks grow by the same amount with every completion of a micro-batch, and with every token of a completion.
     size, length = config.per_device_train_batch_size, config.max_completion_length
-    group = config.num_generations
-    unit = group if size % group == 0 else size
+    unit = config.num_generations if size % config.num_generations == 0 else size
 
     def most(name: str, now: int, unit: int) -> int:
         changed: dict[str, Any] = {name: 2 * now}
@@ -224,16 +226,16 @@ def _plan(
 
 
 def _at_batch(
-    raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, param_dtype: str, target: Target | None = None
+    raw: Mapping[str, Any], config: GRPOConfig, prompt_length: int, loaded: Loaded, target: Target | None = None
 ) -> Plan:
     """The plan at one batch size."""
     devices = None if target is None else target.devices()
-    run = _Run.of(raw, config, prompt_length, param_dtype, devices)
+    run = _Run.of(raw, config, prompt_length, loaded, devices)
     held = run.held()
     compiled = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
     found = {phase: compile_program(lowered) for phase, lowered in compiled.items()}
-    phases = {phase: run.parts(phase, held["params"], one.memory) for phase, one in found.items()}
+    phases = {phase: run.parts(phase, one.memory) for phase, one in found.items()}
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
     parts = {name: size for parts in phases.values() for name, size in parts.items()}
     sizes = {"prompts": run.sizes.prompts, "group": run.group, "tokens": run.sizes.completions * run.length}
@@ -264,6 +266,7 @@ class _Run:
       mesh: of one device or several.
       optimizer: of the config.
       state: as training begins with it.
+      base: of adapters, frozen; None where all params are trained.
     """
 
     config: GRPOConfig
@@ -272,6 +275,7 @@ class _Run:
     mesh: Any
     optimizer: Any
     state: Any
+    base: Any
 
     @classmethod
     def of(
@@ -279,7 +283,7 @@ class _Run:
         raw: Mapping[str, Any],
         config: GRPOConfig,
         prompt_length: int,
-        param_dtype: str,
+        loaded: Loaded,
         devices: Sequence[Any] | None = None,
     ) -> _Run:
         """The run of a config.json and a config, on the first of some devices."""
@@ -288,8 +292,8 @@ class _Run:
         # Without devices that were asked for, the plan is that of an accelerator.
         dtype = config.compute_dtype if devices is not None else config.compute_dtype.replace("auto", "bfloat16")
         config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, kinds))
-        shape = read_config(raw, dtype=config.compute_dtype)
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), abstract_params(shape))
+        shape = read_config(without_quantization(raw), dtype=config.compute_dtype)
+        params, base = loaded.params(shape, raw)
         make = functools.partial(
             create_state,
             optimizer=optimizer,
@@ -299,7 +303,8 @@ class _Run:
             keep_masters=config.master_params,
         )
         state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
-        return cls(config, prompt_length, shape, mesh, optimizer, placed(state, tree_sharding(state, mesh)))
+        state, base = (placed(tree, tree_sharding(tree, mesh)) for tree in (state, base))
+        return cls(config, prompt_length, shape, mesh, optimizer, state, base)
 
     @property
     def sizes(self) -> Any:
@@ -324,7 +329,9 @@ class _Run:
     @functools.cached_property
     def model(self) -> Any:
         """The decoder with the settings of the config."""
-        return with_settings(Transformer(self.shape), self.config, list(self.mesh.devices.flat), self.mesh)
+        decoder = Transformer(self.shape)
+        model = decoder if self.base is None else LoraModel(self.base, decoder)
+        return with_settings(model, self.config, list(self.mesh.devices.flat), self.mesh)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -345,6 +352,7 @@ class _Run:
         """Bytes that stay on each device, by part."""
         state = self.state
         held = {
+            "base": self.base,
             "params": state.params,
             "master params": state.master_params,
             "optimizer": state.opt_state,
@@ -355,8 +363,9 @@ class _Run:
         }
         return {name: size for name, tree in held.items() if (size := bytes_on_device(tree))}
 
-    def parts(self, phase: str, params: int, stats: Any) -> dict[str, int]:
-        """Bytes that a phase adds on each device, by its program's memory; params take `params` of its arguments."""
+    def parts(self, phase: str, stats: Any) -> dict[str, int]:
+        """Bytes that a phase adds on each device, by its program's memory; params and base are of its arguments."""
+        params = bytes_on_device((self.state.params, self.base))
         if phase == "reference":
             return {"reference temporaries": stats.temp_size_in_bytes}
         if phase == "rollout":
@@ -364,7 +373,7 @@ class _Run:
             return {"KV cache": cache, "decode temporaries": stats.temp_size_in_bytes}
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         # It is the program of a packed sequence, which is given the params and the gradients so far.
-        beside = max(0, given - bytes_on_device(self.state.params))
+        beside = max(0, given - params)
         parts = {"gradients, activations and batch": beside + stats.temp_size_in_bytes}
         if kept := self.updater.kept_bytes(self.state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept

@@ -13,8 +13,9 @@ class Plan:
 
     Attributes:
       devices: of the mesh.
-      held: bytes on each device, by part: "params", "master params", "optimizer", "reference", "old params", "initial
-        params" (what the config keeps of them), "policy" (the caller's own params, which training leaves alone).
+      held: bytes on each device, by part: "base" (frozen, under adapters), "params", "master params", "optimizer",
+        "reference", "old params", "initial params" (what the config keeps of them), "policy" (the caller's own params,
+        which training leaves alone).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
       parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
         temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them

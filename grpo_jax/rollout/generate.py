@@ -35,7 +35,7 @@ from grpo_jax.rollout.layout import Call, Layout, Table, places
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
 
 
-def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interrupt, **settings):
+def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interrupt, watch, **settings):
     """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
@@ -44,7 +44,7 @@ def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interr
     """
     b, g = keys.shape
     if mesh_of(params) is not None and at_once < b:
-        how = {"length": length, "at_once": at_once, "interrupt": interrupt, **settings}
+        how = {"length": length, "at_once": at_once, "interrupt": interrupt, "watch": watch, **settings}
         waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
         done = [_generate_in_bursts(model, params, *wave, **how) for wave in waves]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
@@ -52,6 +52,8 @@ def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interr
     layout = Layout.of(Call(model, params, prompts, keys, settings, table, interrupt), at_once)
     while True:
         interrupt()
+        if watch is not None:
+            watch(*(x.reshape(b, g, -1) for x in (table.tokens, table.mask)))
         if layout.prompts_wait and layout.has_places:
             layout = layout.refill()
         elif layout.empty.all():
@@ -141,6 +143,7 @@ def generate(
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
     interrupt: Callable[[], None] = lambda: None,
+    watch: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
@@ -163,6 +166,8 @@ def generate(
         those that have ended, which changes no sample. On a mesh as many groups on each device as it holds, one at
         least, and the next ones begin when all of these have ended. None: all at once. Not inside a `jit`.
       interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
+      watch: called likewise, with the tokens and the mask [B, G, T] of what has been drawn so far (on a mesh, of the
+        prompts that are decoded together); for completions that are shown as they come.
 
     Returns:
       `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them.
@@ -198,4 +203,5 @@ def generate(
         return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
 
     how: dict[str, Any] = {"at_once": places(len(keys), num_generations, batch_size, shards), "interrupt": interrupt}
+    how["watch"] = watch
     return _generate_in_bursts(as_argument(model), params, prompts, keys, **how, **settings)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import means_of
@@ -164,6 +165,33 @@ def evaluate(
     metrics["mean_length"] = float(np.concatenate(lengths).mean())
     metrics["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
     return metrics, found
+
+
+def settings_of(config: GRPOConfig) -> dict[str, Any]:
+    """The keywords of `evaluate` that a config says: those of the evaluations of its run.
+
+    Example:
+      >>> settings_of(GRPOConfig(temperature_eval=0.0))["num_generations"]
+      1
+    """
+    return {
+        "num_generations": config.eval_generations,
+        "max_completion_length": config.max_completion_length,
+        "temperature": config.eval_temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "min_p": config.min_p,
+        "batch_size": max(1, config.per_device_eval_batch_size // config.eval_generations),
+        "pad_to_multiple_of": config.padding,
+        "seed": config.seed,
+        "max_prompt_length": config.max_prompt_length,
+        "on_long_prompt": config.on_long_prompt,
+        "chat_template_kwargs": config.chat_template_kwargs,
+        "on_reward_error": config.on_reward_error,
+        "max_tool_calling_iterations": config.max_tool_calling_iterations,
+        "environment_timeout": config.environment_timeout,
+        "on_environment_error": config.on_environment_error,
+    }
 
 
 def _means(names: Sequence[str], scored: Sequence[Scores]) -> dict[str, float]:

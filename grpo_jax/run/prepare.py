@@ -22,6 +22,7 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import Policy, compute_dtype, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.collect import Task
@@ -179,6 +180,11 @@ def _check_policy(policy: Any) -> None:
     """Raise unless it is a policy that can be sampled from."""
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+    if is_quantized(policy.params):
+        raise ValueError(
+            "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
+            " `add_lora(policy, key)`, or load it without `quantize`."
+        )
     if policy.tokenizer is None:
         raise ValueError(
             "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."

@@ -16,7 +16,6 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.publish import Publisher
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
 from grpo_jax.keep.run_dir import locked
 from grpo_jax.rewards.contract import reward_names
@@ -24,6 +23,7 @@ from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate
 from grpo_jax.run.prepare import Run, about, new_state, prepare
+from grpo_jax.run.publish import Publisher
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.sampler import Sampler
@@ -193,7 +193,7 @@ def train(
         monitor.end(progress.step, run.total_steps, best=checkpoints.best(), hurry=signals.hurry)
         if not stop:
             state = checkpoints.restore_best(state)
-            publisher.end(state.params)
+            publisher.end(state.params, draw=monitor.draw)
     if stop or signals.received is not None:  # the second, while the pictures were drawn
         signals.leave()
     return state

@@ -14,6 +14,7 @@ Messages = list[dict[str, Any]]
 
 
 _MOST_ROWS = 10**9
+_PICTURES = ("image", "images")
 _PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 
 
@@ -38,7 +39,7 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
       >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
       {'prompt': '2+2=', 'answer': '4'}
     """
-    rows = _read_rows(dataset, argument)
+    rows = read_rows(dataset, argument)
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
@@ -54,7 +55,7 @@ def _row_fault(row: Any, first: Any) -> str:
         return f"is {short(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
-    if fault := _prompt_fault(row["prompt"]):
+    if fault := _prompt_fault(row["prompt"]) or _picture_fault(row):
         return fault
     if fault := _columns_fault(row, first):
         return fault
@@ -63,6 +64,14 @@ def _row_fault(row: Any, first: Any) -> str:
             "and row 0 differ in kind, one prompt is text and the other a list of messages: reward functions would get "
             "both; make them all the same"
         )
+    return ""
+
+
+def _picture_fault(row: Mapping[Any, Any]) -> str:
+    """Return what is wrong with a row of more than text, "" if there is none."""
+    for name in _PICTURES:
+        if row.get(name) is not None:
+            return f"has a column {name!r}: models read text alone, and no pictures; take the column out"
     return ""
 
 
@@ -80,8 +89,8 @@ def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _read_rows(dataset: Any, argument: str) -> list[Any]:
-    """Read whatever stands for a dataset into a list."""
+def read_rows(dataset: Any, argument: str) -> list[Any]:
+    """Read whatever stands for a dataset into a list, whose rows are not looked at yet."""
     if isinstance(dataset, (str, os.PathLike)):
         return _read_jsonl(dataset, argument)
     if isinstance(dataset, Mapping):
@@ -171,6 +180,10 @@ def _message_fault(message: Any) -> str:
     if not isinstance(message["role"], str):
         return "its 'role' is text, such as \"user\""
     # A call of a tool has no content; anything else that is None would be the word None in the prompt.
+    parts = message["content"] if isinstance(message["content"], list) else []
+    others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
+    if others:
+        return f"it has a part of type {min(others)!r}; models read text alone: give parts of type 'text'"
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' is text, or a list of parts"
     return ""

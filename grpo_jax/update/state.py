@@ -88,11 +88,20 @@ def create_state(
     Returns:
       A `TrainState` at step 0.
 
+    Raises:
+      ValueError: params with a leaf that is not of floats, such as a quantized base's.
+
     Example:
       >>> state = create_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), keep_reference=True)
       >>> int(state.step), state.old_params is None, state.ref_params["w"].tolist()
       (0, True, [1.0, 1.0])
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; only floats are trained. A quantized base"
+                " stays as it is, and its adapters are trained: `add_lora(policy, key)`."
+            )
     masters = None
     if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)

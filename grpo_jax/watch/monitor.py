@@ -45,7 +45,7 @@ class Monitor:
         self._display = Display(quiet=quiet)
         self._hints = Hints(config)
         self._tokens = 0.0
-        self._hurry = False
+        self._hurry = self._drawn = False
         self._step: int | None = None  # None: the files are not cut back yet
         self._early: list[tuple[str, str]] = []
         self._warned: set[tuple[str, str]] = set()
@@ -58,7 +58,7 @@ class Monitor:
     def __exit__(self, *error: Any) -> None:
         self._display.__exit__(*error)
         try:
-            write_pictures(self._writer, page_only=self._hurry)
+            write_pictures(self._writer, page_only=self._hurry or self._drawn)
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # all are closed, whatever one of them raises
@@ -86,7 +86,7 @@ class Monitor:
                 stacklevel=3,
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
-        self._writer.config(self._config)
+        self._writer.config(self._config, prompts=num_rows)
         if self._reports:
             self._trackers = open_trackers(self._config, self._writer.run_dir, step=progress.step if resumed else 0)
         if resumed and self._writer.run_dir is not None:
@@ -153,6 +153,11 @@ class Monitor:
             self._display.say(
                 f"stopped after step {step} of {total_steps} and saved: to go on, call train again with this run_dir"
             )
+
+    def draw(self) -> None:
+        """Draw the pictures before the end, for what is published of them; only the page is drawn once more then."""
+        write_pictures(self._writer)
+        self._drawn = True
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)

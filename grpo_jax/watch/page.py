@@ -13,15 +13,17 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.colours import PHASES, as_css
+from grpo_jax.watch.headline import headline, phase_seconds
 from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.names import held_out, is_dialogue
-from grpo_jax.watch.plots import find_panels, smooth, thin, usual_times
+from grpo_jax.watch.plots import find_panels, reward_colours, smooth, thin, usual_times
 
 POINTS = 400
 """Values of a curve; a panel is some 400 pixels wide."""
@@ -61,16 +63,25 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "tiles": _tiles(lines),
         "warnings": list(read_lines(run_dir / "warnings.jsonl")),
         "panels": _panels(lines),
-        "seconds": _seconds(lines),
+        "seconds": list(phase_seconds(lines).items()),
+        "phases": PHASES,
+        "functions": reward_colours(lines),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
         "extras": sorted({name for row in rows for name in row.keys() - _shown_of(row)}),
         "steps": steps,
         "kept": kept,
         "settings": _settings(about),
     }
-    filled = {"%TITLE%": html.escape(run_dir.resolve().name), "%DATA%": _embedded(data)}
+    sentence = headline(lines)
+    filled = {
+        "%TITLE%": html.escape(run_dir.resolve().name),
+        "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
+        "%LIGHT%": as_css(dark=False),
+        "%DARK%": as_css(dark=True),
+        "%DATA%": _embedded(data),
+    }
     template = pathlib.Path(__file__).with_suffix(".html").read_text("utf-8")
-    return re.sub("%TITLE%|%DATA%", lambda match: filled[match[0]], template)
+    return re.sub("|".join(filled), lambda match: filled[match[0]], template)
 
 
 def _embedded(data: Any) -> str:
@@ -88,7 +99,7 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The panels of `report.png` with the values that they show, and curves smoothed where there are 20 or more."""
     every = np.array([line["step"] for line in lines], float)
     panels = []
-    for panel, curves in find_panels(lines):
+    for panel, curves, meanings in find_panels(lines):
         if panel.stacked:
             steps, values = usual_times(every, curves)
         else:
@@ -98,26 +109,13 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         drawn = []
         for label, raw in zip(curves, values, strict=True):
             y = thin(raw, POINTS)
-            curve: dict[str, Any] = {"label": label, "y": [_rounded(value) for value in y]}
+            curve: dict[str, Any] = {"label": label, "colour": meanings[label], "y": [_rounded(value) for value in y]}
             if np.isfinite(y).sum() >= 20:
                 curve["smooth"] = [_rounded(value) for value in smooth(y, width=len(y) / 40)]
             drawn.append(curve)
         about = {"title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "low": panel.low}
         panels.append({**about, "x": [round(step) for step in thin(steps, POINTS).tolist()], "curves": drawn})
     return panels
-
-
-def _seconds(lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """The seconds of each phase over the run; "other" is what no phase holds."""
-    seconds: dict[str, float] = {}
-    for line in lines:
-        for name, value in line.items():
-            if name.startswith("seconds/") and isinstance(value, int | float):
-                seconds[name] = seconds.get(name, 0.0) + value
-    total = seconds.pop("seconds/total", 0.0)
-    other = total - sum(seconds.values())
-    phases = {name.removeprefix("seconds/"): value for name, value in seconds.items()}
-    return [*phases.items(), *([("other", other)] if other > 0 else [])]
 
 
 def _tiles(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

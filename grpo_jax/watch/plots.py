@@ -3,132 +3,184 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.watch.colours import DARK, LIGHT, PHASES, Theme, colour, reward_meanings
+from grpo_jax.watch.headline import headline
 from grpo_jax.watch.names import held_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _GREY, _GRID = "#1f2933", "#697586", "#e4e7eb"
-# Okabe and Ito's colours, which colour-blind readers tell apart, the darker ones first.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f5539", "#5c4d9e")
 _MOST = 2000  # points of a curve; a panel is some 450 pixels wide
+_LETTERS = 14  # of a legend, for each inch of a panel
 
 
 class Panel(NamedTuple):
-    """A panel: its title, the unit of its axis, and the curves: pattern of a metric's name and label ("": group 1)."""
+    """A panel: its title, the unit of its axis, and the curves.
+
+    A curve is the pattern of a metric's name, a label ("": group 1 of the pattern) and what `COLOURS` has a colour for
+    ("": that of the reward function or phase which the label names).
+    """
 
     title: str
     unit: str
-    curves: tuple[tuple[str, str], ...]
+    curves: tuple[tuple[str, str, str], ...]
     stacked: bool = False
     low: float | None = None
 
 
+class Found(NamedTuple):
+    """A panel of which something was logged: label → values [n], NaN where there is none; label → meaning."""
+
+    panel: Panel
+    curves: dict[str, np.ndarray]
+    meanings: dict[str, str]
+
+
 _PANELS = (
-    Panel("Reward", "mean over completions", ((r"reward", "weighted sum"), (r"rewards/(.+)/mean", ""))),
-    Panel("Held-out prompts", "mean score", ((r"held out: (.+)", ""),)),
-    Panel("KL divergence", "nats per token", ((r"kl", "to the reference"), (r"kl_initial", "to the initial policy"))),
-    Panel("Entropy of the policy", "nats per token", ((r"entropy", "all tokens"),), low=0.0),
+    Panel("Reward", "mean over completions", ((r"reward", "weighted sum", "policy"), (r"rewards/(.+)/mean", "", ""))),
+    Panel("Held-out prompts", "mean score", ((r"held out: (.+)", "", ""),)),
+    Panel(
+        "KL divergence",
+        "nats per token",
+        ((r"kl", "to the reference", "reference"), (r"kl_initial", "to the initial policy", "start")),
+    ),
+    Panel("Entropy of the policy", "nats per token", ((r"entropy", "all tokens", "policy"),), low=0.0),
     Panel(
         "Completion length",
         "tokens",
         (
-            (r"completions/mean_length", "mean"),
-            (r"completions/max_length", "longest"),
-            (r"completions/min_length", "shortest"),
+            (r"completions/mean_length", "mean", "policy"),
+            (r"completions/max_length", "longest", "high"),
+            (r"completions/min_length", "shortest", "low"),
         ),
         low=0.0,
     ),
     Panel(
         "Clipped ratios",
         "share of tokens",
-        ((r"clip_fraction_low", "too low"), (r"clip_fraction_high", "too high")),
+        ((r"clip_fraction_low", "too low", "low"), (r"clip_fraction_high", "too high", "high")),
         low=0.0,
     ),
     Panel(
         "Equal groups and cut-offs",
         "share",
         (
-            (r"frac_reward_zero_std", "groups with equal rewards"),
-            (r"completions/clipped_ratio", "completions without an end"),
+            (r"frac_reward_zero_std", "groups with equal rewards", "nothing"),
+            (r"completions/clipped_ratio", "completions without an end", "high"),
         ),
         low=0.0,
     ),
-    Panel("Gradient norm", "before clipping", ((r"grad_norm", "all parameters"),), low=0.0),
-    Panel("Time", "seconds an optimizer step", ((r"seconds/(?!total)(.+)", ""),), stacked=True, low=0.0),
+    Panel("Gradient norm", "before clipping", ((r"grad_norm", "all parameters", "policy"),), low=0.0),
+    Panel("Time", "seconds per optimizer step", ((r"seconds/(?!total)(.+)", "", ""),), stacked=True, low=0.0),
 )
+_NOTHING_AT_ZERO = ("KL divergence", "Clipped ratios")
+"""Panels that show nothing where all their values are 0: there is no reference, or each batch makes one update."""
 
 
-def draw_report(lines: Sequence[Mapping[str, Any]], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
+def draw_report(
+    lines: Sequence[Mapping[str, Any]], *, title: str = "", only: Sequence[str] | None = None, dark: bool = False
+) -> Figure:
     """Draw the curves of a run: rewards, held-out rates, KL, entropy, lengths, clipping, gradient norm, phase times.
 
-    Raw values are pale, with a smoothed curve (`smooth`) over them; the last smoothed value stands in the legend. A
-    panel of which no metric was logged is left out. `trackers.live_plot` shows it in a notebook while a run goes.
+    Raw values are pale, with a smoothed curve (`smooth`) over them; the last smoothed value stands in the legend, which
+    lies above its panel. A panel of which no metric was logged is left out. `trackers.live_plot` shows it in a notebook
+    while a run goes.
 
     Args:
       lines: objects of `metrics.jsonl`, each with "step"; a value that is None or not there leaves a gap.
       title: name of the run.
       only: titles of panels, such as "Reward"; None draws all.
+      dark: draw on a dark page.
 
     Returns:
       A figure without any global state of pyplot.
 
     Example:
       >>> figure = draw_report([{"step": step, "reward": step / 10} for step in range(10)], title="demo")
-      >>> [axes.get_title(loc="left") for axes in figure.axes]
-      ['Reward']
+      >>> figure.get_suptitle(), [axes.get_title(loc="left") for axes in figure.axes]
+      ('demo: reward 0 → 0.9 in 9 steps', ['Reward'])
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    theme = DARK if dark else LIGHT
     steps = np.array([line["step"] for line in lines], float)
-    panels = [found for found in find_panels(lines) if only is None or found[0].title in only]
-    columns = min(max(len(panels), 1), 3)
-    rows = max(-(-len(panels) // columns), 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-    figure = Figure(figsize=(4.6 * columns + 0.2, 2.7 * rows + 0.5), dpi=110, layout=layout, facecolor="white")
-    end = f"{len(lines)} lines up to step {steps.max():.0f}" if len(lines) else "nothing was logged"
-    figure.suptitle(
-        _text(f"{title} · {end}" if title else end), x=0.01, ha="left", fontsize=13, color=_INK, weight="bold"
-    )
-    for i, (panel, curves) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        _style(axes, panel)
-        if panel.stacked:
-            _stack(axes, steps, curves)
-        else:
-            _lines(axes, steps, curves)
-        if panel.low is not None:
-            axes.set_ylim(bottom=panel.low)
-        if i >= len(panels) - columns:
-            axes.set_xlabel("optimizer step", fontsize=9, color=_GREY)
+    found = [panel for panel in find_panels(lines) if only is None or panel.panel.title in only]
+    rows = _rows(len(found))
+    columns = max(rows, default=1)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    size = (4.6 * columns + 0.2, 2.9 * max(len(rows), 1) + 0.8)
+    figure = Figure(figsize=size, dpi=110, layout=layout, facecolor=theme.page)
+    told = headline(lines) or "nothing was logged"
+    heading = textwrap.fill(_text(f"{title}: {told}" if title else told), int(9.5 * size[0]))
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=13, color=theme.ink, weight="bold")
+    grid = figure.add_gridspec(max(len(rows), 1), 6)
+    places = [(row, i * (6 // count), 6 // count) for row, count in enumerate(rows) for i in range(count)]
+    for (panel, curves, meanings), (row, left, width) in zip(found, places, strict=True):
+        axes = figure.add_subplot(grid[row, left : left + width])
+        colours = {label: colour(meaning, dark=dark) for label, meaning in meanings.items()}
+        (_stack if panel.stacked else _lines)(axes, steps, curves, colours)
+        _style(axes, panel, theme, letters=int(_LETTERS * size[0] * width / 6))
+        if row == len(rows) - 1:
+            axes.set_xlabel("optimizer step", fontsize=9, color=theme.grey)
         if len(steps) > 1:
             axes.set_xlim(steps.min() - 0.01 * np.ptp(steps), steps.max() + 0.01 * np.ptp(steps))
-        # The order of a legend is that of the areas, the upper one first.
-        axes.legend(reverse=panel.stacked, loc="best", fontsize=8, framealpha=0.85, edgecolor="none", labelcolor=_INK)
+    if found:
+        about = "Strong lines are smoothed, pale ones are as logged; numbers in the keys are the last values."
+        figure.supxlabel(textwrap.fill(about, int(14 * size[0])), x=0.01, ha="left", fontsize=9, color=theme.grey)
     return figure
 
 
-def find_panels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Panel, dict[str, np.ndarray]]]:
-    """Return the panels of which anything was logged, each with label → values [n], NaN where there is none.
+def _rows(count: int) -> list[int]:
+    """How many panels stand in each row: at most 3, as evenly as can be, so that no place is left empty.
+
+    Example:
+      >>> _rows(8), _rows(7), _rows(4), _rows(1), _rows(0)
+      ([3, 3, 2], [3, 2, 2], [2, 2], [1], [])
+    """
+    rows = -(-count // 3)
+    return [count // rows + (row < count % rows) for row in range(rows)]
+
+
+def find_panels(lines: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """Return the panels of which anything was logged, with their curves.
 
     Args:
       lines: n objects of `metrics.jsonl`.
 
     Example:
-      >>> [(panel.title, list(curves)) for panel, curves in find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])]
-      [('Reward', ['weighted sum']), ('KL divergence', ['to the reference'])]
+      >>> [(found.panel.title, found.meanings) for found in find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])]
+      [('Reward', {'weighted sum': 'policy'}), ('KL divergence', {'to the reference': 'reference'})]
     """
+    functions = reward_colours(lines)
     lines = [{f"held out: {held_out(name)}" if held_out(name) else name: line[name] for name in line} for line in lines]
     names = list(dict.fromkeys(name for line in lines for name in line))
-    return [(panel, curves) for panel in _PANELS if (curves := _curves(panel, names, lines))]
+    found = []
+    for panel in _PANELS:
+        curves = _curves(panel, names, lines)
+        meanings = {label: meaning for _, label, meaning in panel.curves}
+        own = {label: meanings.get(label) or PHASES.get(label, "nothing") for label in curves}
+        if not panel.stacked:
+            own |= {label: meaning for label, meaning in functions.items() if label in curves and label not in meanings}
+        if curves:
+            found.append(Found(panel, curves, own))
+    return found
+
+
+def reward_colours(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return name → meaning, for its colour, of each reward function and each held-out score of a run."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
+    scores = [score for name in names if (score := held_out(name)) and score != "reward"]
+    return {"reward": "policy", **reward_meanings([*functions, *scores])}
 
 
 def usual_times(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -192,13 +244,15 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
 def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Return label → values [n] of a panel's metrics, those of which any value is finite."""
     curves: dict[str, np.ndarray] = {}
-    for pattern, label in panel.curves:
+    for pattern, label, _ in panel.curves:
         for name in names:
             if match := re.fullmatch(pattern, name):
                 values = np.array([_as_float(line.get(name)) for line in lines])
                 # Without a reference the logged KL is 0 throughout: nothing to show.
                 if np.isfinite(values).any() and not (name == "kl" and np.nanmax(np.abs(values)) == 0):
                     curves[label or match[1]] = values
+    if panel.title in _NOTHING_AT_ZERO and not any(np.nan_to_num(values).any() for values in curves.values()):
+        return {}
     # The weighted sum of one function is that function over again.
     if len(curves) == 2 and "weighted sum" in curves:
         first, second = curves.values()
@@ -212,47 +266,69 @@ def _as_float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _style(axes: Axes, panel: Panel) -> None:
-    """Give axes their title, unit, grid and quiet frame."""
-    axes.set_title(panel.title, loc="left", fontsize=11, color=_INK, weight="bold")
-    axes.set_ylabel(panel.unit, fontsize=9, color=_GREY)
-    axes.grid(color=_GRID, linewidth=0.8)
+def _style(axes: Axes, panel: Panel, theme: Theme, *, letters: int) -> None:
+    """Give axes with their curves a title, a legend under it and above them, a unit, a grid and a quiet frame."""
+    handles, labels = axes.get_legend_handles_labels()
+    sizes = [len(label) + 6 for label in labels]
+    columns = len(labels) if sum(sizes) <= letters else max(1, letters // max(sizes))
+    rows = -(-len(labels) // columns)
+    axes.legend(
+        handles[:: -1 if panel.stacked else 1],  # the order of a legend is that of the areas, the upper one first
+        labels[:: -1 if panel.stacked else 1],
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.98),
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        labelcolor=theme.ink,
+        borderaxespad=0.2,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+    axes.set_title(panel.title, loc="left", fontsize=11, color=theme.ink, weight="bold", pad=8 + 12.5 * rows)
+    axes.set_ylabel(panel.unit, fontsize=9, color=theme.grey)
+    axes.set_facecolor(theme.page)
+    axes.grid(color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=_GREY, length=0)
+    axes.tick_params(labelsize=8, colors=theme.grey, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    axes.spines["bottom"].set_color(theme.grid)
+    if panel.low is not None:
+        axes.set_ylim(bottom=panel.low)
 
 
-def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> None:
+def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
     """Draw each curve: pale raw values and the smoothed curve; few values as dots joined by a line."""
-    for i, (label, values) in enumerate(curves.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
+    for label, values in curves.items():
+        own: dict[str, Any] = {"color": colours[label]}
         there = np.isfinite(values)
         x, y = steps[there], values[there]
         if len(y) < 20:
-            axes.plot(x, y, color=colour, linewidth=1.6, marker="o", markersize=3.5, label=_label(label, y[-1]))
+            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=_label(label, y[-1]), **own)
             continue
         stride = -(-len(y) // _MOST)
-        axes.plot(x[::stride], y[::stride], color=colour, linewidth=0.8, alpha=0.25)
+        axes.plot(x[::stride], y[::stride], linewidth=0.8, alpha=0.25, **own)
         x, y = thin(x, _MOST), thin(y, _MOST)
         curve = smooth(y, width=len(y) / 40)
-        axes.plot(x, curve, color=colour, linewidth=1.8, label=_label(label, curve[-1]))
+        axes.plot(x, curve, linewidth=1.8, label=_label(label, curve[-1]), **own)
 
 
-def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> None:
+def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
     """Draw times on top of each other, so that the upper edge is their sum, without the steps that compiled."""
     steps, times = usual_times(steps, curves)
     x = thin(steps, _MOST)
     areas = [smooth(y, width=len(y) / 40) for y in (thin(seconds, _MOST) for seconds in times)]
     labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
-    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(areas))]
-    axes.stackplot(x, areas, labels=labels, colors=colours, alpha=0.75, linewidth=0)
+    own = [colours[label] for label in curves]
+    axes.stackplot(x, areas, labels=labels, colors=own, alpha=0.75, linewidth=0)
 
 
 def _label(name: str, last: float) -> str:
     """Return a legend's text: the name and the last value. Matplotlib hides labels that begin with an underscore."""
-    return _text(f"{name.lstrip('_') or name.replace('_', '-')}  {last:.3g}")
+    name = name.lstrip("_") or name.replace("_", "-")
+    value = "< 0.0001" if 0 < last < 1e-4 else f"{last:.3g}"
+    return _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {value}")
 
 
 def _text(text: str) -> str:

@@ -257,6 +257,11 @@ BAD = [
         ' "dots_saveable"',
     ),
     (
+        dict(compute_dtype="float16"),
+        "compute_dtype = 'float16': gradients below 6e-8 are 0 in float16, which needs a loss scaled against that, and"
+        " there is none here; use bfloat16, which has the range of float32",
+    ),
+    (
         dict(compute_dtype="bf16"),
         'compute_dtype = \'bf16\': did you mean "bfloat16"? must be "auto" or "float32" or "bfloat16"',
     ),

@@ -23,6 +23,7 @@ def sorted_run(tmp_path_factory):
     """The directory of a short run of sort_digits with its controls, and all that it printed."""
     run_dir = tmp_path_factory.mktemp("sort_digits") / "run"
     arguments = f"--seed 3 --controls --steps 2 --warm-up-steps 40 --held-out {HELD_OUT} --run-dir {run_dir}".split()
+    arguments += ["--picture", str(run_dir.parent / "docs.png")]
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda *texts, **_: printed.append(" ".join(map(str, texts))))
@@ -141,8 +142,18 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
             assert rates.keys() == {"greedy", "sampled", "format"}
             assert all(0 <= rate <= 1 for rate in rates.values())
     assert results["seconds"].keys() == {"warm_up", "evaluation", "grpo", "more_supervised", "random_reward", "total"}
-    for name in ("metrics.jsonl", "completions.jsonl", "config.json", "report.png", "base/model.safetensors"):
+    for name in (
+        "metrics.jsonl",
+        "completions.jsonl",
+        "config.json",
+        "report.png",
+        "hero.png",
+        "hero-dark.png",
+        "base/model.safetensors",
+    ):
         assert (run_dir / name).stat().st_size > 0, name
+    for copy, name in (("docs.png", "hero.png"), ("docs-dark.png", "hero-dark.png")):
+        assert (run_dir.parent / copy).read_bytes() == (run_dir / name).read_bytes()
     assert (run_dir / "random_reward" / "metrics.jsonl").stat().st_size > 0
     assert "no new skill" in "\n".join(printed)
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,46 +1,119 @@
-"""A stand-in for the Hugging Face hub on this machine: repositories, and commits of small files."""
+"""A stand-in for the Hugging Face hub on this machine: repositories with branches, commits, large files, downloads."""
 
 import base64
 import contextlib
+import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 
 
 class Hub:
-    """What was asked of it: requests as (method, path, content), commits as (repository, revision, message, files).
+    """What was asked of it, and what it holds.
 
     Attributes:
+      requests: (method, path, authorization, content).
+      commits: (repository, revision, message, files by name).
+      large: names that end so are large files (LFS), sent by their own way.
       broken: refuse every commit.
     """
 
     def __init__(self):
         self.url, self.requests, self.commits, self.broken = "", [], [], False
+        self.large: tuple[str, ...] = ()
         self.private: dict[str, bool | None] = {}
+        self.heads: dict[tuple[str, str], str] = {}  # (repository, branch): commit
+        self.trees: dict[str, dict[str, bytes]] = {}  # commit: files
+        self.stored: dict[str, bytes] = {}  # large files by their SHA-256
 
-    def answer(self, path: str, body: bytes) -> tuple[int, object]:
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, object, dict[str, str]]:
+        """Status, content (bytes, or an object for JSON) and headers."""
+        path = urllib.parse.unquote(path.split("?")[0]).strip("/")
+        parts = path.split("/")
+        if path.startswith("store/") and method == "PUT":
+            self.stored[path.removeprefix("store/")] = body
+            return 200, {}, {}
         lines = [json.loads(line) for line in body.splitlines()] or [{}]
-        parts = path.split("?")[0].strip("/").split("/")
-        if parts == ["api", "whoami-v2"]:
-            return 200, {"name": "me", "type": "user", "auth": {}}
-        if parts == ["api", "repos", "create"]:
-            name = f"{lines[0].get('organization') or 'me'}/{lines[0]['name']}"
-            if name.startswith("other/"):
-                return 403, {"error": "not yours"}
-            visibility = {"private": True, "public": False}.get(lines[0].get("visibility"))
-            self.private[name] = lines[0].get("private", visibility)  # of older and newer clients
-            return 200, {"url": f"{self.url}/{name}", "name": name, "id": "1"}
-        if parts[4:5] == ["preupload"]:
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in lines[0]["files"]]
-            return 200, {"files": files}
-        if parts[4:5] == ["commit"] and not self.broken:
-            head = next(line["value"] for line in lines if line["key"] == "header")
-            files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-            content = {name: base64.b64decode(text) for name, text in files.items()}
-            self.commits.append(("/".join(parts[2:4]), parts[5], head["summary"], content))
-            url = f"{self.url}/{'/'.join(parts[2:4])}/commit/{len(self.commits)}"
-            return 200, {"commitUrl": url, "commitOid": f"{len(self.commits):040x}", "success": True}
-        return 404, {"error": f"nothing at {path}"}
+        if parts[:2] == ["api", "models"] and len(parts) > 5:
+            return self._of_repository("/".join(parts[2:4]), parts[4], "/".join(parts[5:]), lines)
+        if len(parts) > 4 and parts[2] == "resolve":
+            return self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        shared = {"api/whoami-v2": self._whoami, "api/validate-yaml": self._validate, "api/repos/create": self._create}
+        if path.endswith(".git/info/lfs/objects/batch"):
+            shared[path] = self._batch
+        return shared.get(path, lambda _: (404, {"error": f"nothing at {path}"}, {}))(lines[0])
+
+    def _whoami(self, _):
+        return 200, {"name": "me", "type": "user", "auth": {}}, {}
+
+    def _validate(self, asked):
+        wrong = "license: mine" in asked["content"]
+        errors = [{"message": '"license" must be one of [apache-2.0, mit]'}] if wrong else []
+        return 400 if wrong else 200, {"errors": errors, "warnings": []}, {}
+
+    def _batch(self, asked):
+        objects = [{**item, "actions": self._upload_of(item["oid"])} for item in asked["objects"]]
+        return 200, {"transfer": "basic", "objects": objects}, {}
+
+    def _create(self, asked):
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        if name.startswith("other/"):
+            return 403, {"error": "not yours"}, {}
+        visibility = {"private": True, "public": False}.get(asked.get("visibility"))
+        self.private.setdefault(name, asked.get("private", visibility))  # of older and newer clients
+        self.heads.setdefault((name, "main"), "0" * 40)
+        self.trees.setdefault("0" * 40, {})
+        return 200, {"url": f"{self.url}/{name}", "name": name, "id": "1"}, {}
+
+    def _upload_of(self, oid):
+        return {} if oid in self.stored else {"upload": {"href": f"{self.url}/store/{oid}"}}
+
+    def _of_repository(self, name, what, revision, lines):
+        revision, _, folder = revision.partition("/") if what == "tree" else (revision, "", "")
+        commit = self.heads.get((name, revision), revision)
+        if commit not in self.trees and what != "branch":
+            code = "RevisionNotFound" if (name, "main") in self.heads else "RepoNotFound"
+            return 404, {"error": code}, {"X-Error-Code": code}
+        if what == "commit":
+            return (404, {"error": "broken"}, {}) if self.broken else self._commit(name, revision, lines)
+        if what == "branch":
+            known = (name, revision) in self.heads
+            self.heads.setdefault((name, revision), self.heads[name, "main"])
+            return (409, {"error": "it is there"}, {}) if known else (200, {}, {})
+        return getattr(self, f"_{what}")(name, commit, folder, lines)
+
+    def _revision(self, name, commit, *_):
+        return 200, {"id": name, "sha": commit, "siblings": [{"rfilename": file} for file in self.trees[commit]]}, {}
+
+    def _tree(self, name, commit, folder, _):
+        found = {path: content for path, content in self.trees[commit].items() if path.startswith(folder)}
+        files = [{"type": "file", "path": path, "size": len(content), "oid": "0"} for path, content in found.items()]
+        return (200, files, {}) if files else (404, {"error": folder}, {"X-Error-Code": "EntryNotFound"})
+
+    def _preupload(self, name, commit, folder, lines):
+        paths = [file["path"] for file in lines[0]["files"]]
+        modes = {path: "lfs" if path.endswith(self.large or ("/",)) else "regular" for path in paths}
+        return 200, {"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]}, {}
+
+    def _commit(self, name, revision, lines):
+        head = next(line["value"] for line in lines if line["key"] == "header")
+        files = {v["path"]: base64.b64decode(v["content"]) for v in (x["value"] for x in lines if x["key"] == "file")}
+        files |= {v["path"]: self.stored[v["oid"]] for v in (x["value"] for x in lines if x["key"] == "lfsFile")}
+        self.commits.append((name, revision, head["summary"], files))
+        commit = f"{len(self.commits):040x}"
+        self.trees[commit] = self.trees[self.heads[name, revision]] | files
+        self.heads[name, revision] = commit
+        return 200, {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit, "success": True}, {}
+
+    def _resolve(self, name, revision, file):
+        commit = self.heads.get((name, revision), revision)
+        if file not in self.trees.get(commit, {}):
+            code = "EntryNotFound" if commit in self.trees else "RevisionNotFound"
+            return 404, {"error": code}, {"X-Error-Code": code}
+        content = self.trees[commit][file]
+        tag = hashlib.sha256(content).hexdigest()
+        return 200, content, {"X-Repo-Commit": commit, "ETag": f'"{tag}"', "Content-Type": "application/octet-stream"}
 
 
 @contextlib.contextmanager
@@ -54,15 +127,17 @@ def serving(monkeypatch):
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.requests.append((self.command, self.path, self.headers.get("Authorization"), body))
-            status, content = hub.answer(self.path, body)
-            text = json.dumps(content).encode()
+            status, content, headers = hub.answer(self.command, self.path, body)
+            text = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            for name, value in {"Content-Type": "application/json", **headers}.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            if self.command != "HEAD":
+                self.wfile.write(text)
 
-        do_GET = do_POST
+        do_GET = do_HEAD = do_PUT = do_POST
 
         def log_message(self, *_):
             pass
@@ -74,6 +149,7 @@ def serving(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its store has a protocol of its own
     try:
         yield hub
     finally:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from grpo_jax.hub import huggingface
+from grpo_jax.hub import huggingface, weights
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.policy import Policy, init_policy
 
@@ -199,7 +199,7 @@ def test_params_own_their_memory(checkpoint):
 @pytest.mark.quick
 def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
     whole = from_pretrained(checkpoint).params
-    monkeypatch.setattr(huggingface, "BLOCK", 100)
+    monkeypatch.setattr(weights, "BLOCK", 100)
     assert equal(from_pretrained(checkpoint).params, whole)
 
 
@@ -281,7 +281,7 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     import huggingface_hub
 
     asked = {}
-    fetch = lambda name, allow_patterns: asked.update({name: allow_patterns}) or str(checkpoint)
+    fetch = lambda name, allow_patterns, **_: asked.update({name: allow_patterns}) or str(checkpoint)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert from_pretrained("owner/model").config["vocab_size"] == 96
     assert set(asked) == {"owner/model"}

@@ -20,7 +20,7 @@ def arrays(seed=0):
     return q, k, v, (pk.swapaxes(-1, -2), pv, jnp.asarray(rng.integers(1, P + 1, B))), rng.integers(0, T + 1, (B, G))
 
 
-def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap):
+def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap, sinks=None):
     """Every query of every row by a softmax over the keys that it sees, picked out one by one."""
     out = np.zeros(q.shape)
     for b, h, g, r in np.ndindex(B, H, G, R):
@@ -32,7 +32,8 @@ def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap):
             score = keys[first : p + t + 1] @ np.asarray(q[b, h, g, t, r]) * scale
             score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
             weight = np.exp(score - score.max())
-            out[b, h, g, t, r] = weight @ values[first : p + t + 1] / weight.sum()
+            sink = 0 if sinks is None else np.exp(sinks[h, r] - score.max())
+            out[b, h, g, t, r] = weight @ values[first : p + t + 1] / (weight.sum() + sink)
     return out
 
 
@@ -40,6 +41,7 @@ SETTINGS = [
     {"scale": 0.5, "window": None, "soft_cap": None},
     {"scale": 0.3, "window": 3, "soft_cap": None},
     {"scale": 1.0, "window": 12, "soft_cap": 2.0},
+    {"scale": 0.5, "window": 4, "soft_cap": None, "sinks": np.linspace(-2, 9, H * R, dtype=np.float32).reshape(H, R)},
 ]
 
 
@@ -103,3 +105,18 @@ def test_infinite_keys_in_padding_give_finite_gradients():
 
     cut = lambda q: group_attention(q, k, v, (pk[..., :3], pv[:, :, :3], np.array([3])), index=0, scale=0.5).sum()
     np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_a_sink_takes_its_share_of_the_weights_and_gives_no_value(with_prefix):
+    """Scores of 0 and values of 1: n keys and a sink of score s leave n / (n + exp s)."""
+    one = jnp.ones((1, 2, 1, 3, 1, 1))
+    prefix = (jnp.zeros((1, 2, 1, 2)), jnp.ones((1, 2, 2, 1)), jnp.array([2])) if with_prefix else None
+    sinks = jnp.log(jnp.array([[1.0], [3.0]]))
+    attend = lambda sinks: group_attention(
+        one, jnp.zeros((1, 2, 1, 1, 3)), jnp.ones((1, 2, 1, 3, 1)), prefix, index=0, scale=1.0, sinks=sinks
+    )
+    n = np.arange(1, 4) + 2 * with_prefix
+    np.testing.assert_allclose(attend(sinks)[0, :, 0, :, 0, 0], [n / (n + 1), n / (n + 3)], rtol=1e-6)
+    np.testing.assert_array_equal(attend(jnp.full((2, 1), -jnp.inf)), attend(None))

@@ -20,6 +20,7 @@ SHAPE = TransformerConfig(
     expert_layers=(True,),
     initializer_range=0.3,
 )
+BIASED = dataclasses.replace(SHAPE, expert_bias=True, expert_swiglu=(1.7, 1.5))
 X = jax.random.normal(jax.random.key(0), (8, 2, 5, 16))
 
 
@@ -33,14 +34,14 @@ def value_and_gradients(shape, params, x):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("rows", [8, 3])
-def test_experts_on_a_mesh_are_those_of_one_device(axes, rows):
+@pytest.mark.parametrize(("rows", "shape"), [(8, SHAPE), (3, BIASED)], ids=["even", "odd, with biases"])
+def test_experts_on_a_mesh_are_those_of_one_device(axes, rows, shape):
     x = X[:rows]
-    params = {"mlp": random_params_of(SHAPE)}
+    params = {"mlp": random_params_of(shape)}
     mesh = make_mesh(axes)
     placed = place(params, mesh)["mlp"]
-    (_, expected), (of_params, of_x) = value_and_gradients(SHAPE, params["mlp"], x)
-    found = value_and_gradients(dataclasses.replace(SHAPE, mesh=mesh), placed, x)
+    (_, expected), (of_params, of_x) = value_and_gradients(shape, params["mlp"], x)
+    found = value_and_gradients(dataclasses.replace(shape, mesh=mesh), placed, x)
     (_, y), (grads, grad_x) = found
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_allclose(grad_x, of_x, atol=1e-5)

@@ -39,30 +39,31 @@ def assert_same(ours, plain, given):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("window", "soft_cap", "group", "d", "shared"),
+    ("window", "soft_cap", "group", "d", "shared", "sinks"),
     [
-        (None, None, 1, 8, True),
-        (None, None, 3, 8, False),
-        (5, None, 2, 12, True),  # a head size that is no power of two
-        (5, 2.0, 2, 16, True),
-        (2, None, 1, 8, False),
-        (None, 2.0, 4, 160, True),  # tiles of the size for wide heads
+        (None, None, 1, 8, True, False),
+        (None, None, 3, 8, False, True),
+        (5, None, 2, 12, True, True),  # a head size that is no power of two
+        (5, 2.0, 2, 16, True, False),
+        (2, None, 1, 8, False, False),
+        (None, 2.0, 4, 160, True, True),  # tiles of the size for wide heads
     ],
 )
-def test_completions_side_by_side(kind, window, soft_cap, group, d, shared):
+def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sinks):
     b, h, g, t = 2, 2, 3, 20  # 60 tokens of 1 to 4 heads: over several tiles
     how = How.of(kind, d)._replace(rows=16, columns=16, scale=d**-0.5, window=window, soft_cap=soft_cap)
     settings = {"scale": how.scale, "window": window, "soft_cap": soft_cap}
     given = arrays((b, h, g, t, group, d), (b, h, g, t, d), (b, h, g, t, d), (b, h, d, P), (b, h, P, d))
+    given += arrays((h, group)) if sinks else []
     prefix = lambda pk, pv: (pk, pv, LENGTHS) if shared else None
 
-    def plain(q, k, v, pk, pv):
-        return group_attention(q, k.swapaxes(-1, -2), v, prefix(pk, pv), index=0, **settings)
+    def plain(q, k, v, pk, pv, sinks=None):
+        return group_attention(q, k.swapaxes(-1, -2), v, prefix(pk, pv), index=0, sinks=sinks, **settings)
 
-    def ours(q, k, v, pk, pv):
+    def ours(q, k, v, pk, pv, sinks=None):
         prompts = Prefix(((pk, pv),), LENGTHS) if shared else None
         sight = see((b, g, t), prompts, None, how, windows={window}, group=group)
-        return attend(q, k, v, prefix(pk, pv), sight, how)
+        return attend(q, k, v, prefix(pk, pv), sight, how, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -80,13 +81,14 @@ def test_packed_sequences(kind, window):
     there = jnp.asarray(segments.number[0] >= 0).reshape(1, 1, 1, size, 1, 1)
     how = How.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
     given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
+    given += arrays((h, group)) if window else []
 
-    def plain(q, k, v, pk, pv):
-        return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window)
+    def plain(q, k, v, pk, pv, sinks=None):
+        return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window, sinks=sinks)
 
-    def ours(q, k, v, pk, pv):
+    def ours(q, k, v, pk, pv, sinks=None):
         sight = see((1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, how, windows={window}, group=group)
-        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, how)
+        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, how, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -183,16 +185,27 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
     mesh = make_mesh(axes)
     how = How.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)
     q, k, v, pk, pv = arrays((b, h, 1, t, group, d), (b, h, 1, t, d), (b, h, 1, t, d), (b, h, d, P), (b, h, P, d))
-    lengths = jnp.arange(b) % P + 1
+    (sinks,), lengths = arrays((h, group)), jnp.arange(b) % P + 1
 
-    def loss(q, k, v, pk, pv, mesh=None):
+    def loss(q, k, v, pk, pv, sinks, mesh=None):
         sight = see((b, 1, t), Prefix(((pk, pv),), lengths), None, how, windows={None}, group=group)
-        return (attend(q, k, v, (pk, pv, lengths), sight, how, mesh) ** 2).sum()
+        return (attend(q, k, v, (pk, pv, lengths), sight, how, mesh, sinks) ** 2).sum()
 
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnames="mesh")
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5)), static_argnames="mesh")
     heads = "tensor" if h % axes.get("tensor", 1) == 0 else None
     given = [jax.device_put(x, constrained_sharding(x.shape, mesh, heads)) for x in (q, k, v, pk, pv)]
-    for x, y in zip(gradient(*given, mesh=mesh), gradient(q, k, v, pk, pv), strict=True):
+    given.append(sinks)
+    for x, y in zip(gradient(*given, mesh=mesh), gradient(q, k, v, pk, pv, sinks), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
     text = gradient.lower(*given, mesh=mesh).compile().as_text()
     assert "all-gather" not in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sink_of_minus_infinity_is_none(kind):
+    given = arrays((1, 2, 2, 5, 1, 8), (1, 2, 2, 5, 8), (1, 2, 2, 5, 8))
+    how = How.of(kind, 8)._replace(rows=16, columns=16)
+    sight = see((1, 2, 5), None, None, how, windows={None}, group=1)
+    none, least = (attend(*given, None, sight, how, sinks=x) for x in (None, jnp.full((2, 1), -jnp.inf)))
+    np.testing.assert_array_equal(least, none)

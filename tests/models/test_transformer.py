@@ -32,14 +32,18 @@ PLAIN = TransformerConfig(
 RICH = dataclasses.replace(
     PLAIN,
     windows=(3, None),
-    local_rope=Rope(theta=100.0),
+    local_rope=Rope(theta=100.0, fraction=0.5, pairs=True),
     rotary_layers=(True, False),
+    rope=Rope(growth=(0.4, 2)),
     norms="sandwich",
     norm_offset=1.0,
     qkv_bias=True,
     attention_soft_cap=5.0,
+    attention_sinks=True,
     logit_soft_cap=4.0,
     embedding_scale=3.0,
+    residual_scale=0.8,
+    logit_scale=2.0,
 )
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"

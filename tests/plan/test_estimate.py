@@ -11,6 +11,7 @@ import pytest
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.plan.__main__ import main
 from grpo_jax.plan.estimate import _at_batch
+from grpo_jax.plan.loaded import Loaded
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -50,10 +51,43 @@ def test_what_is_held_is_what_was_counted_by_hand():
     assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
 
 
+def test_a_base_is_held_in_the_bits_it_is_quantized_to():
+    config = config_of(max_completion_length=8, beta=0.1)
+    given = {**MODEL, "hidden_size": 64, "num_key_value_heads": 1, "intermediate_size": 128}
+    held = {
+        q: plan(given, config, prompt_length=8, lora=2, quantize=q, largest=False).held for q in ("nf4", "int8", None)
+    }
+    weights = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128  # attention, MLP
+    rows = 2 * 64 + 2 * 32 + 2 * 128 + 64
+    rest = 4 * (64 * 64 + 3 * 64 + 64 + 2 * 32)  # embedding, norms, biases
+    assert held[None]["base"] == 4 * weights + rest
+    assert held["int8"]["base"] == weights + 4 * rows + rest
+    matrices = 7 * 4 * (256 + 1) + 4 * (1 + 1 + 1 + 1 + 1 + 1 + 1)  # levels and offset; outer scales, one each
+    assert held["nf4"]["base"] == weights // 2 + weights // 64 + matrices + rest
+    adapters = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    for each in held.values():
+        assert each["params"] == each["reference"] == each["policy"] == adapters
+        assert each["optimizer"] == pytest.approx(2 * adapters, abs=64)
+
+
+@pytest.mark.quick
+def test_a_quantized_base_is_planned_for_adapters_only(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ValueError, match="quantize is 'nf4': quantized params cannot be trained; give lora"):
+        plan(MODEL, config_of(), prompt_length=8, quantize="nf4")
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    with pytest.raises(ValueError, match="quantize is 'nf4'"):
+        plan({**MODEL, "quantization_config": stored}, config_of(), prompt_length=8)
+    with pytest.raises(ValueError, match="quantize is 'int3'"):
+        plan(MODEL, config_of(), prompt_length=8, lora=2, quantize="int3")
+    with pytest.raises(ValueError, match="lora is 0"):
+        plan(MODEL, config_of(), prompt_length=8, lora=0)
+
+
 @pytest.mark.quick
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
-    found = _at_batch(model, config_of(max_completion_length=8), 8, "float32")
+    found = _at_batch(model, config_of(max_completion_length=8), 8, Loaded())
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
@@ -62,7 +96,7 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     name, kept = "activations of all prompts", []
     for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
         config = config_of(max_completion_length=8, gradient_accumulation_steps=accumulate)
-        found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, "float32")
+        found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, Loaded())
         assert found.sizes["prompts"] == accumulate
         beside = found.parts["gradients, activations and batch"] + found.parts[name]
         assert found.peaks["update"] == sum(found.held.values()) + beside
@@ -81,7 +115,7 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
 
     def parts(mesh):
         config = config_of(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
-        return [_at_batch({**model, "num_hidden_layers": n}, config, 64, "float32").parts for n in (2, 4)]
+        return [_at_batch({**model, "num_hidden_layers": n}, config, 64, Loaded()).parts for n in (2, 4)]
 
     at = parts({"fsdp": 8})
     of_each, of_one = (two[1][name] - two[0][name] for two in (at, parts(None)))

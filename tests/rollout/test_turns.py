@@ -12,6 +12,7 @@ from tiny import random_params
 
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.cache import slots_of
 from grpo_jax.models.layers import DeltaShape, TransformerConfig
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
@@ -31,6 +32,7 @@ SHAPE = TransformerConfig(
     initializer_range=0.3,
     rms_norm_eps=1e-2,  # the norm behind a memory blows up what is next to nothing, and its rounding: so less
     windows=(None, None, 9),
+    attention_sinks=True,
     mixers=("delta", "attention", "attention"),
     delta=DeltaShape(key_heads=1, value_heads=2, key_dim=6, value_dim=5),
 )
@@ -128,7 +130,7 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
     sizes, original = set(), turns.draw_turn
     monkeypatch.setattr(turns, "TOGETHER", share)
-    spy = lambda *args, **how: sizes.add(args[2][0][1].shape[-2]) or original(*args, **how)
+    spy = lambda *args, **how: sizes.add(slots_of(args[2])) or original(*args, **how)
     monkeypatch.setattr(turns, "draw_turn", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
     given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig, init_policy, train
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
 from grpo_jax.update import packed, prompts
@@ -65,6 +65,25 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_another_seed_does_not(
     chex.assert_trees_all_equal(one.params, two.params)
     chex.assert_trees_all_equal(one.opt_state, two.opt_state)
     assert not np.array_equal(one.params["norm"]["scale"], other.params["norm"]["scale"])
+
+
+@pytest.mark.quick
+def test_a_policy_with_recurrent_layers_scores_what_it_has_drawn():
+    """Decoding goes token by token, the update chunk by chunk: their log-probs are the same but for rounding."""
+    hybrid = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    policy, gaps = tiny_policy(), []
+    policy = init_policy(policy.config | hybrid, jax.random.key(0), tokenizer=policy.tokenizer)
+    run(policy=policy, max_steps=2, callbacks=[lambda step, metrics: gaps.append(metrics["sampler_gap"])])
+    assert len(gaps) == 2
+    assert max(gaps) <= 2e-5, gaps
 
 
 @pytest.mark.quick

@@ -186,6 +186,12 @@ def test_load_rows_gives_rows_of_its_own():
         ([*ROWS, {"question": "?", "answer": "!"}], r"row 5 has no 'prompt'; its columns are \['answer', 'question'\]"),
         ([{"prompt": None}], "row 0 has the 'prompt' None, of type NoneType: give text, or a list of messages"),
         ([{"prompt": []}], "row 0 has an empty list as its 'prompt': give at least one message"),
+        ([{"prompt": "a", "image": "b.png"}], "row 0 has a column 'image': models read text alone"),
+        ([{"prompt": "a", "images": ["b.png"]}], "row 0 has a column 'images': models read text alone"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}],
+            "as message 0 of its 'prompt': it has a part of type 'image'; models read text alone",
+        ),
         ([{"prompt": ["hi"]}], "row 0 has 'hi' as message 0 of its 'prompt': a message is a dict"),
         ([{"prompt": [user("a"), {"from": "human", "value": "b"}]}], "as message 1 of its 'prompt': .*'role' and"),
         ([*ROWS, {"prompt": "6+6="}], r"row 5 differs from row 0 in its columns \(missing: \['answer'\]"),

@@ -100,7 +100,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"windows": (5, None)},
+        {"windows": (5, None), "attention_sinks": True},
         {"windows": (3, 20), "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
         {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
         {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},

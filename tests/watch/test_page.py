@@ -102,6 +102,12 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     assert (panels["KL divergence"]["x"], panels["KL divergence"]["curves"][0]["y"]) == ([1, 3], [0.01, 0.03])
     assert (panels["Held-out prompts"]["x"], panels["Held-out prompts"]["curves"][0]["y"]) == ([0], [0.25])
     assert data["seconds"] == [["rollout", 12.0], ["update", 3.0], ["other", 1.5]]
+    # One colour for one meaning, and the sentence of the run before everything else, also where no script runs.
+    assert [curve["colour"] for curve in panels["Reward"]["curves"]] == ["policy", data["functions"]["right"]]
+    assert data["phases"]["update"] == "policy"
+    body = html_report(run_dir).partition("<main>")[2]
+    assert body.index("run &lt;i&gt;") < body.index("% of the time in rollouts.</p>") < body.index('id="warnings"')
+    assert body.index('id="warnings"') < body.index('id="tiles"') < body.index("Curves")
     about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     (_, config, changed), (_, versions, _), _ = data["settings"]
     assert (config, versions) == (about["config"], about["versions"])
@@ -275,6 +281,13 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         assert heights[0] > heights[1] > heights[2]
         assert run("document.querySelector('.panel svg').getBoundingClientRect().height") > 100
         assert "NaN" not in run("document.getElementById('panels').innerHTML")
+        # A phone: nothing is wider than it, and numbers have their names beside them.
+        phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        session("POST", "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=phone)
+        assert run("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
+        named = "getComputedStyle(document.querySelector('#rows td.number:last-of-type, #rows td.number'), '::before')"
+        assert run(f"{named}.content") == '"step "'
+        session("POST", "goog/cdp/execute", cmd="Emulation.clearDeviceMetricsOverride", params={})
         # The table: as it was, then sorted by a click, down and up, then as it was.
         before = column("advantage")
         assert before == ["-0.5", "0.5"] * 6

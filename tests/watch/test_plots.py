@@ -5,7 +5,9 @@ import time
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
+from grpo_jax.watch.colours import DARK, LIGHT, colour
 from grpo_jax.watch.plots import draw_report, save_figure, smooth
 
 
@@ -76,7 +78,8 @@ def test_every_panel_of_a_full_run_is_there_with_its_curves():
         "Gradient norm": ["all parameters"],
         "Time": ["update", "rollout"],
     }
-    assert figure.get_suptitle() == "demo · 41 lines up to step 40"
+    told = "demo: accuracy on held-out prompts 0.1 → 0.9 in 40 steps; 57 % of the time in rollouts"
+    assert figure.get_suptitle() == told
     assert all(axes.get_ylabel() for axes in figure.axes)
     assert png(figure).startswith(b"\x89PNG")
 
@@ -119,8 +122,8 @@ def test_gaps_and_missing_metrics_leave_a_run_readable():
 
 
 def test_no_lines_no_metrics_and_one_line_are_pictures_too():
-    assert draw_report([], title="x").get_suptitle() == "x · nothing was logged"
-    assert draw_report([{"step": 1}]).get_suptitle() == "1 lines up to step 1"
+    assert draw_report([], title="x").get_suptitle() == "x: nothing was logged"
+    assert draw_report([{"step": 1}]).get_suptitle() == "1 step"
     for lines in ([], [{"step": 1}], [{"step": 1, "reward": None}], run(1), run(2)):
         assert png(draw_report(lines)).startswith(b"\x89PNG")
 
@@ -137,6 +140,51 @@ def test_a_sum_that_is_its_only_reward_is_shown_once():
 def test_a_run_without_a_reference_has_no_kl_panel():
     lines = [{**line, "kl": 0.0, "kl_initial": None} for line in run()]
     assert "KL divergence" not in panels(draw_report(lines))
+
+
+@pytest.mark.quick
+def test_ratios_that_nothing_clips_leave_no_empty_panel():
+    lines = [{**line, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0} for line in run()]
+    assert "Clipped ratios" not in panels(draw_report(lines))
+    lines[7]["clip_fraction_high"] = 0.01
+    assert panels(draw_report(lines))["Clipped ratios"] == ["too low", "too high"]
+    # What is all zero and says something stays.
+    assert "Reward" in panels(draw_report([{**line, "reward": 0.0} for line in run()]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_panels_fill_their_rows_and_legends_lie_off_the_curves(count):
+    names = list(panels(draw_report(run())))[:count]
+    figure = draw_report(run(), title="demo", only=names)
+    png(figure)  # laid out
+    width = figure.bbox.width
+    rows: dict[int, float] = {}
+    for axes in figure.axes:
+        box, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
+        assert legend.y0 >= box.y1 - 3
+        assert legend.x1 <= width
+        row = axes.get_subplotspec().rowspan.start
+        rows[row] = rows.get(row, 0) + len(axes.get_subplotspec().colspan)
+    assert set(rows.values()) == {6}
+    assert len(figure.axes) == count
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_meaning_has_one_colour_in_every_panel(dark):
+    figure = draw_report(run(), dark=dark)
+    drawn = {
+        (axes.get_title(loc="left"), str(line.get_label()).rsplit("  ", 1)[0]): line.get_color()
+        for axes in figure.axes
+        for line in axes.get_lines()
+    }
+    assert drawn["Reward", "accuracy"] == drawn["Held-out prompts", "accuracy"] == colour("reward0", dark=dark)
+    assert drawn["Reward", "format"] == colour("reward1", dark=dark)
+    assert drawn["KL divergence", "to the reference"] == colour("reference", dark=dark)
+    times = {str(a.get_label()).rsplit("  ", 1)[0]: a.get_facecolor()[0] for a in figure.axes[-1].collections}
+    assert to_hex(times["update"]) == colour("policy", dark=dark)
+    assert to_hex(figure.get_facecolor()) == (DARK if dark else LIGHT).page
 
 
 @pytest.mark.quick

@@ -1,0 +1,108 @@
+"""`grpo-jax chat`: prompts and their completions, shown as they are drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.rollout.generate import generate
+from grpo_jax.text.prompts import encode_prompts, make_prompts
+from grpo_jax.text.rows import Messages
+from grpo_jax.update.objective import sampling_of
+
+
+class _Shown:
+    """Prints the text of a completion as its tokens come: what is there already stays, and a cut character waits."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._text = tokenizer, ""
+
+    def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
+        """Take in what there is of one completion, tokens and mask [1, 1, T]."""
+        text = self._tokenizer.decode(tokens[0, 0][mask[0, 0]], skip_special_tokens=True)
+        text = text if whole else text.rstrip("\ufffd")
+        if text.startswith(self._text):
+            print(text[len(self._text) :], end="", flush=True)
+        elif whole:  # a tokenizer that takes back what stood there, as some do before a full stop
+            print(f"\n{text}", end="")
+        else:
+            return
+        self._text = text
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self._text
+
+
+def typed() -> Iterator[str]:
+    """The lines of standard input; at a terminal with a cue."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
+
+
+def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples: int = 1, echo: bool = False) -> None:
+    """Complete prompts one after another, and print each completion as it is drawn.
+
+    Tokens come as `generate` draws them: up to 16 at a time, and on an accelerator a burst late. With a chat template
+    and one sample the prompts make one conversation, until one is empty; otherwise each stands by itself.
+
+    Args:
+      policy: with a tokenizer.
+      config: sampling, length and seed.
+      prompts: texts.
+      samples: completions of each prompt, which differ by their keys.
+      echo: print each prompt too.
+
+    Raises:
+      ValueError: the policy has no tokenizer; a number of samples below 1.
+    """
+    if policy.tokenizer is None:
+        raise ValueError("the model has no tokenizer: its directory has no tokenizer files")
+    if samples < 1:
+        raise ValueError(f"--samples {samples}: use a whole number from 1 up")
+    model = with_settings(policy.model, config, jax.devices()[:1])
+    key, drawn = jax.random.key(config.seed), 0
+    talks, said = getattr(policy.tokenizer, "chat_template", None) is not None, Messages()
+    for prompt in prompts:
+        if not prompt.strip():
+            said = Messages()
+            continue
+        said = [*said, {"role": "user", "content": prompt}] if talks else said
+        row: dict[str, Any] = {"prompt": said if talks else prompt}
+        how: dict[str, Any] = {"chat_template_kwargs": config.chat_template_kwargs, "argument": "the prompt,"}
+        ids = encode_prompts([row], policy.tokenizer, max_prompt_length=config.max_prompt_length, **how).token_ids
+        given = make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding)
+        if echo:
+            print(f"> {prompt}", flush=True)
+        for number in range(samples):
+            shown = _Shown(policy.tokenizer)
+            print(f"[{number + 1}] " * (samples > 1), end="", flush=True)
+            completions = generate(
+                model,
+                policy.params,
+                given,
+                key,
+                num_generations=1,
+                max_completion_length=config.max_completion_length,
+                **sampling_of(config)._asdict(),
+                eos_token_ids=policy.eos_token_ids,
+                pad_token_id=policy.pad_token_id,
+                prompt_indices=np.array([drawn]),
+                watch=shown,
+            )
+            drawn += 1
+            shown(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
+            print(flush=True)
+        said = [*said, {"role": "assistant", "content": shown.text}] if talks and samples == 1 else Messages()

@@ -1,0 +1,230 @@
+"""What the commands do: each reads its run and calls the Python API."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax.cli.chat import talk, typed
+from grpo_jax.cli.named import find, is_reference
+from grpo_jax.cli.runfile import NAME, RunFile, in_folder, lora_arguments, read_file, read_run
+from grpo_jax.cli.trl import translate
+from grpo_jax.devices import distributed
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
+from grpo_jax.hub.policy import Policy, compute_dtype, init_policy
+from grpo_jax.keep.checkpoint import load_params
+from grpo_jax.plan.__main__ import show_plan
+from grpo_jax.run.evaluate import evaluate as evaluate_policy
+from grpo_jax.run.evaluate import settings_of
+from grpo_jax.run.rehearse import rehearse
+from grpo_jax.run.train import train as train_policy
+from grpo_jax.watch.names import plain
+from grpo_jax.watch.pictures import write_pictures
+from grpo_jax.watch.writer import RunWriter
+
+_ALL = ("model", "data", "rewards")
+
+
+def train(arguments: Namespace) -> None:
+    """`grpo-jax train`."""
+    run = _read(arguments, arguments.run)
+    _train(run, resume=arguments.resume, dry_run=arguments.dry_run)
+
+
+def resume(arguments: Namespace) -> None:
+    """`grpo-jax resume`."""
+    run_dir = Path(arguments.run_dir).expanduser()
+    run = _read(arguments, _kept_file(run_dir))
+    _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
+
+
+def _read(arguments: Namespace, path: str | Path) -> RunFile:
+    """The run of a file, in this process or as one of several; only the first of them prints."""
+    distributed.start(arguments)
+    if jax.distributed.is_initialized() and jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+    return read_run(path, arguments.keys, wanted=_ALL)
+
+
+def _kept_file(run_dir: Path) -> Path:
+    """The RUN.yaml that a run directory keeps."""
+    if not (run_dir / NAME).is_file():
+        raise FileNotFoundError(
+            f"{run_dir} has no {NAME}, which grpo-jax train leaves in a run directory: give one that has, or use the"
+            " Python API that has started the run"
+        )
+    return run_dir / NAME
+
+
+def load_policy(run: RunFile) -> Policy:
+    """The policy that a run begins with."""
+    given, config = run.values["model"], run.config
+    mesh = make_mesh(config.mesh) if config.mesh else None
+    how: dict[str, Any] = {"dtype": compute_dtype(config.compute_dtype), "mesh": mesh}
+    how["param_dtype"] = run.values.get("param_dtype") or "float32"
+    if isinstance(given, Mapping):
+        policy = _new_policy(given, run.folder, how["param_dtype"])
+    else:
+        found = find(given, run.folder) if is_reference(given) else in_folder(given, run.folder)
+        found = found() if callable(found) else found
+        policy = found if isinstance(found, Policy) else from_pretrained(found, **how)
+    adapters = lora_arguments(run.values.get("lora"))
+    if adapters is not None:
+        policy = add_lora(policy, jax.random.key(config.seed), **adapters)
+    return policy.placed(mesh)
+
+
+def _new_policy(given: Mapping[str, Any], folder: Path, dtype: str) -> Policy:
+    """A policy with fresh weights."""
+    raw, tokenizer = given["config"], load_tokenizer(in_folder(given["tokenizer"], folder))
+    if not isinstance(raw, Mapping):
+        raw = json.loads((folder / raw).read_text(encoding="utf-8"))
+    key = jax.random.key(given.get("seed") or 0)
+    return init_policy(raw, key, tokenizer=tokenizer, dtype=dtype)
+
+
+def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
+    """Train, or rehearse."""
+    given: dict[str, Any] = {"eval_dataset": run.eval_rows, **run.turns}
+    what = (load_policy(run), run.rows, run.rewards, run.config)
+    if dry_run:
+        rehearse(*what, **given)
+        return
+    with _kept(run) as keep:
+        train_policy(*what, **given, run_dir=run.run_dir, resume=resume, callbacks=[keep])
+    if run.run_dir is not None:
+        print(f"{run.run_dir}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+
+
+@contextlib.contextmanager
+def _kept(run: RunFile) -> Iterator[Any]:
+    """Keep the RUN.yaml in the run directory, for `resume` and `export`; yields a callback.
+
+    A file that is there already is that of the run there, which may refuse to go on as this one asks: it is replaced
+    when the run has. One that is new goes again if no run begins.
+    """
+    if run.run_dir is None or jax.process_index() > 0:
+        yield lambda step, metrics: None
+        return
+    file, text = run.run_dir / NAME, run.text()
+    new = not file.exists()
+
+    def write(step: int = 0, metrics: Any = None) -> None:
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            RunWriter(run.run_dir).replace(NAME, lambda out: out.write(text.encode()))
+
+    if new:
+        write()
+    try:
+        yield write
+    except Exception:
+        if new and not (file.parent / "config.json").exists():
+            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                file.parent.rmdir()
+        raise
+
+
+def plan(arguments: Namespace) -> None:
+    """`grpo-jax plan`."""
+    run = read_run(arguments.run, arguments.keys)
+    values, folder = run.values, run.folder
+    model: Any = values.get("model")
+    if model is None:
+        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
+    if isinstance(model, Mapping):
+        model = model["config"] if isinstance(model["config"], Mapping) else folder / model["config"]
+    elif is_reference(model):
+        model = load_policy(run).config
+    else:
+        model = in_folder(model, folder)
+    show_plan(
+        model,
+        run.config,
+        prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
+        gigabytes=arguments.memory,
+        param_dtype=values.get("param_dtype") or "float32",
+        device=arguments.device,
+    )
+
+
+def evaluate(arguments: Namespace) -> None:
+    """`grpo-jax evaluate`."""
+    target = Path(arguments.run).expanduser()
+    run = read_run(_kept_file(target) if target.is_dir() else target, arguments.keys, wanted=_ALL)
+    policy, step = load_policy(run), None
+    if target.is_dir():
+        step, params = load_params(target, policy.params, arguments.checkpoint)
+        policy = policy.replace(params=params)
+    elif arguments.checkpoint is not None:
+        raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+    rows = run.rows if run.eval_rows is None else run.eval_rows
+    metrics, found = evaluate_policy(policy, rows, run.rewards, **settings_of(run.config), **run.turns)
+    if arguments.out is not None:
+        lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
+        Path(arguments.out).write_text("".join(lines), encoding="utf-8")
+    where = {} if step is None else {"step": step}
+    print(json.dumps(plain({**where, "rows": len(rows), **metrics})))
+
+
+def report(arguments: Namespace) -> None:
+    """`grpo-jax report`."""
+    run_dir = Path(arguments.run_dir).expanduser()
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; is it the directory of a run?")
+    write_pictures(RunWriter(run_dir))
+    print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
+
+
+def export(arguments: Namespace) -> None:
+    """`grpo-jax export`."""
+    run_dir = Path(arguments.run_dir).expanduser()
+    run = read_run(_kept_file(run_dir), arguments.keys, wanted=("model",))
+    policy = load_policy(run)
+    if arguments.merge and run.values.get("lora") is None:
+        raise ValueError("--merge: the run has no adapters (lora); leave it out")
+    step, params = load_params(run_dir, policy.params, arguments.checkpoint)
+    policy = policy.replace(params=params)
+    if arguments.merge:
+        save_pretrained(arguments.out, merge_lora(policy))
+    else:
+        write_policy(arguments.out, policy)
+    print(f"{arguments.out}: the policy of step {step}")
+
+
+def chat(arguments: Namespace) -> None:
+    """`grpo-jax chat`."""
+    target = Path(arguments.model).expanduser()
+    if (target / NAME).is_file():
+        run = read_run(target / NAME, arguments.keys, wanted=("model",))
+        policy = load_policy(run)
+        policy = policy.replace(params=load_params(target, policy.params, arguments.checkpoint)[1])
+    elif arguments.checkpoint is not None:
+        raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
+    else:
+        run = read_run(None, {"model": arguments.model, **arguments.keys}, wanted=("model",))
+        policy = load_policy(run)
+    echo = bool(arguments.say) or not sys.stdin.isatty()
+    talk(policy, run.config, arguments.say or typed(), samples=arguments.samples, echo=echo)
+
+
+def from_trl(arguments: Namespace) -> None:
+    """`grpo-jax from-trl`; the exit status is 1 where something cannot be said here."""
+    text, missing = translate(read_file(Path(arguments.script).expanduser()))
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    if missing:
+        raise SystemExit(1)

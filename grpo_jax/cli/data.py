@@ -1,0 +1,151 @@
+"""The rows that a RUN.yaml names: read from a file, from the hub or from a function, with its columns and templates."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.cli.named import find, is_reference
+from grpo_jax.text.rows import Row, load_rows, read_rows, short
+
+_KEYS = {"path", "name", "config", "split", "rows"}
+_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def rows_of(source: Any, folder: Path, *, key: str = "data", columns: Any = None, prompt: Any = None) -> list[Row]:
+    """The rows of a source, as `train` takes them.
+
+    Args:
+      source: what stands under `data`, see `keys.OWN`.
+      folder: what files are named from.
+      key: what the source is called, for the messages.
+      columns: new name → name in the source.
+      prompt: a template, text or messages, in the place of a column `prompt`.
+
+    Raises:
+      ValueError: what is wrong with any of them.
+      FileNotFoundError: no such file.
+    """
+    asked = dict(source) if isinstance(source, Mapping) else {}
+    unknown = sorted(set(asked) - _KEYS, key=str)
+    if unknown:
+        raise ValueError(f"{key}.{unknown[0]}: no such key; {key} has {', '.join(sorted(_KEYS))}")
+    if not isinstance(source, Mapping):
+        asked = {"name" if isinstance(source, str) and _is_of_hub(source, folder) else "path": source}
+    if len(asked.keys() & {"path", "name"}) != 1:
+        raise ValueError(f"{key} = {short(source)}: give it a path, or the name of a dataset on the hub, and not both")
+    count = asked.get("rows")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ValueError(f"{key}.rows = {short(count)}: use a whole number from 1 up, or leave it out for all")
+    rows = _of_hub(asked, key) if "name" in asked else _of_path(asked["path"], folder, key)
+    rows = list(itertools.islice(rows, count))
+    if not rows:
+        raise ValueError(f"{key} = {short(source)}: has no rows")
+    return load_rows([_shaped(row, i, key, columns, prompt) for i, row in enumerate(rows)], argument=key)
+
+
+def _is_of_hub(text: str, folder: Path) -> bool:
+    """Whether a text is the name of a dataset on the hub: neither a file nor like one, and no reference."""
+    return not (is_reference(text) or (folder / text).exists() or text.endswith(_KINDS)) and text.count("/") <= 1
+
+
+def _of_hub(asked: Mapping[str, Any], key: str) -> Any:
+    """A split of a dataset, by the package `datasets`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{key} = {asked['name']!r}: datasets of the hub are read by the package datasets: pip install datasets"
+        ) from error
+    try:
+        return datasets.load_dataset(asked["name"], asked.get("config"), split=asked.get("split", "train"))
+    except Exception as error:  # of the network, of the hub and of the dataset itself
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{key} = {asked['name']!r}: is no file, and the hub did not give it ({reason})") from error
+
+
+def _of_path(path: Any, folder: Path, key: str) -> Any:
+    """The rows of a file, or of what a reference names."""
+    if is_reference(path):
+        try:
+            found = find(path, folder)
+            return read_rows(found() if callable(found) else found, key)
+        except ValueError as error:
+            raise ValueError(f"{key} = {path!r}: {error}") from error
+    if not isinstance(path, str):
+        raise ValueError(f"{key} = {short(path)}: give a file ({', '.join(_KINDS)}), a name on the hub or module:name")
+    file = folder / Path(path).expanduser()
+    if file.is_file() and file.suffix == ".csv":
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            return list(csv.DictReader(lines))
+    if file.is_file() and file.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ValueError(
+                f"{key} = {path!r}: Parquet is read by the package pyarrow: pip install pyarrow"
+            ) from error
+        return parquet.read_table(file).to_pylist()
+    return read_rows(file, key)
+
+
+def _shaped(row: Any, index: int, key: str, columns: Any, prompt: Any) -> Any:
+    """A row with its new names and its prompt."""
+    if not isinstance(row, Mapping):
+        return row  # load_rows says so
+    names = columns or {}
+    missing = [name for name in names.values() if name not in row]
+    if missing:
+        raise ValueError(
+            f"columns: there is no column {missing[0]!r} in {key} row {index}; its columns are {sorted(map(str, row))}"
+        )
+    row = {name: value for name, value in row.items() if name not in names.values()} | {
+        new: row[name] for new, name in names.items()
+    }
+    return row if prompt is None else {**row, "prompt": _filled(prompt, row, key)}
+
+
+def _filled(template: Any, row: Mapping[str, Any], key: str) -> Any:
+    """A template with a row's columns in it; the messages of a conversation each by itself."""
+    if isinstance(template, list):
+        return [{name: _filled(text, row, key) for name, text in message.items()} for message in template]
+    parts = []
+    for text, name, spec, conversion in string.Formatter().parse(template):
+        parts.append(text)
+        if name is not None:
+            if name not in row or spec or conversion:
+                raise ValueError(
+                    f"prompt: {{{name}}} is no column of {key}, which has {sorted(map(str, row))}; a brace that stands"
+                    " for itself is written twice"
+                )
+            parts.append(str(row[name]))
+    return "".join(parts)
+
+
+def template_fault(template: Any) -> str:
+    """What is wrong with a template, "" if nothing is.
+
+    Example:
+      >>> template_fault("Q: {question}"), template_fault([{"role": "user"}])
+      ('', 'message 0 is a mapping of role and content')
+      >>> template_fault("{question")
+      "expected '}' before end of string; a brace that stands for itself is written twice"
+    """
+    if template is None:
+        return ""
+    messages = template if isinstance(template, list) else [{"role": "user", "content": template}]
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            return f"message {i} is a mapping of role and content"
+        for text in message.values():
+            if not isinstance(text, str):
+                return f"must be text, or a list of messages with text in them, and has a {type(text).__name__}"
+            try:
+                list(string.Formatter().parse(text))
+            except ValueError as error:
+                return f"{error}; a brace that stands for itself is written twice"
+    return "" if messages else "must not be empty"

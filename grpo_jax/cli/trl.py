@@ -1,0 +1,160 @@
+"""`grpo-jax from-trl`: the YAML config of a TRL script as a RUN.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.cli.runfile import dump_yaml
+from grpo_jax.compat.migrate import from_trl
+
+_DATA = {
+    "dataset_name": "name",
+    "dataset_config": "config",
+    "dataset_train_split": "split",
+    "dataset_test_split": "eval split",
+    "dataset_streaming": "",
+}
+_MODEL = {
+    "model_name_or_path": "model",
+    "torch_dtype": "",
+    "dtype": "",
+    "use_peft": "lora",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "targets",
+}
+# Of PyTorch, or of what is built in here otherwise.
+_NEEDLESS = {
+    "attn_implementation": "attention is chosen by the device",
+    "trust_remote_code": "the families of checkpoints are implemented here",
+    "lora_task_type": "there is one task",
+}
+# Script arguments that cannot be said here, and what to do.
+_MISSING = {
+    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/recipes.md has one",
+    "lora_modules_to_save": "all that is trained are adapters",
+    "use_rslora": "give alpha times the root of the rank",
+    "use_dora": "plain low-rank adapters only",
+    "load_in_8bit": "weights are float32 or bfloat16",
+    "load_in_4bit": "weights are float32 or bfloat16",
+    "model_revision": "download that revision, and give its directory",
+    "dataset_streaming": "the rows are read to their end before the run",
+    "datasets": "a mixture of datasets is a function that returns rows: data: module:function",
+}
+_REWARDS: dict[str, Any] = {
+    "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
+    "get_soft_overlong_punishment": "get_soft_overlong_punishment",
+    "accuracy_reward": {"number_reward": "solution"},
+}
+
+
+def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """The RUN.yaml of a TRL script's config.
+
+    Args:
+      values: of the file: arguments of TRL's GRPO script, of its `ModelConfig` and `GRPOConfig`.
+
+    Returns:
+      The text, whose comments say what was left out and what is missing; and what is missing, by name.
+
+    Raises:
+      ValueError: a name that neither TRL nor this library has.
+
+    Example:
+      >>> text, missing = translate({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
+      >>> print(text)
+      # left out:
+      #   use_vllm: the sampler is built in
+      model: Qwen/Qwen3-0.6B
+      beta: 0.04
+      <BLANKLINE>
+      >>> missing
+      {}
+    """
+    script = {name: value for name, value in values.items() if name in {*_DATA, *_MODEL, *_NEEDLESS, *_MISSING}}
+    script |= {name: values[name] for name in ("reward_funcs",) if name in values}
+    moved = from_trl({name: value for name, value in values.items() if name not in script})
+    missing, left_out = dict(moved.missing), dict(moved.left_out)
+    for name, value in script.items():
+        if value in (None, False, "", []):
+            continue
+        if name in _MISSING:
+            missing[name] = _MISSING[name]
+        elif name in _NEEDLESS:
+            left_out[name] = _NEEDLESS[name]
+    run: dict[str, Any] = {}
+    if "model_name_or_path" in script:
+        run["model"] = script["model_name_or_path"]
+    run |= _data(script)
+    if script.get("reward_funcs"):
+        run["rewards"] = _rewards(script["reward_funcs"], missing)
+    if script.get("use_peft"):
+        run["lora"] = _lora(script, missing)
+    dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
+    if dtype in ("bfloat16", "float16"):
+        run["param_dtype"] = "bfloat16"
+    if moved.run_dir is not None:
+        run["run_dir"] = moved.run_dir
+    config = moved.config()  # refuses values that are not taken here
+    run |= {name: _plain(getattr(config, name)) for name in moved.values}
+    notes = [("translated", moved.translated), ("left out", left_out), ("NOT HERE", missing)]
+    comments = [
+        line
+        for title, said in notes
+        for line in ([f"# {title}:"] * bool(said) + [f"#   {name}: {note}" for name, note in said.items()])
+    ]
+    return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _data(script: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the data; TRL evaluates on the split "test" of the same dataset."""
+    name = script.get("dataset_name")
+    if name is None:
+        return {}
+    config = {"config": script["dataset_config"]} if script.get("dataset_config") else {}
+    split = script.get("dataset_train_split", "train")
+    train = {"name": name, **config, "split": split}
+    data: dict[str, Any] = {"data": name if train == {"name": name, "split": "train"} else train}
+    if "dataset_test_split" in script:
+        data["eval_data"] = {"name": name, **config, "split": script["dataset_test_split"]}
+    return data
+
+
+def _rewards(names: Any, missing: dict[str, str]) -> list[Any]:
+    """Entries of `rewards` for names of TRL's, and for functions by their dotted paths."""
+    entries = []
+    for name in [names] if isinstance(names, str) else names:
+        if name in _REWARDS:
+            entries.append(_REWARDS[name])
+        elif "." in name:
+            entries.append(":".join(name.rsplit(".", 1)))
+        else:
+            missing[f"reward_funcs, {name}"] = "name a function of your own, as module:function"
+        if name == "accuracy_reward":
+            missing["reward_funcs, accuracy_reward"] = (
+                "TRL's verifies LaTeX by math_verify; number_reward, in its place, compares numbers"
+            )
+        if name == "get_soft_overlong_punishment":
+            missing[f"reward_funcs, {name}"] = "write its max_completion_len and soft_punish_cache behind it"
+    return entries
+
+
+def _lora(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+    """The adapters, with the defaults of TRL's `ModelConfig`."""
+    lora: dict[str, Any] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
+    lora["dropout"] = float(script.get("lora_dropout", 0.05))
+    targets = script.get("lora_target_modules")
+    targets = [targets] if isinstance(targets, str) else targets
+    if targets and targets != ["all-linear"]:
+        lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
+    elif targets is None:
+        missing["lora_target_modules"] = (
+            "PEFT chooses projections by the family of the model, and here all are adapted; name them to be sure"
+        )
+    return lora

@@ -1,0 +1,204 @@
+"""The keys of a config.json, and what several families of models read from them in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_jax.models.rope import Rope
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names of `hidden_act` in a config.json, and ours."""
+
+
+ROPE_NUMBERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": ...},
+    "dynamic": {"factor": ...},
+    "llama3": {"factor": ..., "low_freq_factor": ..., "high_freq_factor": ...},
+    "yarn": {
+        "factor": None,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "truncate": True,
+    },
+    "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
+}
+"""The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
+
+
+PARTIAL_ROTARY = (
+    "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+"""Families that rotate a part of a head only."""
+
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "quantization_config": None,
+}
+
+
+class Keys:
+    """A config.json with the defaults of its family; a key that is in neither is an error that names it."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.raw = raw
+        self.defaults = {**_DEFAULTS, **defaults}
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.raw:
+            return self.raw[key]
+        if key in self.defaults:
+            return self.defaults[key]
+        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json has to give it.")
+
+    @property
+    def architecture(self) -> str:
+        return self.raw["architectures"][0]
+
+    def refuse(self, key: str, value: Any, supported: str) -> ValueError:
+        """The error for a value that the decoder has no switch for."""
+        return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one architecture sets.
+
+    Attributes:
+      model_type: as in config.json.
+      fields: from the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
+      defaults: values of config keys that the family's files may omit.
+      only: config keys with the one value (beside its absence) that is supported.
+      fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
+      renamed: modules that the family's files call by other names than the decoder does.
+      stacked: the experts of a layer are one tensor of each kind, with the columns of gate and up in turns.
+      quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
+      spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
+    """
+
+    model_type: str
+    fields: Callable[[Keys], dict[str, Any]]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stacked: bool = False
+    quantized: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+
+
+def check_window(keys: Keys) -> int:
+    window = keys["sliding_window"]
+    if not isinstance(window, int) or window < 1:
+        raise keys.refuse("sliding_window", window, "a positive int where layers slide")
+    return window
+
+
+def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
+    """The window of each layer: `layer_types` if the config lists them, else where `sliding(layer)` says so."""
+    layers, types = keys["num_hidden_layers"], keys["layer_types"]
+    if types is None:
+        types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
+    if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+        raise keys.refuse("layer_types", types, "one 'full_attention' or 'sliding_attention' for each layer")
+    if "sliding_attention" not in types:
+        return None
+    window = check_window(keys)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
+    """One window for every layer, None for full attention."""
+    if keys["sliding_window"] is None:
+        return None
+    return (check_window(keys),) * keys["num_hidden_layers"]
+
+
+def biases_of(keys: Keys) -> dict[str, Any]:
+    return {"qkv_bias": keys["attention_bias"], "o_bias": keys["attention_bias"]}
+
+
+def activation_of(keys: Keys, key: str) -> str:
+    if keys[key] not in ACTIVATIONS:
+        raise keys.refuse(key, keys[key], ", ".join(sorted(ACTIVATIONS)))
+    return ACTIVATIONS[keys[key]]
+
+
+def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
+    """A rotary embedding from `rope_parameters`, or from the older `rope_theta` beside `rope_scaling`."""
+    where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
+        kind = "longrope"  # What early Phi-3 files called it.
+    if kind not in ROPE_NUMBERS:
+        raise keys.refuse(f"{where}.rope_type", kind, ", ".join(ROPE_NUMBERS))
+    numbers = {}
+    for name, default in ROPE_NUMBERS[kind].items():
+        value = given.get(name)
+        value = default if value is None else value
+        if value is ...:
+            raise ValueError(f"config key '{where}.{name}' is missing; rope_type {kind!r} needs it.")
+        numbers[name] = tuple(value) if isinstance(value, list) else value
+    if kind in ("dynamic", "longrope", "yarn"):
+        numbers["max_position_embeddings"] = keys["max_position_embeddings"]
+    if kind in ("llama3", "yarn", "longrope"):
+        # Phi-3 keeps the number beside the scaling, the others in it; either may be left out.
+        original = keys["original_max_position_embeddings"] or given.get("original_max_position_embeddings")
+        numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
+    fraction = given.get("partial_rotary_factor")
+    fraction = keys["partial_rotary_factor"] if fraction is None else fraction
+    if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
+        # transformers would ignore it in the other families.
+        raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")
+    return Rope(
+        theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
+    )
+
+
+def two_ropes(keys: Keys, local_theta: float) -> dict[str, Any]:
+    """The rotary embeddings of full attention, where a scaling applies, and of the layers with a window."""
+    ropes = keys["rope_parameters"] or {}
+    if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
+        raise keys.refuse("rope_parameters", ropes, "one entry each for 'full_attention' and 'sliding_attention'")
+    scaling = {**(keys["rope_scaling"] or {}), **(ropes.get("full_attention") or {})}
+    local = ropes.get("sliding_attention") or {}
+    return {
+        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **scaling}),
+        "local_rope": rope_of(keys, {"rope_theta": local_theta, **local}),
+    }

@@ -1,0 +1,90 @@
+"""Weights stored in MXFP4, read as bfloat16.
+
+A block of 32 weights shares one scale, a power of two; a weight is one of 16 values in four bits (OCP Microscaling
+Formats 1.0). gpt-oss stores its experts so, as "…_blocks" and "…_scales" in the place of one tensor. Every such product
+is a bfloat16 number, so nothing is lost in reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.hub.files import StoredTensor
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+"""What four bits mean: a sign, two bits of exponent, one of mantissa."""
+
+_PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTensor:
+    """A tensor [E, in, out] stored as blocks [E, out, in / 32, 16] of two weights a byte, the lower four bits first.
+
+    Attributes:
+      blocks: uint8.
+      scales: [E, out, in / 32] uint8, exponents of two with 127 added.
+    """
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def file(self) -> Path:
+        return self.blocks.file
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, out, count, half = self.blocks.shape
+        return experts, count * half * 2, out
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Experts first..first+count-1, in bfloat16."""
+        return dequantize(self.blocks.rows(first, count), self.scales.rows(first, count)).swapaxes(1, 2)
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
+
+    weight = value(four bits) · 2^(scale − 127)
+
+    Example:
+      >>> blocks = np.full((1, 16), 0x21, np.uint8)  # 0.5 and 1, again and again
+      >>> dequantize(blocks, np.array([128], np.uint8))[:4].tolist()
+      [1.0, 2.0, 1.0, 2.0]
+    """
+    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
+    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
+    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+Source = Any
+"""What rows of a parameter are read from: a `StoredTensor`, a `BlockTensor`, or another kind of quantized tensor."""
+
+
+def without_mxfp4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
+    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
+
+
+def unpacked(stored: Mapping[str, Source]) -> dict[str, Source]:
+    """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
+    tensors: dict[str, Source] = dict(stored)
+    for name in stored:
+        stem = name.removesuffix("_blocks")
+        if stem != name and f"{stem}_scales" in stored:
+            tensors[stem] = BlockTensor(stored[name], stored[f"{stem}_scales"])
+            del tensors[name], tensors[f"{stem}_scales"]
+    return tensors

@@ -1,0 +1,287 @@
+"""Matrices in four and eight bits: made from a checkpoint's tensors a few rows at a time, or read from bitsandbytes.
+
+Quantized are the projections of layers. Embedding, output head, norms, biases and routers stay as they are, as in QLoRA
+(arXiv:2305.14314), and so does every weight that is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.hub.files import StoredTensor, some
+from grpo_jax.hub.tensors import Part
+from grpo_jax.models.quantized import NESTED_BLOCK, NF4, Quantized
+
+METHODS = ("nf4", "int8")
+"""What `quantize` may be."""
+
+BLOCK = 64
+"""Weights of one scale in NF4."""
+
+CHUNK = 1 << 20
+"""Weights that are quantized at a time: little beside any model."""
+
+_STATE = ".quant_state.bitsandbytes__nf4"
+_BETWEEN = (NF4[1:] + NF4[:-1]) / 2
+
+Source = tuple[Any, int, Part]
+"""A stored tensor, the row in it where a parameter begins, and the part of the parameter that its rows are."""
+
+
+def check_method(method: str | None, argument: str = "quantize") -> None:
+    """Raise ValueError unless `method` is one of `METHODS` or None."""
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{argument} is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
+
+
+def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
+    """Whether a parameter is one of those that are quantized.
+
+    Example:
+      >>> is_projection(("layers_0", "mlp", "up_proj", "kernel"), (8, 8)), is_projection(("lm_head", "kernel"), (8, 8))
+      (True, False)
+    """
+    return path[0].startswith("layers_") and len(shape) > 1 and any("proj" in name for name in path[-2:])
+
+
+def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Any) -> Quantized:
+    """What `read_quantized` returns, made of `leaf(shape, dtype)`, such as `jax.ShapeDtypeStruct`."""
+    *lead, fan_in, fan_out = shape
+    how: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
+    rows = (*lead, fan_out)
+    if method == "int8":
+        return Quantized(leaf((*rows, fan_in), np.int8), leaf((*rows, 1), np.float32), block=fan_in, **how)
+    size = math.prod(shape)
+    whole = fan_in % BLOCK == 0
+    codes = (*rows, fan_in // 2) if whole else (-(-size // 2),)
+    blocks = (*rows, fan_in // BLOCK) if whole else (-(-size // BLOCK),)
+    outer = -(-math.prod(blocks) // NESTED_BLOCK)
+    nested = tuple(leaf((n,), np.float32) for n in (256, outer, 1))
+    return Quantized(leaf(codes, np.uint8), leaf(blocks, np.uint8), nested, block=BLOCK, **how)
+
+
+def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
+    """A parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
+
+    Args:
+      shape: of the parameter.
+      sources: where it is stored.
+      method: of `METHODS`. "nf4": blocks of 64 weights, their scales quantized once more; "int8": a scale a row.
+      dtype: name of the dtype that the parameter would have.
+    """
+    held = quantized_shape(shape, method, dtype, np.empty)
+    if method == "nf4" and held.scales.ndim == 1:
+        whole = np.concatenate([_rows(source, 0, source[2].rows).ravel() for source in sources])
+        held.codes[:], absmax = _nf4_codes(whole)
+    else:
+        absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
+        for source in sources:
+            _, _, part = source
+            codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
+            step = max(1, CHUNK // part.shape[0])
+            for start in range(0, part.rows, step):
+                x, at = _rows(source, start, min(step, part.rows - start)), slice(start, start + step)
+                made = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
+                codes[at], scales[at] = (values.reshape(len(x), -1) for values in made)
+    if method == "int8":
+        return held
+    held.scales[...], nested = _nest(absmax)
+    return held.replace(nested=nested)
+
+
+def _rows(source: Source, start: int, count: int) -> np.ndarray:
+    """Some rows of a parameter's part, float32."""
+    tensor, first, _ = source
+    return tensor.rows(first + start, count).astype(np.float32)
+
+
+def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of rows."""
+    scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(x / np.where(scales > 0, scales, 1)).astype(np.int8), scales
+
+
+def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Packed codes and scales of weights in a row, as bitsandbytes makes them on a CPU."""
+    blocks = np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK)
+    absmax = np.abs(blocks).max(axis=1)
+    scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]
+    codes = np.zeros(scaled.shape, np.uint8)
+    for between in _BETWEEN:  # the nearest value: several times faster than a search
+        codes += scaled > between
+    packed = (codes[:, ::2] << 4 | codes[:, 1::2]).ravel()
+    return packed[: -(-len(x) // 2)], absmax
+
+
+def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Scales in 8 bits, and what they are scaled by: the second of the two quantizations."""
+    levels = dynamic_levels()
+    offset = absmax.mean(dtype=np.float64).astype(np.float32)
+    flat = absmax.ravel() - offset
+    blocks = np.pad(flat, (0, -len(flat) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    outer = np.abs(blocks).max(axis=1)
+    scaled = blocks / np.where(outer > 0, outer, 1)[:, None]
+    codes = np.searchsorted((levels[1:] + levels[:-1]) / 2, scaled).astype(np.uint8)
+    return codes.ravel()[: len(flat)].reshape(absmax.shape), (levels, outer, offset[None])
+
+
+def dynamic_levels() -> np.ndarray:
+    """The 256 values of a signed 8-bit number with a dynamic exponent (arXiv:1511.04561), float32, ascending.
+
+    ±10^(i − 6) times the 2^i midpoints between 2^i + 1 steps from 0.1 to 1, for i = 0…6; and 0 and 1.
+    """
+    values = [np.float32(0), np.float32(1)]
+    for i in range(7):
+        steps = np.linspace(0.1, 1, 2**i + 1, dtype=np.float32)
+        values += [sign * np.float32(10.0 ** (i - 6)) * x for x in (steps[1:] + steps[:-1]) / 2 for sign in (1, -1)]
+    return np.sort(np.array(values, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nf4Tensor:
+    """A tensor that bitsandbytes has stored in NF4: of the shape that it stands for, with its parts by their names."""
+
+    name: str
+    shape: tuple[int, ...]
+    state: Mapping[str, Any]
+    parts: Mapping[str, StoredTensor]
+
+    def codes(self) -> np.ndarray:
+        """Packed codes, in one row."""
+        return _all(self.parts[""])
+
+    def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """Scales in one row, and what they are nested in."""
+        scales = _all(self.parts[".absmax"])
+        if ".nested_absmax" not in self.parts:
+            return scales.astype(np.float32), None
+        levels, outer = (_all(self.parts[name]).astype(np.float32) for name in (".nested_quant_map", ".nested_absmax"))
+        return scales, (levels, outer, np.array([self.state["nested_offset"]], np.float32))
+
+    def plain_scales(self) -> np.ndarray:
+        """Scales in one row, float32."""
+        scales, nested = self.scales()
+        if nested is None:
+            return scales
+        levels, outer, offset = nested
+        return levels[scales] * np.repeat(outer, NESTED_BLOCK)[: len(scales)] + offset
+
+
+def _all(stored: StoredTensor) -> np.ndarray:
+    return stored.rows(0, stored.shape[0]).ravel()
+
+
+def without_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json without its `quantization_config`, if that is NF4 of bitsandbytes; else as it is, to be refused."""
+    given = raw.get("quantization_config") or {}
+    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if not given or any(given.get(key) != value for key, value in wanted.items()):
+        return raw
+    if given.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+        raise ValueError(
+            f"config key 'bnb_4bit_quant_storage' is {given['bnb_4bit_quant_storage']!r}, which is not supported;"
+            " supported: 'uint8'."
+        )
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
+
+
+def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The tensors of a checkpoint, with those in NF4 as one `Nf4Tensor` each in the place of their parts.
+
+    Raises:
+      ValueError: a tensor in NF4 with parts missing, or of another table, block or storage.
+    """
+    found: dict[str, Any] = dict(stored)
+    for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:
+        state = json.loads(_all(found.pop(name + _STATE)).tobytes())
+        names = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+        parts = {part: found.pop(name + part) for part in names if name + part in found}
+        tensor = Nf4Tensor(name, tuple(state["shape"]), state, parts)
+        _check_nf4(tensor)
+        found[name] = tensor
+    return found
+
+
+def _check_nf4(tensor: Nf4Tensor) -> None:
+    """Raise ValueError for a tensor in NF4 that is not as `Quantized` holds it."""
+    parts, state = tensor.parts, tensor.state
+    nested = "nested_offset" in state
+    wanted = {"", ".absmax", ".quant_map"} | ({".nested_absmax", ".nested_quant_map"} if nested else set())
+    size = math.prod(tensor.shape)
+    if missing := sorted(name or "its codes" for name in wanted - set(parts)):
+        reason = f"without {some(missing)}"
+    elif parts[""].dtype != np.uint8 or math.prod(parts[""].shape) != -(-size // 2):
+        reason = f"with codes of {parts[''].dtype.name}{list(parts[''].shape)}; {-(-size // 2)} of uint8 are supported"
+    elif not np.array_equal(_all(parts[".quant_map"]), NF4):
+        reason = "with values of its own for the 16 codes; those of NF4 are supported"
+    elif nested and state.get("nested_blocksize") != NESTED_BLOCK:
+        reason = f"with nested_blocksize {state.get('nested_blocksize')}; {NESTED_BLOCK} is supported"
+    elif math.prod(parts[".absmax"].shape) != -(-size // state["blocksize"]):
+        reason = (
+            f"with {math.prod(parts['.absmax'].shape)} scales; {-(-size // state['blocksize'])} blocks need as many"
+        )
+    else:
+        return
+    raise ValueError(f"tensor {tensor.name!r} is stored in NF4 {reason}.")
+
+
+def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:
+    """Raise ValueError for a parameter that cannot be made of the tensors it is stored in."""
+    stored = [tensor for tensor, _, _ in sources if isinstance(tensor, Nf4Tensor)]
+    if method is not None and any(part.column is not None for _, _, part in sources) and is_projection(path, shape):
+        raise ValueError(
+            f"quantize is {method!r}: {'/'.join(path)} is stored in every other column of a tensor (as gpt-oss has it),"
+            " which is not supported; leave quantize out."
+        )
+    for tensor, _, _ in sources:
+        if isinstance(tensor, StoredTensor) and tensor.dtype == np.uint8:
+            raise ValueError(f"{'/'.join(path)} is stored as U8, and not as bitsandbytes stores NF4.")
+    if not stored:
+        return
+    where = f"tensor {stored[0].name!r} is stored in NF4"
+    if method not in (None, "nf4"):
+        raise ValueError(f"quantize is {method!r}: {where}, and would be rounded twice; leave quantize out.")
+    if not is_projection(path, shape):
+        raise ValueError(f"{where}; that is supported for projections of layers, and {'/'.join(path)} is none.")
+    blocks = {tensor.state["blocksize"] for tensor in stored}
+    if not _is_one(sources) and (len(stored) < len(sources) or len(blocks) > 1 or shape[-2] % min(blocks)):
+        raise ValueError(
+            f"{where}, and {'/'.join(path)} is a part of it or made of several: blocks then have to be whole in each"
+            " row and of one size in all of them; store these projections plain."
+        )
+
+
+def _is_one(sources: Sequence[Source]) -> bool:
+    """Whether a parameter is all of one tensor."""
+    tensor, _, part = sources[0]
+    return len(sources) == 1 and part.rows == tensor.shape[0] and part.expert is None
+
+
+def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Quantized:
+    """A parameter [..., in, out] whose tensors are stored in NF4, as `check_sources` has found them.
+
+    Scales of a tensor that holds one parameter stay nested; those of a part of one are written out in float32.
+    """
+    tensor, _, part = sources[0]
+    block = tensor.state["blocksize"]
+    *lead, fan_in, fan_out = shape
+    how: dict[str, Any] = {"shape": tuple(shape), "block": block, "dtype": dtype}
+    if _is_one(sources):
+        codes, (scales, nested) = tensor.codes(), tensor.scales()
+        if fan_in % block == 0:
+            codes, scales = codes.reshape(fan_out, -1), scales.reshape(fan_out, -1)
+        return Quantized(codes, scales, nested, **how)
+    codes = np.empty((*lead, fan_out, fan_in // 2), np.uint8)
+    scales = np.empty((*lead, fan_out, fan_in // block), np.float32)
+    for tensor, first, part in sources:
+        at = ... if part.expert is None else part.expert
+        rows = slice(first, first + part.rows)
+        codes[at] = tensor.codes().reshape(tensor.shape[0], -1)[rows]
+        scales[at] = tensor.plain_scales().reshape(tensor.shape[0], -1)[rows]
+    return Quantized(codes, scales, None, **how)

@@ -1,0 +1,58 @@
+"""Models that also see: the language model in their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": (
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+}
+"""Models that also see: the architecture of their language model by its `model_type`, and defaults of its config.
+
+Of such a model the language model is loaded; what is beside it goes from the checkpoint into an export as it came."""
+
+
+def sees(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model with a language model inside."""
+    names = raw.get("architectures") or []
+    return len(names) == 1 and names[0] in SEEING
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model alone: `text_config` of a model that sees, else the config as it is.
+
+    Example:
+      >>> inner = {"model_type": "mistral", "vocab_size": 64}
+      >>> found = text_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner})
+      >>> found["architectures"], found["vocab_size"]
+      (['MistralForCausalLM'], 64)
+    """
+    if not sees(raw):
+        return raw
+    architectures, defaults = SEEING[raw["architectures"][0]]
+    inner = {**defaults, **(raw.get("text_config") or {})}
+    if inner["model_type"] not in architectures:
+        supported = ", ".join(map(repr, architectures))
+        raise ValueError(
+            f"config key 'text_config.model_type' is {inner['model_type']!r}, which is not supported; "
+            f"supported: {supported}."
+        )
+    # What is said of the whole model counts for the language model too.
+    whole = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if raw.get(key) is not None}
+    return {**inner, **whole, "architectures": [architectures[inner["model_type"]]]}

@@ -1,0 +1,133 @@
+"""Parameters from the tensors of a checkpoint, each read straight into its place; and what does not fit, by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.devices.sharding import parameter_sharding
+from grpo_jax.hub.files import check_read, some
+from grpo_jax.hub.mxfp4 import Source
+from grpo_jax.hub.quantize import Nf4Tensor, check_sources, is_projection, read_nf4, read_quantized
+from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of, nest, parameter_paths
+from grpo_jax.models.quantized import Quantized
+from grpo_jax.types import Params
+
+BLOCK = 1 << 24
+"""Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
+
+
+def check_tensors(
+    directory: Path,
+    plan: tuple[Tensor, ...],
+    stored: Mapping[str, Source],
+    *,
+    tied: bool,
+    seeing: bool,
+    spare: tuple[str, ...] = (),
+) -> list[str]:
+    """Compare the names and shapes of a checkpoint with those of its config; the names beside the language model."""
+    wanted = {tensor.name: tensor.shape for tensor in plan}
+    # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
+    heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *spare)))
+    others = [name for name in stored if name not in wanted and not unread.fullmatch(name)]
+    model, head = LAYOUTS[layout_of(stored)]
+    problems = {
+        "missing": [name for name in wanted if name not in stored],
+        "unexpected": [name for name in others if not seeing or name.startswith((model, head))],
+        "of another shape": [
+            f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name].shape != shape
+        ],
+    }
+    told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
+    if told:
+        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
+    check_read(stored, [name for name in wanted if not isinstance(stored[name], Nf4Tensor)])
+    return others
+
+
+def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:
+    """Compare a tree of parameters with the config that it is saved beside."""
+    wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
+    problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
+    problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
+    problems += [
+        f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
+        for path, shape in wanted.items()
+        if path in leaves and leaves[path].shape[-len(shape) :] != shape
+    ]
+    if problems:
+        raise ValueError(f"policy.params are not those of policy.config: {some(problems)}.")
+
+
+def read_params(
+    plan: tuple[Tensor, ...],
+    stored: Mapping[str, Source],
+    abstract: Params,
+    dtype: np.dtype,
+    mesh: jax.sharding.Mesh | None,
+    quantize: str | None,
+) -> Params:
+    """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
+    sources: dict[tuple[str, ...], list[tuple[Source, int, Part]]] = {}
+    for tensor in plan:
+        first = 0
+        for part in tensor.parts:
+            sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
+            first += part.rows if part.column is None else 0
+    shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
+    for path, shape in shapes.items():
+        check_sources(path, shape, sources[path], quantize)
+    arrays = {}
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
+        shape, found = shapes[path], sources[path]
+        if isinstance(found[0][0], Nf4Tensor):
+            arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
+        elif quantize is not None and is_projection(path, shape):
+            arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
+        else:
+            arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
+    return nest({path: arrays[path] for path in shapes})
+
+
+def _read_plain(shape: tuple[int, ...], sources: list[tuple[Source, int, Part]], dtype: np.dtype) -> np.ndarray:
+    """One parameter as it is stored, in another dtype."""
+    array = np.empty(shape, dtype)
+    for source, first, part in sources:
+        _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
+    return array
+
+
+def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
+    """Copy rows of a stored tensor into a parameter, a block at a time."""
+    width = math.prod(source.shape[1:]) * source.dtype.itemsize
+    step = max(1, BLOCK // max(width, 1))
+    for start in range(0, part.rows, step):
+        count = min(step, part.rows - start)
+        block = source.rows(first + start, count)
+        block = block if part.column is None else block[..., part.column :: 2]
+        if part.transposed:
+            out[:, start : start + count] = block.reshape(count, -1).T
+        else:
+            out[start : start + count] = block
+
+
+def _place(path: tuple[str, ...], array: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Put one parameter on its devices, each shard on its own."""
+    if isinstance(array, Quantized):
+        part = lambda at, x: _place((*path, at[0].name), x, mesh)
+        return jax.tree_util.tree_map_with_path(part, array)
+    if mesh is None:
+        return jnp.array(array, copy=True)
+    sharding = parameter_sharding(path, array.shape, mesh)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

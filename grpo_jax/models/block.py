@@ -1,0 +1,199 @@
+"""One layer of the decoder: attention or a gated delta net, a dense MLP or a mixture of experts, and the norms.
+
+A layer is told by a `Context` where its tokens stand and what was before them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.attention import Segments, attend, group_attention, packed_attention
+from grpo_jax.models.experts import MixtureOfExperts
+from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.recurrent import GatedDeltaNet
+from grpo_jax.models.rope import rotate
+from grpo_jax.models.sight import How, Sight, implementation
+
+
+class Context(flax.struct.PyTreeNode):
+    """What a layer's tokens stand in: where they are, and what they see beside themselves. Fields as in `hidden`.
+
+    Attributes:
+      tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
+      growth: [B, G or 1, T, 1, 1] factor on the queries, or None.
+      prefix: what this layer keeps of the prompts, and their lengths, or None.
+      cache: what it keeps of the completions, or None.
+      index: slot of the first token.
+      start: [B] slot in which the completions of each prompt begin, or [B, G] of each completion; or None.
+      write: [B, G, T] whose keys and values go into the cache; None: all.
+      segments: of a packed sequence, or None.
+      last: [B] the only token whose hidden state is wanted, or None.
+      present: [B, G, T] which tokens are there, side by side; None: all. Attention has `write` and `last` for it.
+      sight: what they see, for a fused attention; None for scores that are written out.
+    """
+
+    tables: tuple[tuple[jax.Array, jax.Array], ...]
+    growth: jax.Array | None = None
+    prefix: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    cache: tuple[jax.Array, jax.Array] | None = None
+    index: jax.Array | int = 0
+    start: jax.Array | None = None
+    write: jax.Array | None = None
+    segments: Segments | None = None
+    last: jax.Array | None = None
+    present: jax.Array | None = None
+    sight: Sight | None = None
+
+    def pick(self, x: jax.Array) -> jax.Array:
+        """Token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; all tokens where it is None."""
+        if self.last is None:
+            return x
+        return jnp.take_along_axis(x, self.last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
+
+
+class Attention(nn.Module):
+    """Projections, rotary embedding and attention of one layer."""
+
+    config: TransformerConfig
+    kind: LayerKind
+
+    @nn.compact
+    def __call__(self, x, context):
+        c, last = self.config, context.last
+        b, g, t, _ = x.shape
+        n = t if last is None else 1
+        h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
+
+        def linear(name, features, bias):
+            return Linear(features, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+
+        def norm(name):
+            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
+
+        q = linear("q_proj", h * r * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
+        if c.attention_gate:
+            q, gate = jnp.split(q.reshape(b, g, n, h * r, 2 * d), 2, axis=-1)
+        k = linear("k_proj", h * d, c.qkv_bias)(x)
+        v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
+        if c.qk_norm == "flat":
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
+        if c.qk_norm == "head":
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
+        q, k = self._turn(q, k, context)
+        # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
+        q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
+        k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+        keys = k.swapaxes(-1, -2)
+        if context.cache is not None:
+            k, v = keys, v = self._write(context, keys, v)
+        y = self._attend(q, keys, k, v, context)
+        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
+        if c.attention_gate:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape))
+        return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+
+    def _attend(self, q, keys, k, v, context):
+        """What queries [B, H_kv, G, T, R, d] make of keys, which stand transposed too, and values."""
+        c, window, last, d = self.config, self.kind.window, context.last, self.config.head_dim
+        scale = d**-0.5 if c.query_scale is None else c.query_scale
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
+        sinks = None
+        if c.attention_sinks:
+            init = nn.initializers.normal(c.initializer_range)
+            sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.num_kv_heads, -1)
+        if context.sight is not None:
+            fused = How.of(implementation(c.attention), d)._replace(**how)
+            return attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
+        if context.segments is None:
+            index = context.index if last is None else context.index + last
+            return group_attention(q, keys, v, context.prefix, index=index, start=context.start, sinks=sinks, **how)
+        return packed_attention(q, k, v, context.prefix, context.segments, sinks=sinks, **how)
+
+    def _write(self, context, keys, v):
+        """The cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] in it."""
+        own_keys, own_values = context.cache
+        (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
+        keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
+        slot = context.index % own_values.shape[-2]
+        if context.write is not None:
+            write = context.write.reshape(b, 1, g, t, 1)
+            keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(own_keys, slot, t, axis=-1))
+            v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(own_values, slot, t, axis=-2))
+        keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
+        return keys, jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
+
+    def _turn(self, q, k, context):
+        """Queries and keys at their positions."""
+        local = None if self.kind.window is None else self.config.local_rope
+        rope, table = (self.config.rope, context.tables[0]) if local is None else (local, context.tables[1])
+        if self.kind.rotary:
+            turn = functools.partial(rotate, pairs=rope.pairs)
+            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
+        return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k
+
+
+class MLP(nn.Module):
+    """down(act(gate x) · up x) (Shazeer 2020, GLU variants)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+
+        def linear(name, features):
+            return Linear(features, c.mlp_bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+
+        gate, up = (linear(name, c.intermediate_size)(x) for name in ("gate_proj", "up_proj"))
+        gated = lambda gate, up: ACTIVATIONS[c.activation](gate) * up
+        # What lies between the products is cheaper to make again in the backward pass than to write and to keep.
+        return linear("down_proj", c.hidden_size)(jax.checkpoint(gated)(gate, up))
+
+
+class Layer(nn.Module):
+    """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms carry Hugging Face's names.
+
+    With `context.last` [B], only the state of that token is computed, beside the keys and values of all.
+    """
+
+    config: TransformerConfig
+    kind: LayerKind
+
+    @nn.compact
+    def __call__(self, x, context):
+        c = self.config
+
+        def norm(name):
+            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
+
+        def add(x, y):
+            return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
+
+        delta = self.kind.mixer == "delta"
+        attention = GatedDeltaNet(c, name="linear_attn") if delta else Attention(c, self.kind, name="self_attn")
+        mlp = self._experts() if self.kind.sparse else MLP(c, name="mlp")
+        if c.norms == "pre":
+            y, kv = attention(norm("input_layernorm")(x), context)
+            x = add(context.pick(x), y)
+            return add(x, mlp(norm("post_attention_layernorm")(x))), kv
+        if c.norms == "sandwich":
+            y, kv = attention(norm("input_layernorm")(x), context)
+            x = add(context.pick(x), norm("post_attention_layernorm")(y))
+            y = mlp(norm("pre_feedforward_layernorm")(x))
+            return add(x, norm("post_feedforward_layernorm")(y)), kv
+        y, kv = attention(x, context)
+        x = add(context.pick(x), norm("post_attention_layernorm")(y))
+        return add(x, norm("post_feedforward_layernorm")(mlp(x))), kv
+
+    def _experts(self):
+        c = self.config
+        shared = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
+        return MixtureOfExperts(c, MLP(shared, parent=None) if c.shared_expert_size else None, name="mlp")

@@ -1,0 +1,61 @@
+"""What a run is planned for: the model that is named, and how its params are loaded; shapes only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.huggingface import find_checkpoint
+from grpo_jax.hub.quantize import check_method, is_projection, quantized_shape, without_quantization
+from grpo_jax.hub.tensors import abstract_params
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import init_adapters
+
+
+def read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a name, a directory, or a file."""
+    path = Path(model)
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads((find_checkpoint(model, weights=False) / "config.json").read_text(encoding="utf-8"))
+
+
+class Loaded(NamedTuple):
+    """How the params of a run are loaded; fields as in `plan`."""
+
+    param_dtype: str = "float32"
+    lora: int | None = None
+    quantize: str | None = None
+
+    def params(self, shape: TransformerConfig, raw: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The shapes of what is trained, and of the base that is not; None where all params are trained."""
+        quantize = self.quantize or ("nf4" if raw.get("quantization_config") else None)
+
+        def leaf(path: Any, x: Any) -> Any:
+            names = [entry.key for entry in path]
+            if quantize is not None and is_projection(names, x.shape):
+                return quantized_shape(x.shape, quantize, self.param_dtype, jax.ShapeDtypeStruct)
+            return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
+
+        held = jax.tree_util.tree_map_with_path(leaf, abstract_params(shape))
+        if self.lora is None:
+            return held, None
+        return jax.eval_shape(lambda key: init_adapters(key, held, rank=self.lora or 1), jax.random.key(0)), held
+
+
+def check_base(raw: Mapping[str, Any], lora: int | None, quantize: str | None) -> None:
+    """Raise ValueError for a model that is not supported, or one that is quantized and not frozen."""
+    check_method(quantize)
+    read_config(without_quantization(raw))
+    if lora is not None and lora < 1:
+        raise ValueError(f"lora is {lora}; it is the rank of adapters, at least 1.")
+    stored = quantize or ("nf4" if raw.get("quantization_config") else None)
+    if lora is None and stored is not None:
+        raise ValueError(f"quantize is {stored!r}: quantized params cannot be trained; give lora, a rank of adapters.")

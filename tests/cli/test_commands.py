@@ -1,0 +1,223 @@
+"""The commands on a small run: each does what the Python API does with the same arguments."""
+
+import importlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from cli_files import lines_of, run, write_run
+from tiny import tiny_policy
+
+from grpo_jax import from_pretrained, generate, load_lora, make_prompts, merge_lora, train
+from grpo_jax.cli import commands
+from grpo_jax.cli.runfile import read_run
+
+ALL = ("model", "data", "rewards")
+
+
+def metrics_of(run_dir):
+    lines = list(lines_of((run_dir / "metrics.jsonl").read_text().splitlines()))
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+
+
+def same(left, right):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), left, right))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a run that `grpo-jax train` has made, with the API's params of the same run."""
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    path = write_run(folder)
+    printed = run("train", path)
+    assert f"grpo-jax export {folder / 'run'} OUT writes the model" in printed
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def state(folder, trained):
+    asked = read_run(trained / "run.yaml", wanted=ALL)
+    policy = from_pretrained(folder / "model")
+    how = {"eval_dataset": asked.eval_rows, "run_dir": folder / "by_api"}
+    return train(policy, asked.rows, asked.rewards, asked.config, **how)
+
+
+def test_training_is_that_of_the_api(folder, trained, state):
+    assert metrics_of(trained) == metrics_of(folder / "by_api")
+    assert len(metrics_of(trained)) > 2
+    kept = yaml.safe_load((trained / "run.yaml").read_text())
+    assert kept == {**yaml.safe_load((folder / "my_run.yaml").read_text()), "folder": str(folder)}
+
+
+def test_a_rehearsal_writes_nothing(folder, capsys):
+    printed = run("train", write_run(folder, run_dir=str(folder / "rehearsed")), "--dry-run")
+    assert printed.startswith("dry run: one group of completions, one update, nothing written")
+    assert not (folder / "rehearsed").exists()
+
+
+def test_export_writes_the_policy_of_the_newest_checkpoint(folder, trained, state):
+    assert "the policy of step 2" in run("export", trained, folder / "out")
+    assert same(from_pretrained(folder / "out").params, state.params)
+    for command, said in (("--merge", "the run has no adapters"), ("--checkpoint=1", "holds no checkpoint of step 1")):
+        with pytest.raises(SystemExit, match=said):
+            run("export", trained, folder / "out2", command)
+
+
+def test_evaluation_is_that_of_the_run(folder, trained, state):
+    out = folder / "completions.jsonl"
+    found = json.loads(run("evaluate", trained, "--out", out))
+    last = [line for line in metrics_of(trained) if "eval/early" in line][-1]
+    assert found["step"] == last["step"] == 2
+    assert {f"eval/{name}": found[name] for name in ("early", "accuracy", "mean_length")}.items() <= last.items()
+    rows = list(lines_of(out.read_text().splitlines()))
+    assert [row["prompt"] for row in rows] == ["say a: "] * 2 + ["say aa: "] * 2
+    # A file is evaluated with its model as it is: the evaluation before the first step.
+    first = next(line for line in metrics_of(trained) if "eval/early" in line)
+    before = json.loads(run("evaluate", write_run(folder)))
+    assert before["early"] == first["eval/early"]
+    with pytest.raises(SystemExit, match="is a file; give the directory of a run"):
+        run("evaluate", folder / "my_run.yaml", "--checkpoint", 2)
+
+
+def test_a_run_is_resumed_by_its_directory_to_the_bytes_of_one_that_was_not_stopped(folder, trained, monkeypatch):
+    shutil.copytree(trained, folder / "moved")
+    monkeypatch.chdir(folder.parent)
+    run("resume", folder / "moved", "--max_steps", 3)
+    whole = write_run(folder, max_steps=3, run_dir=str(folder / "whole"))
+    run("train", whole)
+    lines = lambda name: [line for line in metrics_of(folder / name) if line["step"] == 3 and "reward" in line]
+    assert lines("moved") == lines("whole") != []
+    assert yaml.safe_load((folder / "moved" / "run.yaml").read_text())["max_steps"] == 3
+
+
+def test_a_run_that_refuses_leaves_the_file_of_the_one_that_is_there(folder, trained):
+    before = (trained / "run.yaml").read_text()
+    with pytest.raises(SystemExit, match="was begun otherwise"):
+        run("train", write_run(folder), "--learning_rate", "0.5")
+    assert (trained / "run.yaml").read_text() == before
+    with pytest.raises(SystemExit, match="max_completion_length = 400"):
+        run("train", write_run(folder, run_dir=str(folder / "new"), max_completion_length=400))
+    assert not (folder / "new").exists()
+
+
+@pytest.mark.quick
+def test_what_is_no_run_directory_is_said(tmp_path):
+    for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
+        with pytest.raises(SystemExit, match=r"has no run.yaml, which grpo-jax train leaves in a run directory"):
+            run(*command)
+    with pytest.raises(SystemExit, match=r"has no metrics.jsonl; is it the directory of a run\?"):
+        run("report", tmp_path)
+
+
+def test_the_report_is_drawn_anew(trained):
+    for name in ("report.html", "report.png"):
+        (trained / name).unlink()
+    assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]
+    assert "<!doctype html>" in (trained / "report.html").read_text()
+    assert (trained / "report.png").stat().st_size > 1000
+
+
+def test_adapters_are_exported_beside_their_base_or_merged_into_it(folder):
+    path = write_run(folder, lora=2, run_dir=str(folder / "adapted"), max_steps=1, eval_data=None)
+    run("train", path)
+    run("export", folder / "adapted", folder / "adapter")
+    run("export", folder / "adapted", folder / "merged", "--merge")
+    base = from_pretrained(folder / "model")
+    adapted = load_lora(folder / "adapter", base)
+    assert adapted.model.scale == 2.0
+    assert same(merge_lora(adapted).params, from_pretrained(folder / "merged").params)
+
+
+def test_chat_shows_what_generate_draws(folder, trained, state, capsys):
+    policy = tiny_policy().replace(params=state.params)
+    how = {"max_completion_length": 12, "eos_token_ids": policy.eos_token_ids, "num_generations": 1}
+    wanted = []
+    for number, prompt in enumerate(["ab", "ab", "c", "c"]):
+        given = make_prompts([policy.tokenizer(prompt)["input_ids"]], length=32)
+        key, index = jax.random.key(0), np.array([number])
+        drawn = generate(policy.model, state.params, given, key, prompt_indices=index, **how)
+        ids = np.asarray(drawn.tokens)[0, 0][np.asarray(drawn.mask)[0, 0]]
+        wanted.append(policy.tokenizer.decode(ids, skip_special_tokens=True))
+    fields = ["--max_completion_length", 12, "--seed", 0, "--samples", 2]
+    printed = run("chat", trained, "--say", "ab", "--say", "c", *fields)
+    parts = iter(wanted)
+    assert printed == "".join(f"> {p}\n" + "".join(f"[{i}] {next(parts)}\n" for i in (1, 2)) for p in ("ab", "c"))
+    with pytest.raises(SystemExit, match="--samples 0: use a whole number"):
+        run("chat", folder / "model", "--say", "a", "--samples", 0)
+
+
+@pytest.mark.quick
+def test_tokens_are_shown_as_they_are_drawn_and_a_cut_character_waits(capsys):
+    from grpo_jax.cli.chat import _Shown
+
+    tokenizer = tiny_policy().tokenizer
+    ids = np.array(tokenizer("aé!")["input_ids"])
+    shown, printed = _Shown(tokenizer), []
+    for count in range(len(ids) + 1):
+        shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
+        printed.append(capsys.readouterr().out)
+    assert printed == ["", "a", "", "é", "!"]
+
+
+def test_generate_tells_what_it_has_drawn(key):
+    policy, seen = tiny_policy(), []
+    given = make_prompts([[5, 6], [7]])
+    how = {"num_generations": 2, "max_completion_length": 40}
+    watch = lambda tokens, mask: seen.append((tokens.copy(), mask.copy()))
+    drawn = generate(policy.model, policy.params, given, key, watch=watch, **how)
+    assert len(seen) > 2
+    counts = [int(mask.sum()) for _, mask in seen]
+    assert counts == sorted(counts)
+    assert counts[1] < counts[-1]
+    for tokens, mask in seen:
+        assert np.array_equal(tokens[mask], np.asarray(drawn.tokens)[mask])
+
+
+def test_a_conversation_goes_on_until_a_line_is_empty(monkeypatch, capsys):
+    tokenizer = tiny_policy().tokenizer.__class__(
+        tokenizer_object=tiny_policy().tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
+    seen = []
+    template = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda said, **how: seen.append(said) or template(said, **how)
+    )
+    config = read_run(None, {"max_completion_length": "4"}).config
+    commands.talk(tiny_policy().replace(tokenizer=tokenizer), config, ["one", "two", "", "three"])
+    assert [[message["role"] for message in said] for said in seen] == [
+        ["user"],
+        ["user", "assistant", "user"],
+        ["user"],
+    ]
+    assert capsys.readouterr().out.startswith(seen[1][1]["content"] + "\n")
+
+
+def test_new_weights_are_made_of_a_config_and_a_tokenizer(folder):
+    config = {**tiny_policy().config, "hidden_size": 8}
+    model = {"config": config, "tokenizer": "model", "seed": 3}
+    run("train", write_run(folder, model=model, run_dir=str(folder / "new_weights"), max_steps=1, eval_data=None))
+    run("export", folder / "new_weights", folder / "out_new")
+    assert from_pretrained(folder / "out_new").config["hidden_size"] == 8
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
+    asked = []
+    module = importlib.import_module("grpo_jax.plan.__main__")
+    monkeypatch.setattr(module, "plan", lambda *given, **how: asked.append((given, how)) or "a plan")
+    fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
+    command = ["plan", write_run(folder)] if by_file else ["plan", "--model", folder / "model"]
+    assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
+    (((model, config), how),) = asked
+    assert (str(model), config.mesh, config.num_generations) == (str(folder / "model"), {"fsdp": 2}, 4)
+    assert how == {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8"}
+    with pytest.raises(SystemExit, match=r"model: is missing; give a RUN\.yaml that has one, or --model"):
+        run("plan", "--beta", 0.1)

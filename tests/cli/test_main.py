@@ -1,0 +1,190 @@
+"""The command line: light to ask for help, the same names as the config, completion, and errors that are messages."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from cli_files import run, write_run
+
+from grpo_jax.cli import keys
+from grpo_jax.cli.main import COMMANDS, make_parser
+from grpo_jax.devices import distributed
+
+ROOT = Path(__file__).parents[2]
+WIDTH, HEIGHT = 100, 45
+
+
+def help_of(command: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(WIDTH))
+        parser = make_parser()
+        every = next(action for action in parser._actions if action.dest == "command")
+        return every.choices[command].format_help() if command else parser.format_help()
+
+
+@pytest.mark.quick
+def test_help_completion_and_wrong_options_import_no_jax():
+    asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--help", "beta"], ["train", "--halp"]]
+    asked += [["--version"], ["--print-completion", "bash"], []]
+    code = (
+        "import contextlib, io, sys\n"
+        "from grpo_jax.cli.main import main\n"
+        f"for argv in {asked!r}:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):\n"
+        "        main(argv)\n"
+        "loaded = {'jax', 'numpy', 'transformers', 'yaml'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.count("usage: grpo-jax") == len(COMMANDS) + 2
+
+
+@pytest.mark.quick
+def test_the_package_itself_runs_as_the_command():
+    command = [sys.executable, "-X", "importtime", "-m", "grpo_jax", "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: grpo-jax COMMAND")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "grpo_jax.cli.main" in imported
+    assert not imported & {"jax", "numpy", "yaml"}
+
+
+@pytest.mark.quick
+def test_the_entry_point_is_this_main():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"grpo-jax": "grpo_jax.cli.main:main"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_screen_and_says_all(command):
+    lines = help_of(command).splitlines()
+    assert len(lines) <= HEIGHT
+    assert max(map(len, lines)) <= WIDTH
+    if command:
+        about, positionals, options, which = COMMANDS[command]
+        text = " ".join(" ".join(lines).split())
+        assert about in text
+        for name, said in [*positionals, *((name, settings["help"]) for name, settings in options)]:
+            assert f"{name.strip('[]')} " in text
+            assert said in text
+        if which == "all":
+            named = [name for line in lines for name in re.findall(r"\w+", line)]
+            assert not {*keys.OWN, *keys.fields()} - set(named)
+
+
+@pytest.mark.quick
+def test_the_groups_are_those_of_the_config_in_their_order():
+    groups = list(dict.fromkeys(field.group for field in keys.fields().values()))
+    shown = re.findall(r"^  ([A-Z][\w, ]+): ", help_of("train"), flags=re.M)
+    assert shown == ["The run", *groups]
+
+
+@pytest.mark.quick
+def test_the_page_has_the_help_of_every_command():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for command in COMMANDS:
+        assert f"```text\n{help_of(command)}```" in page, f"put the output of grpo-jax {command} --help there"
+    for name, about in keys.OWN.items():
+        assert f"| `{name}` | {about} |" in page
+
+
+@pytest.mark.quick
+def test_help_of_a_key_says_what_it_is(capsys):
+    for asked in ("learning_rate", "learning-rate"):
+        with pytest.raises(SystemExit) as ended:
+            run("train", "--help", asked)
+        assert ended.value.code in (None, 0)
+    assert keys.explain("learning_rate") == "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
+        (["train", "a.yaml", "--bta", "1"], "grpo-jax: unrecognized arguments: --bta 1; see grpo-jax --help\n"),
+        (["trian"], "grpo-jax: argument COMMAND: invalid choice: 'trian'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(*argv)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.quick
+def test_fields_may_be_spelt_with_hyphens_and_values_are_texts():
+    from grpo_jax.cli.main import _spelt
+
+    argv = ["train", "a.yaml", "--learning-rate", "1e-5", "--max_steps=3", "--run-dir", "x", "--dry-run"]
+    arguments = make_parser().parse_args([_spelt(argument) for argument in argv])
+    assert arguments.keys == {"learning_rate": "1e-5", "max_steps": "3", "run_dir": "x"}
+    assert arguments.dry_run
+    assert make_parser().parse_args(["report", "runs/x"]).keys == {}
+
+
+@pytest.mark.quick
+def test_several_processes_have_the_flags_of_the_api():
+    parser = argparse.ArgumentParser(add_help=False)
+    distributed.add_flags(parser)
+    ours = {tuple(action.option_strings): action for action in make_parser()._actions[-1].choices["train"]._actions}
+    for action in parser._actions:
+        mine = ours[tuple(action.option_strings)]
+        assert (mine.dest, mine.type, mine.choices) == (action.dest, action.type, action.choices)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command_and_field(shell, capsys):
+    pytest.importorskip("shtab")
+    script = run("--print-completion", shell)
+    for name in [*COMMANDS, "learning_rate", "loss_type", "dr_grpo", "dry-run"]:
+        assert name in script
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="there is no bash")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["ex"], ["export"]),
+        (["train", "--loss_"], ["--loss_type"]),
+        (["train", "--loss_type", "dr"], ["dr_grpo"]),
+        (["resume", "--use_b"], ["--use_bias_correction_kl"]),
+    ],
+)
+def test_bash_completes(words, completed, tmp_path):
+    pytest.importorskip("shtab")
+    (tmp_path / "script").write_text(run("--print-completion", "bash"))
+    line = ["grpo-jax", *words]
+    code = (
+        f"source {tmp_path / 'script'}; COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}; "
+        '$(complete -p grpo-jax | sed "s/.*-F \\([^ ]*\\).*/\\1/"); '
+    )
+    code = code.replace("$(complete", "f=$(complete").replace("; \n", "; ") + '$f; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(["/bin/bash", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == completed, done.stderr
+
+
+def test_an_error_of_the_library_is_its_message_and_one_of_the_users_keeps_its_traceback(tmp_path):
+    path = write_run(tmp_path, max_steps=0)
+    with pytest.raises(SystemExit) as ended:
+        run("train", path)
+    assert str(ended.value) == (
+        f"grpo-jax train: {path} has 1 error:\n  max_steps = 0: nothing would be learnt; use a number of optimizer"
+        " steps, or -1 to train by num_train_epochs"
+    )
+    path = write_run(tmp_path, rewards="judging.py:broken")
+    with pytest.raises(Exception, match="of the user's") as failed:
+        run("train", path)
+    assert not isinstance(failed.value, SystemExit)
+    assert (tmp_path / "run" / "run.yaml").exists(), "the run had begun"

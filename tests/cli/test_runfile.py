@@ -1,0 +1,199 @@
+"""RUN.yaml: its numbers are numbers, all its faults come together, and the command line is a part of it."""
+
+import dataclasses
+
+import pytest
+import yaml
+from cli_files import write_run
+
+from grpo_jax import GRPOConfig
+from grpo_jax.cli.runfile import dump_yaml, lora_arguments, parse_yaml, read_run, value_of
+
+ALL = ("model", "data", "rewards")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("-2.5E+3", -2500.0),
+        (".5", 0.5),
+        ("7", 7),
+        ("007", 7),
+        ("1_000", "1_000"),
+        ("true", True),
+        ("False", False),
+        ("no", "no"),
+        ("off", "off"),
+        ("null", None),
+        ("None", None),
+        ("~", None),
+        ("2026-01-01", "2026-01-01"),
+        ("1:30", "1:30"),
+        ("'1e-6'", "1e-6"),
+        ("[1, 0.2]", [1, 0.2]),
+        ("{fsdp: 8}", {"fsdp": 8}),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    found = parse_yaml(f"x: {text}")["x"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.quick
+def test_a_key_that_stands_there_twice_is_an_error():
+    with pytest.raises(yaml.YAMLError, match="beta stands there twice"):
+        parse_yaml("beta: 1\nbeta: 2")
+
+
+@pytest.mark.quick
+def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
+    assert value_of("run_name", "7") == "7"
+    assert value_of("run_name", "null") is None
+    assert value_of("metric_for_best_model", "eval/early") == "eval/early"
+    assert value_of("max_steps", "7") == 7
+    assert value_of("max_steps", "x") == "x"
+    assert value_of("reward_weights", "[1, 0.5]") == [1, 0.5]
+    assert value_of("mesh", "data=2,fsdp=4") == value_of("mesh", "{data: 2, fsdp: 4}") == {"data": 2, "fsdp": 4}
+    assert value_of("pad_to_multiple_of", "auto") == "auto"
+    assert value_of("scale_rewards", "false") is False
+    assert value_of("prompt", "{question") == "{question"
+    assert value_of("prompt", "Q: {question}") == "Q: {question}"
+    assert value_of("prompt", "[{role: user, content: hi}]") == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.quick
+def test_every_default_goes_through_the_command_line_and_back():
+    for field in dataclasses.fields(GRPOConfig):
+        text = yaml.safe_dump(field.default, default_flow_style=True).removesuffix("...\n").strip()
+        assert value_of(field.name, text) == field.default, field.name
+
+
+@pytest.mark.quick
+def test_what_is_written_is_read_back_as_it_was():
+    texts = ["1e-6", "7", "None", "null", "true", "off", "no", "2026-01-01", "1:30", "a: b", "[", "{x}", "", "é\n"]
+    values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}
+    assert parse_yaml(dump_yaml(values)) == values
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.quick
+def test_a_run_is_the_arguments_of_train(folder):
+    path = write_run(folder / "project")
+    run = read_run(path, {"max_steps": "5", "beta": "0.1"}, wanted=ALL)
+    assert run.folder == folder / "project"
+    assert (run.config.max_steps, run.config.beta, run.config.num_generations) == (5, 0.1, 2)
+    assert [row["prompt"] for row in run.rows] == ["say a: ", "say aa: ", "say b: ", "say bb: "]
+    assert len(run.eval_rows) == 2
+    assert [fn.__name__ for fn in run.rewards] == ["early", "accuracy"]
+    assert run.run_dir == folder / "project" / "run"
+    # Written down, it is the same run from anywhere.
+    (folder / "elsewhere.yaml").write_text(run.text())
+    again = read_run(folder / "elsewhere.yaml", wanted=ALL)
+    assert (again.config, again.rows, again.folder, again.run_dir) == (run.config, run.rows, run.folder, run.run_dir)
+
+
+@pytest.mark.quick
+def test_the_run_directory_has_the_name_of_the_file_unless_there_is_none(folder):
+    path = write_run(folder, run_dir=None)
+    assert str(read_run(path).run_dir) == "runs/my_run"
+    assert read_run(path, {"run_dir": "null"}).run_dir is None
+
+
+@pytest.mark.quick
+def test_the_command_line_names_files_from_where_it_is(folder):
+    path = write_run(folder / "project")
+    (folder / "here.jsonl").write_text('{"question": "c", "answer": "c"}\n')
+    (folder / "judging_here.py").write_text("def judge(completions, **_):\n    return [0.0] * len(completions)\n")
+    run = read_run(path, {"data": "here.jsonl", "rewards": "[judging_here.py:judge]"}, wanted=ALL)
+    assert [row["prompt"] for row in run.rows] == ["say c: "]
+    assert [fn.__name__ for fn in run.rewards] == ["judge"]
+
+
+@pytest.mark.quick
+def test_all_faults_come_together_each_with_its_key(folder):
+    path = write_run(
+        folder,
+        modle="x",
+        num_generation=4,
+        model="nowhere/at/all",
+        learning_rate=-1,
+        data="none.jsonl",
+        eval_data=7,
+        rewards=["judging.py:eraly", "nubmer_reward"],
+        tools="os:nothing",
+        environment_factory="os:nothing",
+        prompt="{question",
+        columns=["answer"],
+        lora={"rang": 8},
+        param_dtype="float8",
+        dataset_name="x",
+    )
+    with pytest.raises(ValueError, match=r"my_run\.yaml has 15 errors") as caught:
+        read_run(path, {"max_steps": "many"}, wanted=ALL)
+    lines = str(caught.value).split("\n  ")[1:]
+    for begin in (
+        "modle: no such key; did you mean model?",
+        "num_generation: no such key; did you mean num_generations?",
+        "dataset_name: no such key; use data",
+        "max_steps = 'many': must be a whole number, not str",
+        "learning_rate = -1: must be at least 0",
+        "model = 'nowhere/at/all': name_or_directory 'nowhere/at/all' is no directory",
+        "lora = {'rang': 8}: give a rank, or a mapping of rank, alpha, targets, dropout",
+        "param_dtype = 'float8': use float32 or bfloat16",
+        "rewards[0]: 'judging.py:eraly' judging.py has no eraly; did you mean early?",
+        "rewards[1]: 'nubmer_reward' no such reward function; did you mean number_reward?",
+        "tools = 'os:nothing': os has no nothing",
+        "environment_factory = 'os:nothing': os has no nothing",
+        "prompt = '{question': expected '}' before end of string",
+        "data is '",
+        "eval_data = 7: give a file",
+    ):
+        assert [line for line in lines if line.startswith(begin)], begin
+    assert len(lines) == 15
+
+
+@pytest.mark.quick
+def test_what_is_missing_is_said_and_environments_may_be_the_only_reward(folder):
+    with pytest.raises(ValueError, match="has 3 errors") as caught:
+        read_run(write_run(folder, model=None, data=None, rewards=None), wanted=ALL)
+    assert [line.split(":")[0].strip() for line in str(caught.value).split("\n")[1:]] == [*ALL]
+    path = write_run(folder, rewards=None, environment_factory="builtins:object")
+    assert read_run(path, wanted=ALL).rewards == []
+    assert read_run(write_run(folder, model=None, data=None, rewards=None)).rows == []
+
+
+@pytest.mark.quick
+def test_a_reward_function_that_asks_for_a_column_that_is_not_there_is_refused_before_the_model_is_loaded(folder):
+    path = write_run(folder, rewards=[{"accuracy_reward": "solution"}])
+    with pytest.raises(ValueError, match="solution"):
+        read_run(path, wanted=ALL)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: [", "is no YAML"), ("- a", r"holds \['a'\], and not keys with values"), ("", "holds None")]
+)
+def test_files_that_are_none(folder, text, said):
+    (folder / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_run("bad.yaml")
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml is no file; give a RUN\.yaml"):
+        read_run("none.yaml")
+
+
+@pytest.mark.quick
+def test_adapters_are_a_rank_or_the_arguments_of_add_lora():
+    assert lora_arguments(4) == {"rank": 4, "alpha": 8.0}
+    assert lora_arguments({"rank": 4, "alpha": 4, "dropout": 0.1}) == {"rank": 4, "alpha": 4, "dropout": 0.1}
+    assert lora_arguments(None) is None
+    for wrong in ("16", True, {"rank": "16"}, [16]):
+        with pytest.raises(ValueError, match=r"give a rank|is no int"):
+            lora_arguments(wrong)

@@ -1,0 +1,349 @@
+"""Bases in four and eight bits: how they are made and read, what refuses them, and that adapters train on them."""
+
+import base64
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub import weights
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
+from grpo_jax.hub.policy import init_policy
+from grpo_jax.hub.quantize import dynamic_levels, quantized_shape, read_quantized
+from grpo_jax.hub.tensors import Part
+from grpo_jax.models.quantized import NF4, Quantized
+from grpo_jax.update.state import create_state
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+BITSANDBYTES = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_use_double_quant": True,
+}
+# Three tensors that bitsandbytes has quantized, as it stores them, and the float32 weights that it makes of them:
+# blocks with nested scales; blocks that run over the ends of rows; blocks with plain scales. By its kernel for every
+# device: in 0.50.2 the one for CPUs starts blocks anew in each row, which is not the matrix that was quantized.
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "nf4.json").read_text())
+
+
+def array(entry):
+    return np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"]).reshape(entry["shape"])
+
+
+class InMemory:
+    """A stored tensor that is an array."""
+
+    def __init__(self, x):
+        self.x = x
+        self.shape = x.shape
+
+    def rows(self, first, count):
+        return self.x[first : first + count]
+
+
+def quantized(x, method):
+    """A kernel [in, out] as `Quantized`."""
+    source = InMemory(np.asarray(x).T), 0, Part(("layers_0", "up_proj", "kernel"), x.shape)
+    return read_quantized(x.shape, [source], method, "float32")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_pretrained(tmp_path / "model", init_policy(QWEN3, jax.random.key(0)))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def stored_nf4(checkpoint):
+    """With three projections as bitsandbytes stores them."""
+    return with_nf4(checkpoint)
+
+
+def with_nf4(checkpoint, change=lambda tensors: tensors, **config):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, golden in GOLDEN.items():
+        if name != "made_by":
+            whole = f"model.layers.0.self_attn.{name}.weight"
+            tensors |= {whole + part: array(entry) for part, entry in golden["parts"].items()}
+    save_file(change(tensors), checkpoint / "model.safetensors")
+    raw = json.loads((checkpoint / "config.json").read_text())
+    raw["quantization_config"] = BITSANDBYTES | config
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    return checkpoint
+
+
+def kernel(policy, *path):
+    node = policy.params["layers_0"]
+    for name in path:
+        node = node[name]
+    return node["kernel"]
+
+
+@pytest.mark.quick
+def test_nf4_takes_the_nearest_value_in_blocks_of_64():
+    x = np.random.default_rng(0).standard_normal((128, 6)).astype(np.float32)
+    w = quantized(x, "nf4")
+    blocks = x.T.reshape(6, 2, 64)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    nearest = NF4[np.abs(blocks[..., None] / largest[..., None] - NF4).argmin(axis=-1)]
+    codes = np.stack([w.codes >> 4, w.codes & 15], axis=-1)
+    np.testing.assert_array_equal(NF4[codes].reshape(6, 2, 64), nearest)
+    # The largest weight of a block is off by what the second quantization does to scales, the others by half a step.
+    near = np.asarray(w._scales())[..., None]
+    np.testing.assert_allclose(near, largest, atol=0.02 * (largest.max() - largest.min()))
+    assert np.abs(np.asarray(w.rows(jnp.float32)).reshape(6, 2, 64) - nearest * near).max() < 1e-6
+    assert w.codes.nbytes + w.scales.nbytes == 128 * 6 // 2 + 6 * 2
+
+
+@pytest.mark.quick
+def test_int8_rounds_each_row_to_127_steps_and_keeps_zeros():
+    x = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)
+    x[:, 2] = 0
+    w = quantized(x, "int8")
+    assert np.abs(np.asarray(w.matrix()) - x).max() <= np.abs(x).max() / 254 * 1.001
+    assert not np.asarray(w.matrix())[:, 2].any()
+    assert not np.asarray(quantized(np.zeros((64, 3), np.float32), "nf4").matrix()).any()
+
+
+@pytest.mark.quick
+def test_levels_are_those_of_the_stored_files():
+    stored = array(GOLDEN["k_proj"]["parts"][".nested_quant_map"])
+    np.testing.assert_allclose(dynamic_levels(), stored, atol=1e-7)
+    assert dynamic_levels().shape == (256,)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+@pytest.mark.parametrize("fan_in", [128, 40])
+def test_the_shape_is_known_before_anything_is_read(method, fan_in):
+    made = quantized(np.ones((fan_in, 6), np.float32), method)
+    said = quantized_shape((fan_in, 6), method, "float32", jax.ShapeDtypeStruct)
+    assert jax.tree.structure(said) == jax.tree.structure(made)
+    sizes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert sizes(said) == sizes(made)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
+    plain = from_pretrained(checkpoint)
+    monkeypatch.setattr("grpo_jax.hub.quantize.CHUNK", 5 * 64)  # a few rows at a time
+    held = from_pretrained(checkpoint, quantize=method, dtype="bfloat16", param_dtype="float32")
+    for path, width in ((("self_attn", "q_proj"), 64), (("mlp", "down_proj"), 96)):
+        ours, theirs = kernel(held, *path), quantized(kernel(plain, *path), method)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        assert ours.shape == kernel(plain, *path).shape
+        assert ours.block == (64 if method == "nf4" else width)
+    assert held.params["embed_tokens"]["embedding"].dtype == "float32"
+    assert not isinstance(held.params["lm_head"]["kernel"], Quantized)
+
+
+@pytest.mark.quick
+def test_a_checkpoint_of_bitsandbytes_is_the_weights_that_pytorch_makes_of_it(stored_nf4):
+    policy = from_pretrained(stored_nf4)
+    for name in ("k_proj", "o_proj", "v_proj"):
+        golden = GOLDEN[name]
+        weights = np.frombuffer(base64.b64decode(golden["float32"]), np.float32).reshape(golden["shape"])
+        ours = kernel(policy, "self_attn", name)
+        np.testing.assert_array_equal(jax.jit(lambda w: w.rows(jnp.float32))(ours), weights)
+        np.testing.assert_array_equal(ours.rows(jnp.bfloat16), weights.astype(jnp.bfloat16))
+    assert not isinstance(kernel(policy, "self_attn", "q_proj"), Quantized), "it is stored plain"
+    both = from_pretrained(stored_nf4, quantize="nf4")
+    assert isinstance(kernel(both, "self_attn", "q_proj"), Quantized)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_projections_that_are_stored_together_are_cut_by_rows(tmp_path, double):
+    from safetensors.numpy import load_file, save_file
+
+    raw = {**QWEN3, "architectures": ["Phi3ForCausalLM"], "head_dim": None, "pad_token_id": 0, "num_attention_heads": 8}
+    save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
+    golden = GOLDEN["k_proj" if double else "v_proj"]
+    rows = array(golden["parts"][""]).reshape(8, 32)
+    # 64 rows of queries and 8 each of keys and values: ten times the golden eight.
+    parts = {name: array(entry) for name, entry in golden["parts"].items()}
+    state = json.loads(parts.pop(".quant_state.bitsandbytes__nf4").tobytes()) | {"shape": [80, 64]}
+    parts |= {"": np.tile(rows, (10, 1)), ".absmax": np.tile(parts[".absmax"], 10)}
+    parts[".quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors |= {"model.layers.0.self_attn.qkv_proj.weight" + name: part for name, part in parts.items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"quantization_config": BITSANDBYTES}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    policy = from_pretrained(tmp_path / "model")
+    weights = np.frombuffer(base64.b64decode(golden["float32"]), np.float32).reshape(8, 64)
+    for name, times in (("q_proj", 8), ("k_proj", 1), ("v_proj", 1)):
+        ours = kernel(policy, "self_attn", name).rows(jnp.float32)
+        np.testing.assert_array_equal(ours, np.tile(weights, (times, 1)))
+
+
+def fp4(tensors):
+    name = "model.layers.0.self_attn.k_proj.weight.quant_map"
+    return tensors | {name: tensors[name][::-1].copy()}
+
+
+def without(part):
+    return lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("k_proj.weight" + part)}
+
+
+def head_in_nf4(tensors):
+    """Moves k_proj's parts to the head's name."""
+    own = "model.layers.0.self_attn.k_proj.weight"
+    moved = {name.replace(own, "lm_head.weight"): x for name, x in tensors.items() if name.startswith(own)}
+    state = json.loads(tensors[own + ".quant_state.bitsandbytes__nf4"].tobytes()) | {"shape": [96, 64]}
+    moved["lm_head.weight"] = np.zeros((96 * 32, 1), np.uint8)
+    moved["lm_head.weight.absmax"] = np.zeros(96, np.uint8)
+    moved["lm_head.weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return tensors | moved
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (fp4, {}, "values of its own for the 16 codes"),
+        (without(".absmax"), {}, r"k_proj.weight' is stored in NF4 without \.absmax"),
+        (without(".nested_absmax"), {}, r"without \.nested_absmax"),
+        (without(".quant_state.bitsandbytes__nf4"), {}, r"unexpected: .*k_proj.weight.absmax"),
+        (head_in_nf4, {}, "lm_head/kernel is none"),
+        (lambda tensors: tensors, {"bnb_4bit_quant_type": "fp4"}, "'quantization_config' is"),
+        (lambda tensors: tensors, {"bnb_4bit_quant_storage": "bfloat16"}, "'bnb_4bit_quant_storage' is 'bfloat16'"),
+        (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
+    ],
+)
+def test_other_ways_to_store_are_refused_before_a_weight_is_read(checkpoint, change, config, message, monkeypatch):
+    monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(with_nf4(checkpoint, change, **config))
+
+
+@pytest.mark.quick
+def test_a_wrong_method_is_refused_and_nothing_is_rounded_twice(stored_nf4):
+    with pytest.raises(ValueError, match="quantize is 'int4'; use 'nf4' or 'int8', or None"):
+        from_pretrained("nowhere", quantize="int4")
+    with pytest.raises(ValueError, match="dtype is 'float16': gradients below 6e-8 are 0"):
+        from_pretrained("nowhere", dtype="float16")
+    with pytest.raises(ValueError, match=r"quantize is 'int8': tensor .* is stored in NF4, and would be rounded twice"):
+        from_pretrained(stored_nf4, quantize="int8")
+
+
+@pytest.mark.quick
+def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path):
+    policy = from_pretrained(checkpoint, quantize="nf4")
+    with pytest.raises(ValueError, match=r"policy.params are quantized.*add_lora\(policy, key\)"):
+        train(policy, [{"prompt": "a"}], lambda completions: [0.0], GRPOConfig())
+    with pytest.raises(ValueError, match=r"policy.params are quantized.*merge_lora"):
+        save_pretrained(tmp_path / "copy", policy)
+    assert not (tmp_path / "copy").exists()
+    with pytest.raises(ValueError, match=r"params\['layers_0'\].*codes has dtype uint8; only floats are trained"):
+        create_state(policy.params, None, jax.random.key(0))
+
+
+def trained(policy):
+    """The policy with adapters whose B is not zero."""
+    policy = add_lora(policy, jax.random.key(1), rank=2, alpha=4.0)
+    draw = lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape)
+    return policy.replace(params=jax.tree.map(draw, policy.params))
+
+
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_adapters_go_to_peft_and_back_and_merge_within_the_rounding(checkpoint, method, tmp_path):
+    plain, held = from_pretrained(checkpoint), from_pretrained(checkpoint, quantize=method)
+    policy = trained(held)
+    tokens = np.arange(10).reshape(2, 5)
+    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    save_lora(tmp_path / "adapter", policy)
+    again = load_lora(tmp_path / "adapter", held)
+    jax.tree.map(np.testing.assert_array_equal, again.params, policy.params)
+    np.testing.assert_array_equal(logits(again), logits(policy))
+    merged = merge_lora(policy)
+    np.testing.assert_allclose(logits(merged), logits(policy), atol=2e-5)
+    save_pretrained(tmp_path / "merged", merged, dtype="bfloat16")
+    exported = from_pretrained(tmp_path / "merged", dtype="bfloat16")
+    exact = merge_lora(trained(plain))
+    for path in (("self_attn", "q_proj"), ("mlp", "down_proj")):
+        ours, wanted = (np.asarray(kernel(x, *path), np.float32) for x in (exported, exact))
+        rounding = np.abs(np.asarray(kernel(held, *path).matrix()) - np.asarray(kernel(plain, *path)))
+        # What bfloat16 rounds off comes on top: 2^-9 of a weight.
+        assert (np.abs(ours - wanted) <= rounding + np.abs(ours) * 2.0**-8).all()
+
+
+def test_a_merged_checkpoint_of_bitsandbytes_is_a_plain_one(stored_nf4, tmp_path):
+    merged = merge_lora(add_lora(from_pretrained(stored_nf4), jax.random.key(0), rank=2))
+    save_pretrained(tmp_path / "merged", merged)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" in json.loads((stored_nf4 / "config.json").read_text())
+    from_pretrained(tmp_path / "merged")
+
+
+def rewarded(completions):
+    return [float(len(text)) for text in completions]
+
+
+def test_a_run_on_a_quantized_base_is_that_on_the_weights_it_stands_for(tmp_path):
+    """Rollout, reference, update, checkpoint and resume; the base stays as it was."""
+    save_pretrained(tmp_path / "model", tiny_policy())
+    held = from_pretrained(tmp_path / "model", quantize="nf4")
+    plain = held.replace(params=merge_lora(add_lora(held, jax.random.key(0), rank=1)).params)
+
+    def run(policy, steps, where=None):
+        config = GRPOConfig(
+            num_generations=4,
+            per_device_train_batch_size=4,
+            max_completion_length=4,
+            max_steps=steps,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            beta=0.1,
+        )
+        policy = add_lora(policy, jax.random.key(1), rank=2)
+        return train(policy, [{"prompt": text} for text in ("ab", "c")], rewarded, config, run_dir=where)
+
+    run(held, 1, tmp_path / "run")
+    resumed, wanted = run(held, 2, tmp_path / "run"), run(plain, 2)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), resumed.params, wanted.params)
+    again = from_pretrained(tmp_path / "model", quantize="nf4").params
+    jax.tree.map(np.testing.assert_array_equal, held.params, again)
+    with pytest.raises(ValueError, match="the frozen base model is not that of the run"):
+        run(plain, 2, tmp_path / "run")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "tensor": 2}])
+def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path, mesh):
+    raw = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    raw |= {"moe_intermediate_size": 128, "hidden_size": 128}
+    save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
+    mesh = None if mesh is None else make_mesh(mesh)
+    held = add_lora(from_pretrained(tmp_path / "model", quantize="nf4"), jax.random.key(0), rank=2).placed(mesh)
+    base = held.model.base["layers_0"]
+    assert base["mlp"]["experts"]["up_proj"].shape == (4, 128, 128)
+    if mesh is not None:
+        assert base["self_attn"]["q_proj"]["kernel"].codes.sharding.spec == P("tensor", "fsdp")
+        assert base["mlp"]["experts"]["down_proj"].codes.sharding.spec == P(None, "fsdp", "tensor")
+    tokens = np.arange(20).reshape(4, 5)
+    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    np.testing.assert_allclose(logits(held), logits(merge_lora(held)), atol=1e-4)

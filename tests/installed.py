@@ -1,0 +1,66 @@
+"""What .ci/run does with the wheel in an empty environment: the README's quick start, and the same run by the command.
+
+    python tests/installed.py        # from anywhere, by the Python of that environment
+
+A small checkpoint, made here, takes the place of the hub's.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+sys.path[:] = [str(TESTS), *(path for path in sys.path if Path(path or ".").resolve() != TESTS.parent)]
+
+from tiny import tiny_policy, tiny_tokenizer  # noqa: E402
+
+import grpo_jax  # noqa: E402
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
+RUN = """
+data: rows.jsonl
+rewards: [judging.py:right]
+max_steps: 2
+num_generations: 8
+max_completion_length: 16
+learning_rate: 1e-6
+"""
+RIGHT = (
+    "def right(completions, answer):\n    return [float(c[0]['content'] == a) for c, a in zip(completions, answer)]\n"
+)
+
+
+def main() -> None:
+    assert TESTS.parent not in Path(grpo_jax.__file__).parents, "the clone was imported, and not what is installed"
+    command = shutil.which("grpo-jax", path=str(Path(sys.executable).parent))
+    assert command, "the wheel has brought no grpo-jax"
+    help_text = subprocess.run([command, "--help"], check=True, capture_output=True, text=True).stdout
+    assert "train" in help_text
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny_tokenizer().chat_template = TEMPLATE
+        tiny_tokenizer().save_pretrained(folder / "tokenizer")
+        files = {path.name: path.read_bytes() for path in (folder / "tokenizer").iterdir()}
+        grpo_jax.save_pretrained(folder / "model", tiny_policy().replace(files=files))
+        readme = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"## Quick start.*?```python\n(.*?)```", readme, flags=re.S)
+        (names,) = [set(re.findall(r'from_pretrained\("([^"]+)"\)', code))]
+        code = code.replace(names.pop(), str(folder / "model")).replace("max_steps=50", "max_steps=2")
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+        assert (folder / "runs/sums/report.html").is_file()
+        prompt = [{"role": "user", "content": "What is 9 * 8?"}]
+        (folder / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "72"}) + "\n")
+        (folder / "judging.py").write_text(RIGHT)
+        (folder / "run.yaml").write_text(RUN)
+        subprocess.run([command, "train", "run.yaml", "--model", "model"], cwd=folder, check=True)
+        subprocess.run([command, "export", "runs/run", "out"], cwd=folder, check=True)
+        grpo_jax.from_pretrained(folder / "out")
+    print(f"grpo_jax {grpo_jax.__version__}: the wheel does what the README begins with")
+
+
+if __name__ == "__main__":
+    main()

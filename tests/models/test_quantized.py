@@ -1,0 +1,101 @@
+"""Quantized matrices: what they stand for, the product and its gradient, and what a program keeps of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models.quantized import NF4, Quantized, is_quantized, matmul_quantized
+
+
+def held(kind, fan_in=128, fan_out=96):
+    """A matrix of random codes, of each of the forms that there are."""
+    rng = np.random.default_rng(0)
+    how = {"shape": (fan_in, fan_out), "dtype": "float32"}
+    if kind == "int8":
+        codes = rng.integers(-127, 128, (fan_out, fan_in)).astype(np.int8)
+        return Quantized(jnp.array(codes), jnp.array(rng.random((fan_out, 1), np.float32)), block=fan_in, **how)
+    codes, blocks = rng.integers(0, 256, (fan_out, fan_in // 2)).astype(np.uint8), (fan_out, fan_in // 64)
+    if kind == "flat":
+        codes, blocks = codes.reshape(-1), (-(-fan_in * fan_out // 64),)
+    if kind == "plain scales":
+        return Quantized(jnp.array(codes), jnp.array(rng.random(blocks, np.float32)), block=64, **how)
+    scales = rng.integers(0, 256, blocks).astype(np.uint8)
+    count = -(-scales.size // 256)
+    nested = tuple(jnp.array(rng.random(n, np.float32)) for n in (256, count, 1))
+    return Quantized(jnp.array(codes), jnp.array(scales), nested, block=64, **how)
+
+
+def by_hand(w):
+    """Wᵀ, weight by weight."""
+    codes, scales = np.asarray(w.codes).ravel(), np.asarray(w.scales).ravel()
+    if w.nested is not None:
+        levels, outer, offset = (np.asarray(x) for x in w.nested)
+        scales = [levels[code] * outer[i // 256] + offset[0] for i, code in enumerate(scales)]
+    if codes.dtype == np.uint8:
+        codes = [NF4[half] for byte in codes for half in divmod(int(byte), 16)]
+    fan_in, fan_out = w.shape
+    rows = [np.float32(codes[i]) * scales[i // w.block] for i in range(fan_in * fan_out)]
+    return np.array(rows, np.float32).reshape(fan_out, fan_in)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "fan_in"), [("nf4", 128), ("plain scales", 128), ("flat", 40), ("int8", 40)])
+def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, fan_in):
+    w = held(kind, fan_in)
+    np.testing.assert_array_equal(w.rows(jnp.float32), by_hand(w))
+    np.testing.assert_array_equal(jax.jit(lambda w: w.rows(jnp.float32))(w), by_hand(w))
+    np.testing.assert_array_equal(w.matrix(jnp.bfloat16), by_hand(w).T.astype(jnp.bfloat16))
+    assert w.matrix().dtype == w.dtype
+    assert w.matrix().shape == w.shape
+
+
+@pytest.mark.quick
+def test_a_tree_knows_whether_anything_in_it_is_quantized():
+    assert is_quantized({"a": {"kernel": held("int8")}})
+    assert not is_quantized({"a": {"kernel": jnp.ones((2, 2))}})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_product_and_its_gradients_are_those_of_the_matrix(dtype):
+    w, x = held("nf4"), jax.random.normal(jax.random.key(0), (5, 128)).astype(dtype)
+    plain = w.matrix(dtype)
+    ours = lambda x: jnp.sin(matmul_quantized(x, w, jnp.float32)).sum()
+    theirs = lambda x: jnp.sin(jnp.matmul(x, plain, preferred_element_type=jnp.float32)).sum()
+    assert matmul_quantized(x, w).dtype == x.dtype
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5 if dtype == "float32" else 0.05)
+    close(jax.jit(ours)(x), theirs(x))
+    close(
+        np.float32(jax.jit(jax.grad(ours))(x)),
+        np.float32(jax.grad(theirs)(x)),
+        atol=1e-4 if dtype == "float32" else 0.1,
+    )
+    along = jnp.ones_like(x)
+    close(jax.jvp(ours, (x,), (along,))[1], jax.jvp(theirs, (x,), (along,))[1])
+
+
+def temporaries(function, *given):
+    return jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_no_program_holds_all_matrices_written_out():
+    """Neither between the two passes of a gradient nor around a loop: one or two at a time, of eight."""
+    size = 512
+    weights = [held("nf4", size, size).replace(codes=held("nf4", size, size).codes + jnp.uint8(i)) for i in range(8)]
+    x = jnp.ones((4, size))
+
+    def model(x, weights):
+        for w in weights:
+            x = jnp.tanh(matmul_quantized(x, w))
+        return x.sum()
+
+    def decode(x, weights):
+        return jax.lax.fori_loop(0, 3, lambda _, x: x + model(x, weights), x)
+
+    one = 4 * size * size
+    assert temporaries(model, x, weights) < 3 * one
+    assert temporaries(jax.grad(model), x, weights) < 3 * one
+    assert temporaries(decode, x, weights) < 3 * one

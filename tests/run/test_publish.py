@@ -1,0 +1,300 @@
+"""A policy on the hub: whole checkpoints in the right repository with a card, and faults that lose nothing."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+from hub_server import serving
+from huggingface_hub import ModelCard
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora, from_pretrained, load_lora, push_to_hub, train
+from grpo_jax.run.publish import Publisher
+from grpo_jax.types import Params
+from grpo_jax.watch.writer import RunWriter
+
+CONFIG = GRPOConfig(push_to_hub=True, hub_model_id="sums")
+
+
+def moved(params: Params) -> Params:
+    return jax.tree.map(lambda x: x + 1, params)
+
+
+def loaded(commit, directory):
+    """The policy that a commit holds."""
+    directory.mkdir()
+    for name, content in commit[3].items():
+        (directory / name).write_bytes(content)
+    return from_pretrained(directory)
+
+
+def same(a: Params, b: Params) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
+
+
+def opened(config, run_dir, policy=None):
+    publisher = Publisher(config, policy or tiny_policy(), run_dir)
+    publisher.open()
+    return publisher
+
+
+def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch):
+    def longer(completions):
+        return [float(len(text)) for text in completions]
+
+    config = dataclasses.replace(
+        CONFIG, max_steps=2, save_steps=1, max_completion_length=4, learning_rate=0.01, hub_private_repo=True
+    )
+    with serving(monkeypatch) as hub:
+        state = train(tiny_policy(), [{"prompt": "ab"}], longer, config, run_dir=tmp_path / "run")
+    assert hub.private == {"me/sums": True}
+    assert {authorization for _, _, authorization, _ in hub.requests} == {"Bearer hf_of_a_test"}
+    assert [commit[:3] for commit in hub.commits] == [
+        ("me/sums", "main", "Training in progress, step 1"),
+        ("me/sums", "main", "End of training"),
+    ]
+    first, last = (loaded(commit, tmp_path / str(i)) for i, commit in enumerate(hub.commits))
+    assert same(last.params, state.params)
+    assert not same(first.params, state.params)
+    assert last.tokenizer("ab")["input_ids"] == tiny_policy().tokenizer("ab")["input_ids"]
+    # The card comes with the end, and tells of the run.
+    assert "README.md" not in hub.commits[0][3]
+    card = hub.commits[1][3]["README.md"].decode()
+    assert "1 prompt; rewarded by `longer`;" in card
+    assert "max_steps = 2\n" in card
+    assert "![Curves of the run](report.png)" in card
+    assert hub.commits[1][3]["report.png"] == (tmp_path / "run" / "report.png").read_bytes()
+
+
+@pytest.mark.quick
+def test_the_repository_has_the_name_of_the_run_or_the_one_given(tmp_path, monkeypatch):
+    with serving(monkeypatch) as hub:
+        opened(dataclasses.replace(CONFIG, hub_model_id=None, hub_revision="dev"), tmp_path / "my-run").end(
+            tiny_policy().params
+        )
+        opened(dataclasses.replace(CONFIG, hub_model_id="team/sums"), tmp_path / "my-run").end(tiny_policy().params)
+    assert [commit[:2] for commit in hub.commits] == [("me/my-run", "dev"), ("team/sums", "main")]
+    assert hub.private == {"me/my-run": None, "team/sums": None}
+
+
+@pytest.mark.quick
+def test_adapters_are_pushed_in_the_format_of_peft(tmp_path, monkeypatch):
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=2)
+    with serving(monkeypatch) as hub:
+        opened(CONFIG, tmp_path, policy).end(policy.params)
+    ((_, _, _, files),) = hub.commits
+    assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert json.loads(files["adapter_config.json"])["r"] == 2
+
+
+def test_at_the_end_alone_or_never(tmp_path, monkeypatch):
+    params = tiny_policy().params
+    with serving(monkeypatch) as hub:
+        publisher = opened(dataclasses.replace(CONFIG, hub_strategy="end"), tmp_path)
+        publisher.saved(1, params, last=2)
+        assert hub.commits == []
+        publisher.end(params)
+        assert [commit[2] for commit in hub.commits] == ["End of training"]
+        asked = len(hub.requests)
+        publisher = opened(GRPOConfig(hub_model_id="sums"), None)
+        publisher.saved(1, params, last=2)
+        publisher.end(params)
+        assert len(hub.requests) == asked
+
+
+def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_loses_nothing(tmp_path, monkeypatch):
+    params = tiny_policy().params
+    with serving(monkeypatch) as hub:
+        publisher = opened(CONFIG, tmp_path)
+        hub.broken = True
+        publisher.saved(1, params, last=3)
+        with (
+            pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"),
+            pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it lies in .*hub\. Call train again"),
+        ):
+            publisher.end(moved(params))
+    assert same(from_pretrained(tmp_path / "hub").params, moved(params))
+
+
+def test_a_push_that_is_due_while_one_is_under_way_is_left_out(tmp_path, monkeypatch):
+    params = tiny_policy().params
+    with serving(monkeypatch) as hub:
+        publisher, gate, answer = opened(CONFIG, tmp_path), threading.Event(), hub.answer
+        monkeypatch.setattr(hub, "answer", lambda *asked: gate.wait(20) and answer(*asked))
+        for step in (1, 2, 3):
+            publisher.saved(step, params, last=4)
+        gate.set()
+        publisher.end(params)
+    assert [commit[2] for commit in hub.commits] == ["Training in progress, step 1", "End of training"]
+
+
+def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="push_to_hub = True: the policy is written before it is pushed; give run_dir"):
+        Publisher(CONFIG, tiny_policy(), None)
+    with pytest.raises(ValueError, match="push_to_hub = True: the policy has a model of your own"):
+        Publisher(CONFIG, tiny_policy().replace(model=object()), tmp_path)
+    with serving(monkeypatch) as hub:
+        config = dataclasses.replace(CONFIG, hub_model_id="other/sums", max_steps=1, max_completion_length=4)
+        with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be made \(.*403"):
+            train(tiny_policy(), [{"prompt": "a"}], lambda completions: 1 / 0, config, run_dir=tmp_path / "run")
+        assert hub.commits == []
+
+
+# By hand --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """What a run leaves, as far as the card reads it."""
+    writer = RunWriter(tmp_path / "run")
+    writer.config(GRPOConfig(max_steps=9), prompts=4000)
+    writer.metrics(0, {"eval/right": 0.125})
+    writer.metrics(9, {"reward": 0.9, "rewards/right/mean": 0.9, "num_tokens": 1234, "eval/right": 0.975})
+    (tmp_path / "run" / "report.png").write_bytes(b"a picture")
+    return tmp_path / "run"
+
+
+def asked(hub):
+    """Method and address of each request, without the host."""
+    return [f"{method} {path}" for method, path, *_ in hub.requests]
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's way to send a file
+def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    policy = tiny_policy()
+    with serving(monkeypatch) as hub:
+        hub.large = (".safetensors", ".png")
+        about = {"base_model": "some/base", "dataset": "some/data", "license": "mit"}
+        first = push_to_hub(policy, "sums", run_dir=run_dir, private=True, **about)
+        paths = asked(hub)
+        second = push_to_hub(policy.replace(params=moved(policy.params)), "me/sums", revision="later")
+        by_commit = from_pretrained("me/sums", revision=first.rpartition("/")[2])
+        by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
+        with pytest.raises(FileNotFoundError, match=r"'me/sums' is no local directory, and the hub did not give it"):
+            from_pretrained("me/sums", revision="never")
+    # One commit, of which the large files went by their own way, and nothing else was made or changed.
+    assert hub.private == {"me/sums": True}
+    assert [commit[:3] for commit in hub.commits] == [
+        ("me/sums", "main", "Upload policy"),
+        ("me/sums", "later", "Upload policy"),
+    ]
+    assert first == f"{hub.url}/me/sums/commit/{1:040x}"
+    assert second == f"{hub.url}/me/sums/commit/{2:040x}"
+    assert json.loads(hub.requests[0][3])["name"] == "sums"
+    stages = ["/api/repos/create", "/api/validate-yaml", "/preupload/main", "/objects/batch", "/store/", "/commit/main"]
+    where = [min(i for i, path in enumerate(paths) if stage in path) for stage in stages]
+    assert where == sorted(where)
+    assert sum("PUT " in path for path in paths) == 2
+    files = hub.commits[0][3]
+    assert set(files) == {
+        *("README.md", "report.png", "config.json", "generation_config.json", "model.safetensors"),
+        *policy.files,
+    }
+    assert files["report.png"] == b"a picture"
+    # What comes back is what went in.
+    assert same(by_commit.params, policy.params)
+    assert same(main.params, policy.params)
+    assert same(by_branch.params, moved(policy.params))
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.to_dict() == {
+        "base_model": "some/base",
+        "datasets": ["some/data"],
+        "library_name": "transformers",
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "grpo_jax"],
+    }
+    assert "4000 prompts of [some/data]" in card.text
+    assert "Right on held-out prompts 0.125 → 0.975 in 9 steps." in card.text
+
+
+def test_a_fresh_process_loads_it_from_the_hub_of_its_environment_as_the_card_says(tmp_path, monkeypatch):
+    """In transformers and here, by the card's own lines: HF_ENDPOINT is all that tells the process where."""
+    pytest.importorskip("torch")
+    with serving(monkeypatch) as hub:
+        push_to_hub(tiny_policy(), "me/sums")
+        blocks = re.findall(r"```python\n(.*?)```", hub.commits[0][3]["README.md"].decode(), flags=re.S)
+        assert len(blocks) == 2
+        compared = """
+import numpy, torch
+theirs = model(torch.tensor([[5, 6, 7]])).logits.detach().numpy()
+ours = policy.model.apply({"params": policy.params}, numpy.array([[5, 6, 7]]))
+numpy.testing.assert_allclose(ours, theirs, atol=1e-4)
+assert tokenizer("ab")["input_ids"] == policy.tokenizer("ab")["input_ids"]
+"""
+        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        code = "\n".join([*blocks, compared])
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **settings}, check=True, timeout=300)
+    downloads = {
+        path.rpartition("/")[2] for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path
+    }
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= downloads
+
+
+@pytest.mark.quick
+def test_adapters_pushed_by_hand_name_their_base_and_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    base = tiny_policy()
+    policy = add_lora(base, jax.random.key(0), rank=2)
+    with serving(monkeypatch) as hub:
+        push_to_hub(policy, "me/sums", base_model="some/base")
+        again = load_lora("me/sums", base, revision="main")
+    assert same(again.params, policy.params)
+    files = hub.commits[0][3]
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "some/base"
+    assert 'load_lora("me/sums", from_pretrained("some/base"))' in files["README.md"].decode()
+
+
+@pytest.mark.quick
+def test_a_card_that_a_person_wrote_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serving(monkeypatch) as hub:
+        push_to_hub(tiny_policy(), "me/sums")
+        push_to_hub(tiny_policy(), "me/sums", license="mit")  # ours is made anew
+        assert b"license: mit" in hub.commits[1][3]["README.md"]
+        hub.trees[hub.heads["me/sums", "main"]]["README.md"] = b"# Mine"
+        push_to_hub(tiny_policy(), "me/sums")
+        assert "README.md" not in hub.commits[2][3]
+        assert "model.safetensors" in hub.commits[2][3]
+
+
+@pytest.mark.quick
+def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_dir, monkeypatch):
+    policy = tiny_policy()
+    with serving(monkeypatch) as hub:
+        for name in ("a/b/c", "sums!", "", "-sums", "a--b"):
+            with pytest.raises(ValueError, match=f"repo_id is '{name}': give a name like owner/model"):
+                push_to_hub(policy, name)
+        with pytest.raises(FileNotFoundError, match=r"run_dir '.*nowhere' has no metrics\.jsonl: give the directory"):
+            push_to_hub(policy, "me/sums", run_dir=run_dir / "nowhere")
+        with pytest.raises(ValueError, match="policy has a model of your own, which no checkpoint can hold"):
+            push_to_hub(policy.replace(model=object()), "me/sums")
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+        with pytest.raises(
+            PermissionError, match="nobody is logged in to the hub: call `hf auth login`, or set HF_TOKEN"
+        ):
+            push_to_hub(policy, "me/sums", run_dir=run_dir)
+        assert hub.requests == []
+
+
+@pytest.mark.quick
+def test_what_the_hub_refuses_is_said_and_leaves_nothing(run_dir, monkeypatch):
+    policy = tiny_policy()
+    before = sorted(run_dir.iterdir())
+    with serving(monkeypatch) as hub:
+        with pytest.raises(
+            OSError, match=r"repo_id is 'other/sums': the repository cannot be made \(.*403.*; log in by"
+        ):
+            push_to_hub(policy, "other/sums", run_dir=run_dir)
+        with pytest.raises(ValueError, match=r'"license" must be one of'):
+            push_to_hub(policy, "me/sums", run_dir=run_dir, license="mine")
+    assert hub.commits == []
+    assert hub.stored == {}
+    assert sorted(run_dir.iterdir()) == before
