@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
-        print(json.dumps(load(*args.load, args.quantize)))
+        print(json.dumps(load(args.load[0], args.load[1], args.quantize)))
         return
     results = {}
     for dtype in ("bfloat16",) if args.quantize else ("float32", "bfloat16"):

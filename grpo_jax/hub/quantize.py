@@ -92,7 +92,7 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
     if method == "int8":
         return held
     held.scales[...], nested = _nest(absmax)
-    return held.replace(nested=nested)
+    return dataclasses.replace(held, nested=nested)
 
 
 def _rows(source: Source, start: int, count: int) -> np.ndarray:

@@ -16,6 +16,7 @@ of one axis, and no mesh cuts them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -152,7 +153,8 @@ def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
     """
     x = jax.lax.stop_gradient(x)
     later = lambda codes: jax.lax.platform_dependent(codes, x, cpu=_after, default=_beside)
-    return w.replace(codes=later(w.codes), scales=w.scales if w.nested is None else later(w.scales)).rows(x.dtype)
+    scales = w.scales if w.nested is None else later(w.scales)
+    return dataclasses.replace(w, codes=later(w.codes), scales=scales).rows(x.dtype)
 
 
 def _beside(codes: jax.Array, x: jax.Array) -> jax.Array:

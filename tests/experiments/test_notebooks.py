@@ -72,6 +72,13 @@ def test_gsm8k(tmp_path):
     assert len(pictures(notebook)) == 1
 
 
+def test_agents(tmp_path):
+    notebook = run(nbformat.read(ROOT / "experiments/notebooks/agents.ipynb", as_version=4), tmp_path)
+    assert len(notebook.cells) == 10
+    assert lines(tmp_path / "runs/agents/metrics.jsonl")[-1]["step"] == 10
+    assert len(pictures(notebook)) == 1
+
+
 @pytest.mark.quick
 def test_a_cell_that_raises_fails(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in ("import os", "assert os.environ['PYTHONPATH'] == ''")]
@@ -145,7 +152,7 @@ def make_clone(directory):
 def test_the_first_cell_is_the_same_in_all_notebooks():
     assert len({install_cell(path) for path in NOTEBOOKS}) == 1
     assert [path.stem for path in CHINESE] == ["grpo_from_scratch_zh", "quickstart_zh"]
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
 
 
 @pytest.mark.quick
