@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny_model
 
-from grpo_jax.models import transformer
+from grpo_jax.models import block, transformer
 from grpo_jax.models.cache import empty_cache
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import TransformerConfig
@@ -270,10 +270,8 @@ def test_layers_that_are_traced_once_are_the_layers(config):
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
 def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
     traced = []
-    attention = transformer.group_attention
-    monkeypatch.setattr(
-        transformer, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how)
-    )
+    attention = block.group_attention
+    monkeypatch.setattr(block, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how))
     # A shape of its own, which no other test has traced before.
     model = Transformer(dataclasses.replace(PLAIN, vocab_size=41, num_layers=6, **changes))
     tokens = jnp.zeros((B, T), jnp.int32)
