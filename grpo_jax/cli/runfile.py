@@ -318,7 +318,7 @@ def lora_arguments(given: Any) -> dict[str, Any] | None:
         kind = (int, float) if _LORA[name] is float else _LORA[name]
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ValueError(f"{name} = {show(value)} is no {_LORA[name].__name__}")
-    return {"alpha": 2.0 * asked["rank"], **asked} if "rank" in asked else dict(asked)
+    return {**asked, "alpha": asked.get("alpha", 2.0 * asked["rank"])} if "rank" in asked else dict(asked)
 
 
 def _check_model(given: Any, folder: Path) -> None:
