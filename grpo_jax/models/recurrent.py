@@ -188,7 +188,8 @@ class GatedDeltaNet(nn.Module):
         else:
             memory, tail = ((b, *size) for size in shape.state)
             prompt = State(jnp.zeros(memory, jnp.float32), jnp.zeros(tail, mixed.dtype))
-        kept: Any = State(None, None)  # type: ignore[arg-type]
+        nothing: Any = None
+        kept = State(nothing, nothing)
         if context.cache is not None:
             whole = ((b, n, g, *rest) for n, *rest in shape.state)
             kept = State(*(x.reshape(size) for x, size in zip(context.cache, whole, strict=True)))

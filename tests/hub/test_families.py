@@ -358,8 +358,10 @@ def test_logits_agree_with_pytorch_in_bfloat16(case):
     assert ours.dtype == jnp.float32
     for b, n in enumerate(lengths):
         apart, size = (np.linalg.norm(x, axis=-1) for x in (ours[b, :n] - theirs[b, :n], theirs[b, :n]))
-        # By a rounding, the router sends a token to another expert: of a sparse family, one in a row may be.
-        same = np.argsort(apart / size)[: n - (policy.model.config.num_experts > 0)]
+        # By a rounding, the router sends a token to another expert: one in a row may be, of sparse families whose
+        # recurrent layers carry roundings from token to token. All tokens of all other families count.
+        flips = policy.model.config.num_experts > 0 and policy.model.config.delta is not None
+        same = np.argsort(apart / size)[: n - flips]
         assert np.linalg.norm(apart[same]) <= 3e-2 * np.linalg.norm(size[same])
 
 
