@@ -61,14 +61,6 @@ def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_pictures():
-    """They are looked at elsewhere, and each takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
-        yield
-
-
 class Cut(Exception):
     pass
 
