@@ -1,6 +1,7 @@
 """Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -31,12 +32,18 @@ if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what 
 import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 chex.set_n_cpu_devices(8)
 
 # Tests share helpers across the rooms: each folder of tests can be imported from.
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# jax makes a context of MLIR for each program, which takes longer than to write down most of these programs, and more
+# than a megabyte that is not given back. One serves them all; a jax that makes them elsewhere goes on as ever.
+if hasattr(mlir, "make_ir_context"):
+    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 # The files that take longest go first: the last of them would keep one worker waiting for the other.
@@ -47,11 +54,29 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_ahead(request, monkeypatch):
-    """Programs that a test's run may need later are compiled when it does: but for the tests of just that."""
-    if request.path.stem != "test_ahead":
-        monkeypatch.setattr("grpo_jax.run.ahead.programs_of", lambda *_: ())
+def pytest_collection_finish():
+    """What is imported stays: the garbage collector need not look through all of it again, nor after every program."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+
+
+# The files whose tests look at what a run draws.
+PICTURES = ("test_commands", "test_experiments", "test_guess", "test_publish", "test_readme", "test_train")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_what_is_looked_at(request):
+    """Of a run, what takes seconds: programs that it may need later, compiled ahead, and its pictures.
+
+    For a whole module, so that they hold while its shared runs are made.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_ahead":
+            patch.setattr("grpo_jax.run.ahead.programs_of", lambda *_: ())
+        if request.path.stem not in PICTURES and request.path.parent.name != "watch":
+            patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

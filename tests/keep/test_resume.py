@@ -61,14 +61,6 @@ def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_pictures():
-    """They are looked at elsewhere, and each takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
-        yield
-
-
 class Cut(Exception):
     pass
 
@@ -401,8 +393,8 @@ def test_other_versions_and_devices_are_told():
 
 
 def test_killed_at_random_moments(tmp_path):
-    """Three SIGKILLs, some in the middle of a save, and a SIGTERM, from outside; the whole is `--kills 50`."""
-    command = ["-m", "experiments.kill_and_resume", "--kills", "3", "--terms", "1", "--run-dir"]
+    """A SIGKILL at any moment, one in the middle of a save, and a SIGTERM, from outside; the whole is `--kills 50`."""
+    command = ["-m", "experiments.kill_and_resume", "--kills", "2", "--terms", "1", "--run-dir"]
     done = subprocess.run(
         [sys.executable, *command, str(tmp_path / "runs")],
         cwd=Path(__file__).parents[2],
@@ -411,6 +403,6 @@ def test_killed_at_random_moments(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    assert results["kills"] == 3
+    assert results["kills"] == 2
     assert results["runs the same"] == results["runs"] > 0
     assert results["with a checkpoint half written"] > 0

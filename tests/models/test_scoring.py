@@ -31,11 +31,14 @@ def plain(model, params, rows, temperature=1.0):
     out = []
     for b in range(3):
         prompt = jnp.array(LISTS[b])
-        for tokens in rows.tokens[b]:
+
+        def alone(tokens, prompt=prompt):
             logits = model.apply({"params": params}, jnp.concatenate([prompt, tokens])[None])[0] / temperature
             log_p = jax.nn.log_softmax(logits)[len(prompt) - 1 : -1]
-            out.append(log_p[jnp.arange(len(tokens)), tokens])
-    return jnp.where(rows.mask, jnp.stack(out).reshape(rows.mask.shape), 0)
+            return log_p[jnp.arange(len(tokens)), tokens]
+
+        out.append(jax.lax.map(alone, rows.tokens[b]))
+    return jnp.where(rows.mask, jnp.stack(out), 0)
 
 
 WEIGHTS = jax.random.normal(jax.random.key(5), (3, 4, 6))
