@@ -36,7 +36,15 @@ from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.quantize import check_method, find_nf4, without_quantization
 from grpo_jax.hub.seeing import sees
-from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, parameter_paths, tensor_plan
+from grpo_jax.hub.tensors import (
+    LAYOUTS,
+    Tensor,
+    abstract_params,
+    layout_of,
+    parameter_paths,
+    stacked_experts,
+    tensor_plan,
+)
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
@@ -109,7 +117,8 @@ def from_pretrained(
     if sees(raw):
         raw = _with_head(raw, stored)
         config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
-    plan = tensor_plan(raw, config, layout_of(stored))
+    stacked = stacked_experts(stored)
+    plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     beside = check_tensors(directory, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
@@ -121,6 +130,7 @@ def from_pretrained(
         generation_config=read_json(directory / "generation_config.json") or {},
         files={name: (directory / name).read_bytes() for name in there},
         beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
+        stacked_experts=stacked,
     )
 
 
@@ -160,7 +170,8 @@ def save_pretrained(
     _check_plain(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    plan = tensor_plan(policy.config, policy.model.config, layout_of(policy.beside))
+    layout = layout_of(policy.beside)
+    plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
     leaves = dict(parameter_paths(policy.params))
     check_params(plan, leaves)
     if jax.process_count() > 1:

@@ -22,7 +22,7 @@ QWEN3_5: dict[str, Any] = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    "only": {"hidden_act": "silu"},  # of the convolution too
+    "only": {"hidden_act": "silu", "attn_output_gate": True},  # the activation of the convolution too
     "spare": (r"mtp\..*",),  # heads that guess several tokens at once
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -37,7 +38,8 @@ def check_tensors(
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *spare)))
+    # What a family leaves in a checkpoint of a language model goes with the pictures of one that sees.
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *(() if seeing else spare))))
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name)]
     model, head = LAYOUTS[layout_of(stored)]
     problems = {
@@ -81,9 +83,11 @@ def read_params(
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
     sources: dict[tuple[str, ...], list[tuple[Source, int, Part]]] = {}
     for tensor in plan:
-        first = 0
+        first, source = 0, stored[tensor.name]
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # experts below each other
+            source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
-            sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
+            sources.setdefault(part.path, []).append((source, first, part))
             first += part.rows if part.column is None else 0
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
     for path, shape in shapes.items():

@@ -500,6 +500,8 @@ BAD_VALUES = [
     ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"is 24.*a multiple of linear_num_key_heads = 16"),
     ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 1}, r"'linear_conv_kernel_dim' is 1.*an int ≥ 2"),
     ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"'hidden_act' is 'gelu'.*'silu'"),
+    ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, r"'attn_output_gate' is False.*True"),
+    ("Qwen3_5ForCausalLM", {"rope_parameters": {"rope_type": "mrope"}}, r"'rope_parameters.rope_type' is 'mrope'"),
     ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, r"'norm_topk_prob' is False"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),
 ]
