@@ -27,8 +27,11 @@ from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
-TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|mlp/(gate|up|down)_proj)"
-"""Every projection of attention, of a gated delta net and of a dense MLP; not the head, the embedding, a router or
+TARGETS = (
+    r"layers_\d+/"
+    r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj)"
+)
+"""Every projection of attention, of a recurrent layer and of a dense MLP; not the head, the embedding, a router or
 experts."""
 
 

@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
         only = lambda x: x[:, :, 0]
         turned = lambda k, v: (only(k).swapaxes(-1, -2), only(v))
-        layers = (State(*map(only, kept)) if isinstance(kept, State) else turned(*kept) for kept in own)
+        layers = (jax.tree.map(only, kept) if isinstance(kept, State) else turned(*kept) for kept in own)
         return hidden[:, 0, 0], Prefix(tuple(layers), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
