@@ -35,6 +35,7 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
     # Held by rows, and so the other way round.
+    (r"(.*/)?(embed_tokens/embedding|lm_head/kernel)/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
     (r".*/(linear_attn|conv)/in_proj\w*/kernel/(codes|scales)", (None, "fsdp")),

@@ -34,7 +34,7 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.quantize import check_method, find_nf4, without_quantization
+from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.seeing import sees
 from grpo_jax.hub.tensors import (
     LAYOUTS,
@@ -66,6 +66,7 @@ def from_pretrained(
     mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
     quantize: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout.
 
@@ -81,6 +82,9 @@ def from_pretrained(
       quantize: "nf4" (four bits, in blocks of 64, their scales quantized once more) or "int8" (a scale a row): how the
         projections of layers are held, for a base that `add_lora` freezes; None: plain. They are quantized a few rows
         at a time while they are read. A checkpoint that bitsandbytes has stored in NF4 is held as it is stored.
+      quantize_embeddings: with `quantize`, the embedding is held so too, and only the rows that are looked up are
+        written out; the output head is held in int8, and so is an embedding that is the head. False: both are plain, as
+        in QLoRA and bitsandbytes.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -107,7 +111,7 @@ def from_pretrained(
         if value not in ("float32", "bfloat16"):
             reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
             raise ValueError(f"{argument} is {value!r}{reason}.")
-    check_method(quantize)
+    check_method(quantize, quantize_embeddings)
     directory = find_checkpoint(name_or_directory, revision=revision)
     raw = read_json(directory / "config.json")
     if raw is None:
@@ -119,12 +123,13 @@ def from_pretrained(
         config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
     stacked = stacked_experts(stored)
     plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
+    held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     beside = check_tensors(directory, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
     return Policy(
         model=Transformer(config),
-        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
+        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
         tokenizer=load_tokenizer(directory) if set(there) & set(TOKENIZER_FILES) else None,
         config=without_mxfp4(raw),
         generation_config=read_json(directory / "generation_config.json") or {},
