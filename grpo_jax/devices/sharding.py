@@ -29,14 +29,17 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
-    # Queries, keys and values of a recurrent layer lie side by side: heads are not cut.
-    (r".*/linear_attn/in_proj_\w+/kernel", ("fsdp", None)),
-    (r".*/linear_attn/out_proj/kernel", (None, "fsdp")),
+    # What a recurrent layer makes of a token lies side by side: heads and channels are not cut.
+    (r".*/(linear_attn|conv)/in_proj\w*/kernel", ("fsdp", None)),
+    (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
     # Held by rows, and so the other way round.
+    (r"(.*/)?(embed_tokens/embedding|lm_head/kernel)/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
+    (r".*/(linear_attn|conv)/in_proj\w*/kernel/(codes|scales)", (None, "fsdp")),
+    (r".*/(linear_attn|conv)/out_proj/kernel/(codes|scales)", ("fsdp", None)),
     (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
     (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
     (r".*/experts/(gate|up)_bias", (None, "tensor")),

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.hub.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid
+from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
     Family,
@@ -322,6 +322,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", hybrid, **QWEN3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", _sparse_hybrid, **QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family("qwen3_next", _sparse_hybrid, **QWEN3_NEXT),
+    "Lfm2ForCausalLM": Family("lfm2", lfm2, **LFM2),
 }
 
 

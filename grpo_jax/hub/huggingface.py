@@ -34,9 +34,17 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.quantize import check_method, find_nf4, without_quantization
+from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.seeing import sees
-from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, parameter_paths, tensor_plan
+from grpo_jax.hub.tensors import (
+    LAYOUTS,
+    Tensor,
+    abstract_params,
+    layout_of,
+    parameter_paths,
+    stacked_experts,
+    tensor_plan,
+)
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
@@ -58,6 +66,7 @@ def from_pretrained(
     mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
     quantize: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout.
 
@@ -73,6 +82,9 @@ def from_pretrained(
       quantize: "nf4" (four bits, in blocks of 64, their scales quantized once more) or "int8" (a scale a row): how the
         projections of layers are held, for a base that `add_lora` freezes; None: plain. They are quantized a few rows
         at a time while they are read. A checkpoint that bitsandbytes has stored in NF4 is held as it is stored.
+      quantize_embeddings: with `quantize`, the embedding is held so too, and only the rows that are looked up are
+        written out; the output head is held in int8, and so is an embedding that is the head. False: both are plain, as
+        in QLoRA and bitsandbytes.
 
     Returns:
       A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
@@ -99,7 +111,7 @@ def from_pretrained(
         if value not in ("float32", "bfloat16"):
             reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
             raise ValueError(f"{argument} is {value!r}{reason}.")
-    check_method(quantize)
+    check_method(quantize, quantize_embeddings)
     directory = find_checkpoint(name_or_directory, revision=revision)
     raw = read_json(directory / "config.json")
     if raw is None:
@@ -109,18 +121,21 @@ def from_pretrained(
     if sees(raw):
         raw = _with_head(raw, stored)
         config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
-    plan = tensor_plan(raw, config, layout_of(stored))
+    stacked = stacked_experts(stored)
+    plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
+    held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     beside = check_tensors(directory, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
     return Policy(
         model=Transformer(config),
-        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
+        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
         tokenizer=load_tokenizer(directory) if set(there) & set(TOKENIZER_FILES) else None,
         config=without_mxfp4(raw),
         generation_config=read_json(directory / "generation_config.json") or {},
         files={name: (directory / name).read_bytes() for name in there},
         beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
+        stacked_experts=stacked,
     )
 
 
@@ -160,7 +175,8 @@ def save_pretrained(
     _check_plain(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    plan = tensor_plan(policy.config, policy.model.config, layout_of(policy.beside))
+    layout = layout_of(policy.beside)
+    plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
     leaves = dict(parameter_paths(policy.params))
     check_params(plan, leaves)
     if jax.process_count() > 1:

@@ -36,6 +36,7 @@ class Policy:
       files: the tokenizer's files, name to bytes, as they came.
       beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
         memory-mapped, and written as they came.
+      stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
     """
 
     model: Any
@@ -45,6 +46,7 @@ class Policy:
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    stacked_experts: bool = False
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

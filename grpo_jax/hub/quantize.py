@@ -1,7 +1,7 @@
 """Matrices in four and eight bits: made from a checkpoint's tensors a few rows at a time, or read from bitsandbytes.
 
-Quantized are the projections of layers. Embedding, output head, norms, biases and routers stay as they are, as in QLoRA
-(arXiv:2305.14314), and so does every weight that is trained.
+Quantized are the projections of layers, and by choice the embedding and the output head. Norms, biases and routers stay
+as they are, as in QLoRA (arXiv:2305.14314), and so does every weight that is trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,48 @@ Source = tuple[Any, int, Part]
 """A stored tensor, the row in it where a parameter begins, and the part of the parameter that its rows are."""
 
 
-def check_method(method: str | None, argument: str = "quantize") -> None:
-    """Raise ValueError unless `method` is one of `METHODS` or None."""
+class Quantization(NamedTuple):
+    """How a base is held.
+
+    Attributes:
+      method: of the projections of layers, one of `METHODS`; None: plain.
+      embeddings: whether embedding and output head are quantized too.
+      tied: the head is the embedding.
+    """
+
+    method: str | None = None
+    embeddings: bool = False
+    tied: bool = False
+
+    def of(self, path: Sequence[str], shape: Sequence[int]) -> str | None:
+        """The method of one parameter; None: plain.
+
+        A head is in eight bits, since what it rounds goes straight into the logits, and so is an embedding that is the
+        head too, or one whose rows are no whole blocks of four bits.
+
+        Example:
+          >>> Quantization("nf4").of(("lm_head", "kernel"), (64, 96))
+          >>> Quantization("nf4", embeddings=True).of(("lm_head", "kernel"), (64, 96))
+          'int8'
+        """
+        if self.method is None or is_projection(path, shape):
+            return self.method
+        if not self.embeddings or path[-1] not in ("embedding", "kernel") or path[0] not in ("embed_tokens", "lm_head"):
+            return None
+        return "int8" if path[0] == "lm_head" or self.tied or shape[-1] % BLOCK else self.method
+
+
+def check_method(method: str | None, embeddings: bool = False) -> None:
+    """Raise ValueError unless `method` is one of `METHODS` or None, and embeddings are quantized only with the rest."""
     if method is not None and method not in METHODS:
-        raise ValueError(f"{argument} is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
+        raise ValueError(f"quantize is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
+    if embeddings and method is None:
+        raise ValueError("quantize_embeddings is True, and quantize is None: say how by quantize='nf4' or 'int8'.")
+
+
+def held_shape(path: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape [in, out] that a parameter is quantized by: an embedding is held as the head that is tied to it."""
+    return shape[::-1] if path[-1] == "embedding" else shape
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:

@@ -22,6 +22,27 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5},
     ),
+    "Qwen3_5ForConditionalGeneration": (
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        {
+            "model_type": "qwen3_5_text",
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+        },
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        {
+            "model_type": "qwen3_5_moe_text",
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+        },
+    ),
 }
 """Models that also see: the architecture of their language model by its `model_type`, and defaults of its config.
 

@@ -66,6 +66,10 @@ _STACKED = {
 }
 """Of `Family.stacked`, the stored tensor of each parameter of the experts, and its columns there."""
 
+_HALVES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+"""Of experts that a checkpoint stores stacked, the same; the rows of an expert's gate are followed by those of its up.
+"""
+
 
 def abstract_params(config: TransformerConfig) -> Any:
     """The tree of parameters as shapes and dtypes, without memory for any."""
@@ -100,13 +104,22 @@ def layout_of(names: Iterable[str]) -> int:
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
-def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig, layout: int = 0) -> tuple[Tensor, ...]:
+def stacked_experts(names: Iterable[str]) -> bool:
+    """Whether a checkpoint has the experts of a layer in one tensor of each kind, and not in one of each expert."""
+    own = (name for name in names if name.startswith(("model.", "language_model.")))
+    return any(name.endswith(".mlp.experts.down_proj") for name in own)
+
+
+def tensor_plan(
+    raw: Mapping[str, Any], config: TransformerConfig, layout: int = 0, *, stacked: bool = False
+) -> tuple[Tensor, ...]:
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
     Args:
       raw: the content of config.json, for its architecture.
       config: what `read_config` made of it.
       layout: of a model that sees, index into `LAYOUTS`.
+      stacked: the experts of a layer are stored as one tensor of each kind.
 
     Returns:
       One `Tensor` for each name in the checkpoint; together they cover every parameter once.
@@ -132,10 +145,11 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig, layout: int =
                 path, leaf.shape, column=column
             )
             continue
-        if len(leaf.shape) == 3:  # All experts of a layer in one array here, one tensor each in the file.
+        if len(leaf.shape) == 3:  # All experts of a layer in one array here; in the file in one, or one tensor each.
             for e in range(leaf.shape[0]):
-                name = ".".join(_hf_modules((*modules, str(e), last))) + ".weight"
-                groups.setdefault(name, {})[0] = Part(path, leaf.shape[1:], e)
+                name, half = _HALVES[last] if stacked else (f"{e}.{last}.weight", 0)
+                members = groups.setdefault(".".join(_hf_modules((*modules, name))), {})
+                members[2 * e + half] = Part(path, leaf.shape[1:], e)
             continue
         module, order = fused.get(modules[-1], (modules[-1], 0))
         suffix = _SUFFIXES.get(last, f".{last}")
@@ -151,7 +165,9 @@ def tensor_plan(raw: Mapping[str, Any], config: TransformerConfig, layout: int =
         columns = (first[0],) if parts[0].transposed else first[1:]
         if parts[0].path[-1] == "conv1d":  # a filter for each channel, of one channel
             columns = (1, *columns)
-        plan.append(Tensor(name, (sum(part.rows for part in parts), *columns), parts))
+        rows, highest = sum(part.rows for part in parts), parts[-1].expert
+        lead = (highest + 1, rows // (highest + 1)) if stacked and highest is not None else (rows,)
+        plan.append(Tensor(name, (*lead, *columns), parts))
     return tuple(_moved(tensor, *LAYOUTS[layout]) for tensor in plan) if sees(raw) else tuple(plan)
 
 

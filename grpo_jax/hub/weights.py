@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import numpy as np
 from grpo_jax.devices.sharding import parameter_sharding
 from grpo_jax.hub.files import check_read, some
 from grpo_jax.hub.mxfp4 import Source
-from grpo_jax.hub.quantize import Nf4Tensor, check_sources, is_projection, read_nf4, read_quantized
+from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_sources, held_shape, read_nf4, read_quantized
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of, nest, parameter_paths
 from grpo_jax.models.quantized import Quantized
 from grpo_jax.types import Params
@@ -37,7 +38,8 @@ def check_tensors(
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *spare)))
+    # What a family leaves in a checkpoint of a language model goes with the pictures of one that sees.
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *(() if seeing else spare))))
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name)]
     model, head = LAYOUTS[layout_of(stored)]
     problems = {
@@ -76,28 +78,37 @@ def read_params(
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
-    quantize: str | None,
+    quantize: Quantization,
 ) -> Params:
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
     sources: dict[tuple[str, ...], list[tuple[Source, int, Part]]] = {}
     for tensor in plan:
-        first = 0
+        first, source = 0, stored[tensor.name]
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # experts below each other
+            source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
-            sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
+            sources.setdefault(part.path, []).append((source, first, part))
             first += part.rows if part.column is None else 0
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
     for path, shape in shapes.items():
-        check_sources(path, shape, sources[path], quantize)
+        check_sources(path, shape, sources[path], quantize.method)
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
         shape, found = shapes[path], sources[path]
         if isinstance(found[0][0], Nf4Tensor):
             arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
-        elif quantize is not None and is_projection(path, shape):
-            arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
+        elif (method := quantize.of(path, shape)) is not None:
+            kernels = [(source, first, _as_kernel(part)) for source, first, part in found]
+            arrays[path] = _place(path, read_quantized(held_shape(path, shape), kernels, method, dtype.name), mesh)
         else:
             arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
     return nest({path: arrays[path] for path in shapes})
+
+
+def _as_kernel(part: Part) -> Part:
+    """The same rows of a stored tensor, as those of a kernel [in, out]."""
+    path = (*part.path[:-1], "kernel") if part.path[-1] == "embedding" else part.path
+    return dataclasses.replace(part, path=path, shape=held_shape(part.path, part.shape))
 
 
 def _read_plain(shape: tuple[int, ...], sources: list[tuple[Source, int, Part]], dtype: np.dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention or a gated delta net, a dense MLP or a mixture of experts, and the norms.
+"""One layer of the decoder: attention or a recurrent layer, a dense MLP or a mixture of experts, and the norms.
 
 A layer is told by a `Context` where its tokens stand and what was before them.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from grpo_jax.models.attention import Segments, attend, group_attention, packed_attention
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
-from grpo_jax.models.recurrent import GatedDeltaNet
+from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
@@ -177,8 +177,7 @@ class Layer(nn.Module):
         def add(x, y):
             return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
 
-        delta = self.kind.mixer == "delta"
-        attention = GatedDeltaNet(c, name="linear_attn") if delta else Attention(c, self.kind, name="self_attn")
+        attention = self._mixer()
         mlp = self._experts() if self.kind.sparse else MLP(c, name="mlp")
         if c.norms == "pre":
             y, kv = attention(norm("input_layernorm")(x), context)
@@ -192,6 +191,13 @@ class Layer(nn.Module):
         y, kv = attention(x, context)
         x = add(context.pick(x), norm("post_attention_layernorm")(y))
         return add(x, norm("post_feedforward_layernorm")(mlp(x))), kv
+
+    def _mixer(self):
+        if self.kind.mixer == "delta":
+            return GatedDeltaNet(self.config, name="linear_attn")
+        if self.kind.mixer == "conv":
+            return ShortConvolution(self.config, name="conv")
+        return Attention(self.config, self.kind, name="self_attn")
 
     def _experts(self):
         c = self.config

@@ -65,9 +65,7 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     widths = count_attention(c) * attention + (c.num_layers - sparse) * 3 * c.intermediate_size
     widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
     widths += sparse * (3 * c.shared_expert_size + (c.shared_expert_size > 0))
-    if c.delta is not None:
-        of_delta = c.delta.mixed_width + 2 * c.delta.value_width + 2 * c.delta.value_heads
-        widths += (c.num_layers - count_attention(c)) * of_delta
+    widths += sum(layer.projected_width for layer in c.recurrent)
     return c.hidden_size * (widths + head * c.vocab_size)
 
 
@@ -86,10 +84,12 @@ def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
       >>> state_bytes(shape, itemsize=2)  # 2 · 8 · 4 numbers of 4 bytes, and 3 tokens of 24 channels
       400
     """
-    if shape.delta is None:
-        return 0
-    memory, tail = map(math.prod, shape.delta.state)
-    return (shape.num_layers - count_attention(shape)) * (4 * memory + itemsize * tail)
+    return 4 * _memory(shape) + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
+
+
+def _memory(shape: TransformerConfig) -> int:
+    """Numbers of all memories of one completion."""
+    return sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +182,7 @@ class Work:
         """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
         c, p, t = self.shape, self.prompt_length, self.completion_length
         # A memory is read twice and written once a token.
-        memory = 0 if c.delta is None else math.prod(c.delta.state[0])
-        recurrent = 3 * (c.num_layers - count_attention(c)) * memory
-        scores = lambda keys: 2 * count_attention(c) * c.num_heads * c.head_dim * keys + recurrent
+        scores = lambda keys: 2 * count_attention(c) * c.num_heads * c.head_dim * keys + 3 * _memory(c)
         prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))
         completions = self.group * t * (count_weights(c) + scores(p + (t + 1) / 2))
         return 6 * self.prompts * (prompts + completions)

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.layers import DeltaShape, TransformerConfig
+from grpo_jax.models.layers import TransformerConfig
 
 
 class State(NamedTuple):
     """What a recurrent layer keeps; in the place of an attention layer's (keys, values).
 
     Attributes:
-      memory: [B, H, G, d_k, d_v] float32; of a prompt [B, H, d_k, d_v].
+      memory: [B, H, G, d_k, d_v] float32; of a prompt [B, H, d_k, d_v]. None of a layer that is a convolution alone.
       tail: [B, 1, G, K − 1, C], what the convolution still needs of the last tokens; of a prompt [B, 1, K − 1, C].
     """
 
-    memory: jax.Array
+    memory: jax.Array | None
     tail: jax.Array
 
 
@@ -44,12 +44,11 @@ def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, d
     zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
     pair = lambda: (zeros(config.num_kv_heads, d, slots), zeros(config.num_kv_heads, slots, d))
 
-    def state(shape: DeltaShape | None) -> State:
-        assert shape is not None
-        memory, tail = shape.state
-        return State(zeros(*memory, dtype=jnp.float32), zeros(*tail))
+    def state(memory: tuple[int, int, int] | None, tail: tuple[int, int, int]) -> State:
+        return State(None if memory is None else zeros(*memory, dtype=jnp.float32), zeros(*tail))
 
-    return tuple(state(config.delta) if kind.mixer == "delta" else pair() for kind in config.layer_kinds)
+    states = iter(config.recurrent)
+    return tuple(pair() if kind.mixer == "attention" else state(*next(states).state) for kind in config.layer_kinds)
 
 
 def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]:
@@ -59,10 +58,9 @@ def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]
     """
 
     def one(layer: Any) -> Any:
-        (b, h, d, _), shapes = layer[0].shape, [x.shape[2:] for x in layer]
         if isinstance(layer, State):
-            made = [jnp.zeros((*x.shape[:2], group, *shape), x.dtype) for x, shape in zip(layer, shapes, strict=True)]
-            return State(*made)
+            return jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], group, *x.shape[2:]), x.dtype), layer)
+        b, h, d, _ = layer[0].shape
         return jnp.zeros((b, h, group, d, slots), layer[0].dtype), jnp.zeros((b, h, group, slots, d), layer[1].dtype)
 
     return tuple(map(one, layers))

@@ -24,7 +24,7 @@ class LayerKind:
       window: the sliding window in tokens; None for full attention.
       rotary: whether queries and keys are rotated.
       sparse: a mixture of experts in place of the MLP.
-      mixer: what mixes tokens: "attention", or "delta" for a gated delta net.
+      mixer: what mixes tokens: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
     """
 
     window: int | None = None
@@ -73,6 +73,36 @@ class DeltaShape:
         """Shapes of what is kept of one completion: (H, d_k, d_v) of the memory, (1, K − 1, C) of the tail."""
         return (self.value_heads, self.key_dim, self.value_dim), (1, self.kernel - 1, self.mixed_width)
 
+    @property
+    def projected_width(self) -> int:
+        """Widths of all projections of a layer together, beside D."""
+        return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvShape:
+    """The shape of a decoder's gated short convolutions.
+
+    Attributes:
+      width: C, channels of the convolution: D.
+      kernel: K, tokens that it looks at.
+      bias: of the projections and the convolution.
+    """
+
+    width: int
+    kernel: int = 3
+    bias: bool = False
+
+    @property
+    def state(self) -> tuple[None, tuple[int, int, int]]:
+        """Shapes of what is kept of one completion: no memory, and (1, K − 1, C) of the tail."""
+        return None, (1, self.kernel - 1, self.width)
+
+    @property
+    def projected_width(self) -> int:
+        """Widths of all projections of a layer together, beside D."""
+        return 4 * self.width
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
@@ -95,6 +125,7 @@ class TransformerConfig:
       windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
       mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
       delta: the shape of the layers that are gated delta nets.
+      conv: that of those that are gated short convolutions.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
       attention_gate: what attention returns is weighed by a gate of each channel, which `q_proj` has beside the query.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
@@ -145,6 +176,7 @@ class TransformerConfig:
     windows: tuple[int | None, ...] | None = None
     mixers: tuple[str, ...] | None = None
     delta: DeltaShape | None = None
+    conv: ConvShape | None = None
     attention_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -184,6 +216,12 @@ class TransformerConfig:
         windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
         sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
         return tuple(map(LayerKind, windows, rotary, sparse, mixers))
+
+    @property
+    def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
+        """The shape of each layer that keeps a state of fixed size, from the first on."""
+        kinds = {"delta": self.delta, "conv": self.conv}
+        return tuple(shape for kind in self.layer_kinds if (shape := kinds.get(kind.mixer)) is not None)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -27,8 +27,11 @@ from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
-TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|mlp/(gate|up|down)_proj)"
-"""Every projection of attention, of a gated delta net and of a dense MLP; not the head, the embedding, a router or
+TARGETS = (
+    r"layers_\d+/"
+    r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj)"
+)
+"""Every projection of attention, of a recurrent layer and of a dense MLP; not the head, the embedding, a router or
 experts."""
 
 
@@ -138,12 +141,17 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     for name, node in base.items():
         extra = adapters.get(name, {})
         if not isinstance(node, Mapping):
-            merged[name] = np.asarray(node.matrix()) if isinstance(node, Quantized) else node
+            merged[name] = _written_out(name, node) if isinstance(node, Quantized) else node
         elif "a" in extra:
             merged[name] = {**node, "kernel": _merged(node["kernel"], extra, scale)}
         else:
             merged[name] = merge_adapters(node, extra, scale)
     return merged
+
+
+def _written_out(name: str, held: Quantized) -> np.ndarray:
+    """What a quantized parameter stands for; an embedding is held as the kernel of the head that is tied to it."""
+    return np.asarray(held.rows(held.dtype) if name == "embedding" else held.matrix())
 
 
 def _merged(kernel: Any, adapter: Params, scale: float) -> Any:

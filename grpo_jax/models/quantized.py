@@ -98,15 +98,30 @@ class Quantized:
         """W [..., in, out], in its own dtype unless another is given."""
         return self.rows(self.dtype if dtype is None else dtype).swapaxes(-1, -2)
 
+    def take(self, at: jax.Array, dtype: Any) -> jax.Array:
+        """Rows `at` [...] of Wᵀ as [..., in], and no other row is written out; where rows are cut into whole blocks."""
+        rows = lambda x: jnp.take(x, at, axis=0, mode="clip")
+        values, scales = _values(rows(self.codes)), rows(self.scales)
+        if self.nested is not None:
+            count = scales.shape[-1]
+            place = at[..., None] * count + jnp.arange(count).reshape(*[1] * at.ndim, -1)
+            scales = self._plain(scales, jnp.take(self.nested[1], place // NESTED_BLOCK, mode="clip"))
+        blocks = values.reshape(*scales.shape, self.block) * scales[..., None]
+        return blocks.astype(dtype).reshape(values.shape)
+
     def _scales(self) -> jax.Array:
         """Of each block, float32."""
         if self.nested is None:
             return self.scales
-        levels, outer, offset = self.nested
-        outer = jnp.repeat(outer, NESTED_BLOCK)[: math.prod(self.scales.shape)].reshape(self.scales.shape)
+        outer = jnp.repeat(self.nested[1], NESTED_BLOCK)[: math.prod(self.scales.shape)].reshape(self.scales.shape)
+        return self._plain(self.scales, outer)
+
+    def _plain(self, scales: jax.Array, outer: jax.Array) -> jax.Array:
+        """Nested scales in float32, given the outer scale of each."""
+        levels, _, offset = self.nested
         # PyTorch rounds the product before it adds. A compiler would make one multiply-add of both, but for the
         # maximum, which leaves every number as it is.
-        return jnp.maximum(levels[self.scales.astype(jnp.int32)] * outer, jnp.finfo(jnp.float32).min) + offset[0]
+        return jnp.maximum(levels[scales.astype(jnp.int32)] * outer, jnp.finfo(jnp.float32).min) + offset[0]
 
 
 def _values(codes: jax.Array) -> jax.Array:

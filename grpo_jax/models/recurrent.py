@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size: short convolutions, and the gated delta net.
+"""Layers that keep a state of fixed size: gated short convolutions, and the gated delta net.
 
 ```
               tokens read together               one token, decoding
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from grpo_jax.models.attention import Segments
 from grpo_jax.models.cache import State
 from grpo_jax.models.delta import CHUNK, delta_rule, delta_step
-from grpo_jax.models.layers import DeltaShape, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.layers import ConvShape, DeltaShape, Linear, RMSNorm, TransformerConfig
 
 
 class Run(NamedTuple):
@@ -119,6 +119,72 @@ def last_tokens(x: jax.Array, tail: jax.Array, run: Run) -> jax.Array:
     return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
 
 
+def _before(context: Any, shape: DeltaShape | ConvShape, mixed: jax.Array) -> tuple[Run, State, State]:
+    """Where the tokens [B, G, T, C] stand; what their prompts end with, zeros if there are none; and what the cache
+    has."""
+    b, g, t, _ = mixed.shape
+    memory, tail = shape.state
+    if context.prefix is not None:
+        prompt = State(*context.prefix[:2])
+    else:
+        none_yet = None if memory is None else jnp.zeros((b, *memory), jnp.float32)
+        prompt = State(none_yet, jnp.zeros((b, *tail), mixed.dtype))
+    nothing: Any = None
+    kept = State(nothing, nothing)
+    if context.cache is not None:
+        whole = lambda x, like: x.reshape(b, like.shape[1], g, *like.shape[2:])
+        kept = jax.tree.map(whole, context.cache, prompt)
+    return Run.of(context, (b, g, t)), prompt, kept
+
+
+def _tail(run: Run, prompt: State, kept: State) -> jax.Array:
+    """What was before the first token, as `convolve` takes it."""
+    if run.segments is not None:
+        return run.of_blocks(prompt.tail[:, 0])
+    return run.begin(prompt.tail, kept.tail)[:, 0]
+
+
+def _after(context: Any, run: Run, memory: jax.Array | None, mixed: jax.Array, tail: jax.Array) -> State | None:
+    """What is kept after the tokens; of a packed sequence nothing."""
+    if run.segments is not None:
+        return None
+    after = State(memory, last_tokens(mixed, tail, run)[:, None])
+    return after if context.cache is None else jax.tree.map(lambda x, old: x.reshape(old.shape), after, context.cache)
+
+
+def _uniform(shape: DeltaShape | ConvShape) -> Any:
+    """Initializer of a convolution's kernel."""
+    bound = shape.kernel**-0.5
+    return lambda key, n: jax.random.uniform(key, n, minval=-bound, maxval=bound)
+
+
+class ShortConvolution(nn.Module):
+    """W (c ⊙ conv(b ⊙ x)), where b, c and x are three projections of the input; with Hugging Face's names.
+
+    Two gates and a convolution over the last K tokens, channel by channel, in the place of attention (LFM2).
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x, context):
+        c, shape = self.config, self.config.conv
+        assert shape is not None
+        dtype = jnp.dtype(c.dtype)
+        linear = lambda name, n: Linear(n, shape.bias, dtype, c.initializer_range, name=name)
+        first, second, x = jnp.split(linear("in_proj", 3 * shape.width)(x), 3, axis=-1)
+        mixed = first * x
+        run, prompt, kept = _before(context, shape, mixed)
+        tail = _tail(run, prompt, kept)
+        kernel = self.param("conv1d", _uniform(shape), (shape.kernel, shape.width)).astype(jnp.float32)
+        y = convolve(mixed.astype(jnp.float32), kernel, tail, run)
+        if shape.bias:
+            bias = self.param("conv1d_bias", nn.initializers.zeros, (shape.width,))
+            y = y + bias.astype(jnp.float32).reshape(1, 1, 1, -1)
+        y = linear("out_proj", c.hidden_size)(context.pick(second * y.astype(dtype)))
+        return y, _after(context, run, None, mixed, tail)
+
+
 class GatedDeltaNet(nn.Module):
     """Projections, short convolution, gated delta rule and gated norm of one layer, with Hugging Face's names."""
 
@@ -139,11 +205,10 @@ class GatedDeltaNet(nn.Module):
         if context.present is not None:
             decay, beta = (jnp.where(context.present[..., None], x, 0.0) for x in (decay, beta))
 
-        run, prompt, kept = self._before(context, shape, mixed)
-        tail = run.of_blocks(prompt.tail[:, 0]) if run.segments is not None else run.begin(prompt.tail, kept.tail)[:, 0]
-        bound = shape.kernel**-0.5
-        uniform = lambda key, n: jax.random.uniform(key, n, minval=-bound, maxval=bound)
-        kernel = self.param("conv1d", uniform, (shape.kernel, mixed.shape[-1])).astype(jnp.float32)
+        run, prompt, kept = _before(context, shape, mixed)
+        assert prompt.memory is not None
+        tail = _tail(run, prompt, kept)
+        kernel = self.param("conv1d", _uniform(shape), (shape.kernel, mixed.shape[-1])).astype(jnp.float32)
         y = nn.silu(convolve(mixed.astype(jnp.float32), kernel, tail, run))
         q, k, v = jnp.split(y, [shape.key_width, 2 * shape.key_width], axis=-1)
         heads = lambda x, d: x.reshape(b, g, t, -1, d).transpose(0, 3, 1, 2, 4)  # [B, H, G, T, d]
@@ -156,11 +221,7 @@ class GatedDeltaNet(nn.Module):
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = self._linear("out_proj", c.hidden_size)(y.reshape(*y.shape[:3], -1).astype(c.dtype))
-        if run.segments is not None:
-            return y, None
-        after = State(memory, last_tokens(mixed, tail, run)[:, None])
-        like = after if context.cache is None else context.cache
-        return y, State(*(x.reshape(old.shape) for x, old in zip(after, like, strict=True)))
+        return y, _after(context, run, memory, mixed, tail)
 
     def _linear(self, name: str, features: int) -> Linear:
         return Linear(features, False, jnp.dtype(self.config.dtype), self.config.initializer_range, name=name)
@@ -179,21 +240,6 @@ class GatedDeltaNet(nn.Module):
         q, k, v, z = map(flat, jnp.split(both, [d, 2 * d, 2 * d + value], axis=-1))
         beta, a = map(flat, jnp.split(of_head(self._linear("in_proj_ba", sum(narrow))(x)), 2, axis=-1))
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
-
-    def _before(self, context: Any, shape: DeltaShape, mixed: jax.Array) -> tuple[Run, State, State]:
-        """Where the tokens stand; what their prompts end with, zeros if there are none; and what the cache has."""
-        b, g, t, _ = mixed.shape
-        if context.prefix is not None:
-            prompt = State(*context.prefix[:2])
-        else:
-            memory, tail = ((b, *size) for size in shape.state)
-            prompt = State(jnp.zeros(memory, jnp.float32), jnp.zeros(tail, mixed.dtype))
-        nothing: Any = None
-        kept = State(nothing, nothing)
-        if context.cache is not None:
-            whole = ((b, n, g, *rest) for n, *rest in shape.state)
-            kept = State(*(x.reshape(size) for x, size in zip(context.cache, whole, strict=True)))
-        return Run.of(context, (b, g, t)), prompt, kept
 
     def _read(self, given: Any, run: Run, prompt: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """What the queries read [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""

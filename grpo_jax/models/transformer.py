@@ -24,7 +24,7 @@ from grpo_jax.models.block import Context, Layer
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
-from grpo_jax.models.quantized import Quantized
+from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sight import How, implementation
 
@@ -41,20 +41,29 @@ class Embedding(nn.Module):
 
     def setup(self):
         c = self.config
-        self.embedding = self.param(
-            "embedding", nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
-        )
+        self.held = quantized_kernel(self, "embedding")
+        if self.held is None:
+            self.embedding = self.param(
+                "embedding", nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
+            )
 
     def __call__(self, tokens):
         c = self.config
+        if self.held is not None:
+            return self._scaled(self.held.take(tokens, c.dtype))
         # On a mesh without a mask for ids beyond the vocabulary, which the devices would have to exchange.
         mode = "fill" if c.mesh is None else "clip"
-        x = jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype)
-        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+        return self._scaled(jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype))
+
+    def _scaled(self, x):
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def attend(self, x):
         shape = x.shape
         x = x.reshape(-1, shape[-1])
+        if self.held is not None:
+            return matmul_quantized(x, self.held, jnp.float32).reshape(*shape[:-1], -1)
         return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32).reshape(*shape[:-1], -1)
 
 
@@ -221,7 +230,7 @@ class Transformer(nn.Module):
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
         only = lambda x: x[:, :, 0]
         turned = lambda k, v: (only(k).swapaxes(-1, -2), only(v))
-        layers = (State(*map(only, kept)) if isinstance(kept, State) else turned(*kept) for kept in own)
+        layers = (jax.tree.map(only, kept) if isinstance(kept, State) else turned(*kept) for kept in own)
         return hidden[:, 0, 0], Prefix(tuple(layers), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
@@ -230,6 +239,8 @@ class Transformer(nn.Module):
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Logits [V, N] float32 of hidden states [N, D], where the head is the embedding."""
+        if self.embed_tokens.held is not None:
+            return self._cap(self.embed_tokens.attend(hidden).T)
         table = self.embed_tokens.embedding.astype(hidden.dtype)
         return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
 

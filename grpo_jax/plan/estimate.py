@@ -30,7 +30,7 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, placed
-from grpo_jax.plan.loaded import Loaded, check_base, read_model
+from grpo_jax.plan.loaded import Loaded, checked, read_model
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
@@ -62,6 +62,7 @@ def plan(
     largest: bool = True,
     lora: int | None = None,
     quantize: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
 
@@ -76,6 +77,7 @@ def plan(
       largest: whether the largest batch and the longest completion that fit are looked for, which compiles twice more.
       lora: rank of adapters that are trained on a frozen base, as `add_lora` makes them; None: all params are trained.
       quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
+      quantize_embeddings: as in `from_pretrained`.
 
     Returns:
       A `Plan`.
@@ -91,17 +93,15 @@ def plan(
       (2, True)
     """
     raw = model if isinstance(model, Mapping) else read_model(model)
-    check_base(raw, lora, quantize)  # refuses what is not supported, before a process is started
+    loaded = checked(raw, Loaded(param_dtype, lora, quantize, quantize_embeddings))  # before a process is started
     request = {
         "model": dict(raw),
         "config": config.to_dict(),
         "prompt_length": prompt_length,
         "memory": memory,
-        "param_dtype": param_dtype,
         "device": device,
         "largest": largest,
-        "lora": lora,
-        "quantize": quantize,
+        "loaded": loaded,
     }
     target = None if device is None else Target.read(device)
     devices = math.prod((config.mesh or {}).values())
@@ -132,6 +132,7 @@ def programs(
     param_dtype: str = "float32",
     lora: int | None = None,
     quantize: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> dict[str, jax.stages.Lowered]:
     """The largest program of each phase that `train` would run on some devices, lowered.
 
@@ -144,7 +145,7 @@ def programs(
       prompt_length: P, tokens that prompts are padded to.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
-      lora, quantize: as in `plan`.
+      lora, quantize, quantize_embeddings: as in `plan`.
 
     Returns:
       "rollout", a burst of the decode; "update"; and with `beta` "reference". All for completions that are T long.
@@ -162,8 +163,8 @@ def programs(
       True
     """
     raw = model if isinstance(model, Mapping) else read_model(model)
-    check_base(raw, lora, quantize)
-    run = _Run.of(raw, config, prompt_length, Loaded(param_dtype, lora, quantize), devices)
+    loaded = checked(raw, Loaded(param_dtype, lora, quantize, quantize_embeddings))
+    run = _Run.of(raw, config, prompt_length, loaded, devices)
     lowered = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
 
@@ -178,8 +179,7 @@ def answer(request: Mapping[str, Any]) -> str:
     """What the process that `plan` starts prints: the plan as JSON."""
     config = GRPOConfig.from_dict(request["config"])
     rest = {name: request[name] for name in ("prompt_length", "memory", "device", "largest")}
-    loaded = Loaded(request["param_dtype"], request["lora"], request["quantize"])
-    return json.dumps(dataclasses.asdict(_plan(request["model"], config, loaded=loaded, **rest)))
+    return json.dumps(dataclasses.asdict(_plan(request["model"], config, loaded=Loaded(*request["loaded"]), **rest)))
 
 
 def _plan(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
-from grpo_jax.hub.quantize import check_method, is_projection, quantized_shape, without_quantization
+from grpo_jax.hub.quantize import Quantization, check_method, held_shape, quantized_shape, without_quantization
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import init_adapters
@@ -33,15 +33,17 @@ class Loaded(NamedTuple):
     param_dtype: str = "float32"
     lora: int | None = None
     quantize: str | None = None
+    quantize_embeddings: bool = False
 
     def params(self, shape: TransformerConfig, raw: Mapping[str, Any]) -> tuple[Any, Any]:
         """The shapes of what is trained, and of the base that is not; None where all params are trained."""
-        quantize = self.quantize or ("nf4" if raw.get("quantization_config") else None)
+        method = self.quantize or ("nf4" if raw.get("quantization_config") else None)
+        how = Quantization(method, self.quantize_embeddings, shape.tie_word_embeddings)
 
         def leaf(path: Any, x: Any) -> Any:
             names = [entry.key for entry in path]
-            if quantize is not None and is_projection(names, x.shape):
-                return quantized_shape(x.shape, quantize, self.param_dtype, jax.ShapeDtypeStruct)
+            if (method := how.of(names, x.shape)) is not None:
+                return quantized_shape(held_shape(names, x.shape), method, self.param_dtype, jax.ShapeDtypeStruct)
             return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
 
         held = jax.tree_util.tree_map_with_path(leaf, abstract_params(shape))
@@ -50,12 +52,14 @@ class Loaded(NamedTuple):
         return jax.eval_shape(lambda key: init_adapters(key, held, rank=self.lora or 1), jax.random.key(0)), held
 
 
-def check_base(raw: Mapping[str, Any], lora: int | None, quantize: str | None) -> None:
-    """Raise ValueError for a model that is not supported, or one that is quantized and not frozen."""
-    check_method(quantize)
+def checked(raw: Mapping[str, Any], loaded: Loaded) -> Loaded:
+    """`loaded` itself; ValueError for a model that is not supported, or one that is quantized and not frozen."""
+    lora, quantize = loaded.lora, loaded.quantize
+    check_method(quantize, loaded.quantize_embeddings)
     read_config(without_quantization(raw))
     if lora is not None and lora < 1:
         raise ValueError(f"lora is {lora}; it is the rank of adapters, at least 1.")
     stored = quantize or ("nf4" if raw.get("quantization_config") else None)
     if lora is None and stored is not None:
         raise ValueError(f"quantize is {stored!r}: quantized params cannot be trained; give lora, a rank of adapters.")
+    return loaded

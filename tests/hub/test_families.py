@@ -126,6 +126,15 @@ CASES |= {
     ),
 }
 
+CASES["lfm2"] = (
+    "Lfm2ForCausalLM",
+    {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 10,
+        "block_ffn_dim_multiplier": 1.1,
+    },
+)
 CASES["gpt_oss"] = (
     "GptOssForCausalLM",
     {
@@ -194,6 +203,19 @@ VARIANTS = {
         {
             "original_max_position_embeddings": 16,
             "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3, 4, 5]},
+        },
+    ),
+    "lfm2 bias, old keys": (
+        "Lfm2ForCausalLM",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "full_attn_idxs": [1],
+            "block_ff_dim": 40,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": False,
+            "rope_theta": 1e4,
+            "norm_eps": 1e-3,
         },
     ),
     "granite bias": ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -500,7 +522,13 @@ BAD_VALUES = [
     ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"is 24.*a multiple of linear_num_key_heads = 16"),
     ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 1}, r"'linear_conv_kernel_dim' is 1.*an int ≥ 2"),
     ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"'hidden_act' is 'gelu'.*'silu'"),
+    ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, r"'attn_output_gate' is False.*True"),
+    ("Qwen3_5ForCausalLM", {"rope_parameters": {"rope_type": "mrope"}}, r"'rope_parameters.rope_type' is 'mrope'"),
     ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, r"'norm_topk_prob' is False"),
+    ("Lfm2ForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .*'full_attention', 'conv' for each layer"),
+    ("Lfm2ForCausalLM", {"layer_types": DELTA}, r"'layer_types' is .*'full_attention', 'conv' for each layer"),
+    ("Lfm2ForCausalLM", {"conv_L_cache": 1}, r"'conv_L_cache' is 1.*an int ≥ 2"),
+    ("Lfm2ForCausalLM", {"use_pos_enc": False}, r"'use_pos_enc' is False.*True"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200}, r"'num_experts_per_tok' is 200.*1 to num_experts = 128"),
 ]
 

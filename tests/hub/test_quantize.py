@@ -251,6 +251,52 @@ def test_a_wrong_method_is_refused_and_nothing_is_rounded_twice(stored_nf4):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_quantized_where_that_is_asked_for(tmp_path, method, tied):
+    """The weights they stand for have the same logits, also merged and exported; tied, there is one of them."""
+    raw = {**QWEN3, "tie_word_embeddings": tied, "vocab_size": 640}
+    save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
+    plain = from_pretrained(tmp_path / "model")
+    held = from_pretrained(tmp_path / "model", quantize=method, quantize_embeddings=True)
+    table, of_plain = (policy.params["embed_tokens"]["embedding"] for policy in (held, plain))
+    assert ("lm_head" in held.params) != tied
+    rounded = [(table.codes, table.rows("float32"), of_plain)]
+    if not tied:
+        head = held.params["lm_head"]["kernel"]
+        rounded.append((head.codes, head.matrix(), plain.params["lm_head"]["kernel"]))
+    assert [codes.dtype for codes, *_ in rounded] == [
+        np.dtype("uint8" if method == "nf4" and not tied else "int8"),
+        *([] if tied else [np.dtype("int8")]),
+    ]
+    for codes, ours, theirs in rounded:  # half of the widest gap between two values of a block, at most
+        assert np.abs(ours - theirs).max() <= np.abs(theirs).max() * (0.153 if codes.dtype == np.uint8 else 0.004)
+    policy = trained(held)
+    merged = merge_lora(policy)
+    np.testing.assert_array_equal(merged.params["embed_tokens"]["embedding"], table.rows("float32"))
+    tokens = np.arange(30).reshape(2, 15) * 21
+    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    np.testing.assert_allclose(logits(merged), logits(policy), atol=2e-5)
+    save_pretrained(tmp_path / "merged", merged)
+    np.testing.assert_allclose(logits(from_pretrained(tmp_path / "merged")), logits(policy), atol=2e-5)
+    columns = lambda policy: policy.model.apply(
+        {"params": policy.params}, jnp.ones((3, 64)), method="unembed_columns" if tied else "unembed"
+    )
+    np.testing.assert_allclose(columns(merged), columns(policy), atol=2e-5)
+
+
+@pytest.mark.quick
+def test_an_embedding_whose_rows_are_no_whole_blocks_is_in_eight_bits(tmp_path):
+    save_pretrained(tmp_path / "model", init_policy({**QWEN3, "hidden_size": 48}, jax.random.key(0)))
+    held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True)
+    assert held.params["embed_tokens"]["embedding"].codes.shape == (96, 48)
+    with pytest.raises(
+        ValueError, match="quantize_embeddings is True, and quantize is None: say how by quantize='nf4'"
+    ):
+        from_pretrained("nowhere", quantize_embeddings=True)
+
+
+@pytest.mark.quick
 def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path):
     policy = from_pretrained(checkpoint, quantize="nf4")
     with pytest.raises(ValueError, match=r"policy.params are quantized.*add_lora\(policy, key\)"):
@@ -303,10 +349,12 @@ def rewarded(completions):
     return [float(len(text)) for text in completions]
 
 
-def test_a_run_on_a_quantized_base_is_that_on_the_weights_it_stands_for(tmp_path):
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_run_on_a_quantized_base_is_that_on_the_weights_it_stands_for(tmp_path, embeddings):
     """Rollout, reference, update, checkpoint and resume; the base stays as it was."""
     save_pretrained(tmp_path / "model", tiny_policy())
-    held = from_pretrained(tmp_path / "model", quantize="nf4")
+    how = {"quantize": "nf4", "quantize_embeddings": embeddings}
+    held = from_pretrained(tmp_path / "model", **how)
     plain = held.replace(params=merge_lora(add_lora(held, jax.random.key(0), rank=1)).params)
 
     def run(policy, steps, where=None):
@@ -325,7 +373,7 @@ def test_a_run_on_a_quantized_base_is_that_on_the_weights_it_stands_for(tmp_path
     run(held, 1, tmp_path / "run")
     resumed, wanted = run(held, 2, tmp_path / "run"), run(plain, 2)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), resumed.params, wanted.params)
-    again = from_pretrained(tmp_path / "model", quantize="nf4").params
+    again = from_pretrained(tmp_path / "model", **how).params
     jax.tree.map(np.testing.assert_array_equal, held.params, again)
     with pytest.raises(ValueError, match="the frozen base model is not that of the run"):
         run(plain, 2, tmp_path / "run")
@@ -338,12 +386,15 @@ def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path, mesh):
     raw |= {"moe_intermediate_size": 128, "hidden_size": 128}
     save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
     mesh = None if mesh is None else make_mesh(mesh)
-    held = add_lora(from_pretrained(tmp_path / "model", quantize="nf4"), jax.random.key(0), rank=2).placed(mesh)
+    held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True)
+    held = add_lora(held, jax.random.key(0), rank=2).placed(mesh)
     base = held.model.base["layers_0"]
     assert base["mlp"]["experts"]["up_proj"].shape == (4, 128, 128)
     if mesh is not None:
         assert base["self_attn"]["q_proj"]["kernel"].codes.sharding.spec == P("tensor", "fsdp")
         assert base["mlp"]["experts"]["down_proj"].codes.sharding.spec == P(None, "fsdp", "tensor")
+        for name, kind in (("embed_tokens", "embedding"), ("lm_head", "kernel")):
+            assert held.model.base[name][kind].codes.sharding.spec == P("tensor", "fsdp")
     tokens = np.arange(20).reshape(4, 5)
     logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
     np.testing.assert_allclose(logits(held), logits(merge_lora(held)), atol=1e-4)

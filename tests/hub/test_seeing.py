@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_families import SHAPE, SLIDING, WINDOW, YARN, T, numpy_weight, raw_config, write_checkpoint
+from test_families import (
+    DELTA,
+    HYBRID,
+    SHAPE,
+    SLIDING,
+    SPARSE,
+    WINDOW,
+    YARN,
+    T,
+    numpy_weight,
+    raw_config,
+    write_checkpoint,
+)
 
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.files import stored_tensors
@@ -23,9 +35,25 @@ TEXT = {
         {"model_type": "ministral3", "head_dim": 12, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
     ),
 }
+# Positions of three kinds in turns: in a text they are one.
+TURNS = {"rope_type": "default", "rope_theta": 1e5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+HYBRID = {**HYBRID, "layer_types": DELTA, "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5}}
+TEXT |= {
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", {"model_type": "qwen3_5_text", **HYBRID}),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text", **HYBRID, **SPARSE}),
+}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+QWEN_VISION |= {"num_position_embeddings": 16, "patch_size": 4}
+OF_CLASS = {
+    "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62, "vision_config": VISION},
+    "mistral3": {"vision_config": {**VISION, "head_dim": 8, "model_type": "pixtral"}},
+    "qwen3_5": {"image_token_id": 60, "vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"image_token_id": 60, "vision_config": QWEN_VISION},
+}
 TOWER = {
+    "mtp.layers.0.mlp.experts.down_proj": np.ones((2, 3, 4), np.float32),
     "vision_tower.patches.weight": np.arange(12, dtype=np.float16).reshape(3, 4),
     "vision_tower.codes": np.arange(5, dtype=np.uint8),
     "vision_tower.position_ids": np.arange(4)[None],
@@ -38,15 +66,15 @@ def raw_of(name, **fields):
     return {"architectures": [architecture], "text_config": {**SHAPE, **text, **fields}, "dtype": "float32"}
 
 
-def write(directory, name, *, layout=1, tower=TOWER, **fields):
+def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
     """A checkpoint whose tower is a few tensors of other dtypes."""
     from safetensors.numpy import save_file
 
     directory.mkdir()
     raw = raw_of(name, **fields)
-    plan = tensor_plan(raw, read_config(raw), layout)
-    before = "model." if layout == 0 else ""
-    tensors = {t.name: numpy_weight(t.name, t.shape) for t in plan} | {before + n: x for n, x in tower.items()}
+    plan = tensor_plan(raw, read_config(raw), layout, stacked=stacked)
+    named = {n if n.startswith("mtp") or layout else f"model.{n}": x for n, x in tower.items()}
+    tensors = {t.name: numpy_weight(t.name, t.shape) for t in plan} | named
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
     (directory / "preprocessor_config.json").write_text('{"size":  3}')
@@ -75,6 +103,34 @@ def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout
     prefix = LAYOUTS[layout][0]
     assert {len(before[n]) // len(half[n]) for n in before if n.startswith(prefix)} == {2}
     assert all(half[n] == before[n] for n in policy.beside)
+
+
+@pytest.mark.quick
+def test_stacked_experts_are_read_and_written_as_they_are_stored(tmp_path):
+    """As the hub's files have them: gate and up of all experts of a layer in one tensor."""
+    from safetensors.numpy import load_file, save_file
+
+    tower = {name: x for name, x in TOWER.items() if name.startswith("mtp")}
+    stacked = write(tmp_path / "stacked", "qwen3_5_moe", layout=0, stacked=True, tower=tower)
+    tensors = load_file(stacked / "model.safetensors")
+    whole = "model.language_model.layers.1.mlp.experts"
+    assert tensors[f"{whole}.gate_up_proj"].shape == (6, 2 * 24, 32)
+    apart = {name: x for name, x in tensors.items() if ".mlp.experts." not in name or name.startswith("mtp")}
+    for name in set(tensors) - set(apart):
+        stem, kind = name.rsplit(".", 1)
+        for e, expert in enumerate(tensors[name]):
+            parts = dict(gate_proj=expert[:24], up_proj=expert[24:]) if kind == "gate_up_proj" else {kind: expert}
+            apart |= {f"{stem}.{e}.{part}.weight": np.ascontiguousarray(x) for part, x in parts.items()}
+    (tmp_path / "apart").mkdir()
+    save_file(apart, tmp_path / "apart" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "apart" / "config.json").write_bytes((stacked / "config.json").read_bytes())
+    for quantize in (None, "int8"):
+        ours, theirs = (from_pretrained(tmp_path / name, quantize=quantize) for name in ("stacked", "apart"))
+        jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    for directory in (stacked, tmp_path / "apart"):
+        before = bytes_of(directory)
+        save_pretrained(directory, from_pretrained(directory))
+        assert bytes_of(directory) == before
 
 
 @pytest.mark.quick
@@ -139,15 +195,14 @@ def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
 
     transformers.utils.logging.disable_progress_bar()
     raw = raw_of(name)
-    vision = {**VISION, **({"head_dim": 8, "model_type": "pixtral"} if name == "mistral3" else {})}
-    special = {"mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62} if name == "gemma3" else {}
     kind = getattr(transformers, raw["architectures"][0])
-    config = kind.config_class(text_config=raw["text_config"], vision_config=vision, image_token_index=60, **special)
+    picture = {} if "image_token_id" in OF_CLASS[name] else {"image_token_index": 60}
+    config = kind.config_class(text_config=raw["text_config"], **OF_CLASS[name], **picture)
     model = kind(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             parameter.copy_(torch.tensor(numpy_weight(path, tuple(parameter.shape))))
-    model.save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "theirs", save_original_format=name != "qwen3_5_moe")
     policy = from_pretrained(tmp_path / "theirs")
     tokens = np.random.default_rng(7).integers(0, 60, (2, T))
     ours = jax.jit(policy.model.apply)({"params": policy.params}, tokens)

@@ -28,13 +28,14 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM"}
+ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM", "recurrent": "Lfm2ForCausalLM"}
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
 
 
 @functools.cache
 def base_policy(kind="plain"):
-    return init_policy({**SHAPE, "architectures": [ARCHITECTURES[kind]]}, jax.random.key(0))
+    recurrent = {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False} if kind == "recurrent" else {}
+    return init_policy({**SHAPE, "architectures": [ARCHITECTURES[kind]], **recurrent}, jax.random.key(0))
 
 
 def lora_policy(kind="plain", **options):
@@ -187,6 +188,11 @@ def test_targets_choose_projections():
         for path, _ in parameter_paths(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
     }
     assert len(chosen(TARGETS)) == 14
+    of_conv = init_adapters(jax.random.key(0), base_policy("recurrent").params, rank=1)["layers_0"]
+    assert {"/".join(path[:-1]) for path, _ in parameter_paths(of_conv)} == {
+        *("conv/in_proj", "conv/out_proj"),
+        *(f"mlp/{p}_proj" for p in ("gate", "up", "down")),
+    }
     assert chosen(r".*/(q|v)_proj") == {f"layers_{i}/self_attn/{p}_proj" for i in (0, 1) for p in "qv"}
     assert chosen("lm_head") == {"lm_head"}
 

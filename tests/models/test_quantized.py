@@ -53,6 +53,19 @@ def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, f
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("kind", ["nf4", "plain scales", "int8"])
+def test_rows_that_are_looked_up_are_those_of_the_matrix_to_the_last_bit(kind):
+    w, at = held(kind, fan_in=192), jnp.array([[0, 95, 17], [17, 64, 1]])
+    for dtype in ("float32", "bfloat16"):
+        np.testing.assert_array_equal(w.take(at, dtype), by_hand(w).astype(dtype)[at])
+        np.testing.assert_array_equal(
+            jax.jit(lambda w, at, d=dtype: w.take(at, d))(w, at), by_hand(w).astype(dtype)[at]
+        )
+    many = held(kind, fan_in=192, fan_out=20_000)
+    assert temporaries(lambda w, at: w.take(at, "float32"), many, at) < 4 * 192 * 20_000 / 50, "not of all rows"
+
+
+@pytest.mark.quick
 def test_a_tree_knows_whether_anything_in_it_is_quantized():
     assert is_quantized({"a": {"kernel": held("int8")}})
     assert not is_quantized({"a": {"kernel": jnp.ones((2, 2))}})

@@ -11,33 +11,36 @@ from tiny import scored, tiny_model
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.bounds import DecodeStep, count_weights, state_bytes
 from grpo_jax.models.cache import State, empty_cache, empty_like, slots_of, with_slots
-from grpo_jax.models.layers import DeltaShape
+from grpo_jax.models.layers import ConvShape, DeltaShape
 from grpo_jax.models.recurrent import Run, convolve, last_tokens
 from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=4)
+CONV = ConvShape(width=16, kernel=4, bias=True)
+KINDS = {"delta": {"delta": SHAPE, "attention_gate": True}, "conv": {"conv": CONV, "residual_scale": 0.5}}
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
 B, G, P, T = 2, 2, 6, 5
 LENGTHS = np.array([6, 2])  # the second is shorter than what the convolution looks at
 
 
 @functools.cache
-def hybrid():
-    """A gated delta net before and after a layer of gated attention.
+def hybrid(kind):
+    """A recurrent layer before and after a layer of attention.
 
-    The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
+    The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps. Gates
+    multiply roundings: less of them goes on where layers add less.
     """
-    mixers = ("delta", "attention", "delta")
-    return tiny_model(layers=3, mixers=mixers, delta=SHAPE, attention_gate=True, rms_norm_eps=1e-2)
+    return tiny_model(layers=3, mixers=(kind, "attention", kind), rms_norm_eps=1e-2, **KINDS[kind])
 
 
 @functools.cache
-def compiled(method):
-    return jax.jit(functools.partial(hybrid()[0].apply, method=method))
+def compiled(kind, method):
+    return jax.jit(functools.partial(hybrid(kind)[0].apply, method=method))
 
 
-def call(method, *given, **named):
-    return compiled(method)({"params": hybrid()[1]}, *given, **named)
+def call(kind, method, *given, **named):
+    return compiled(kind, method)({"params": hybrid(kind)[1]}, *given, **named)
 
 
 def batch():
@@ -45,49 +48,54 @@ def batch():
     return rng.integers(0, 24, (B, P)), rng.integers(0, 24, (B, G, T))
 
 
-def log_probs(hidden):
-    return jax.nn.log_softmax(call("unembed", hidden))
+def log_probs(kind, hidden):
+    return jax.nn.log_softmax(call(kind, "unembed", hidden))
 
 
-def test_completions_of_a_shared_prompt_are_whole_rows_read_alone():
+@of_each_kind
+def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
     prompt, rows = batch()
-    last, prefix = call("prefill", prompt, LENGTHS)
-    hidden, _ = call("hidden", rows, prefix)
+    last, prefix = call(kind, "prefill", prompt, LENGTHS)
+    hidden, _ = call(kind, "hidden", rows, prefix)
     for b, n in enumerate(LENGTHS):
         for g in range(G):
             whole = np.concatenate([prompt[b, :n], rows[b, g], np.zeros(P - n, int)])[None, None]
-            alone, _ = call("hidden", whole)
-            np.testing.assert_allclose(log_probs(last[b]), log_probs(alone[0, 0, n - 1]), atol=1e-5)
-            np.testing.assert_allclose(log_probs(hidden[b, g]), log_probs(alone[0, 0, n : n + T]), atol=1e-5)
+            alone, _ = call(kind, "hidden", whole)
+            for ours, theirs in ((last[b], alone[0, 0, n - 1]), (hidden[b, g], alone[0, 0, n : n + T])):
+                np.testing.assert_allclose(log_probs(kind, ours), log_probs(kind, theirs), atol=1e-5)
 
 
 @pytest.mark.quick
-def test_padding_of_a_prompt_leaves_its_state_alone():
+@of_each_kind
+def test_padding_of_a_prompt_leaves_its_state_alone(kind):
     prompt, _ = batch()
     here = np.arange(P) < LENGTHS[:, None]
-    results = [call("prefill", np.where(here, prompt, other), LENGTHS) for other in (7, 8)]
+    results = [call(kind, "prefill", np.where(here, prompt, other), LENGTHS) for other in (7, 8)]
     states = [[x for x in prefix.layers if isinstance(x, State)] for _, prefix in results]
-    assert len(states[0]) == 2
+    assert len(jax.tree.leaves(states[0])) == (4 if kind == "delta" else 2)
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_a_chunk_with_gaps_is_its_tokens_one_by_one():
+@of_each_kind
+def test_a_chunk_with_gaps_is_its_tokens_one_by_one(kind):
     """Tokens that are not there, before those that are, as between the turns of completions."""
     prompt, rows = batch()
-    _, prefix = call("prefill", prompt, LENGTHS)
+    _, prefix = call(kind, "prefill", prompt, LENGTHS)
     cache = empty_like(prefix.layers, G, 8)
     counts = np.array([[0, 2], [3, 5]])
     there = np.arange(T) >= T - counts[..., None]
     start = T - counts  # the slot of each completion's first token
-    hidden, together = call("hidden", rows, prefix, cache, 0, start, write=there)
+    hidden, together = call(kind, "hidden", rows, prefix, cache, 0, start, write=there)
     for t in range(T):
-        step, cache = call("hidden", rows[:, :, t : t + 1], prefix, cache, t, start, write=there[:, :, t : t + 1])
+        here = slice(t, t + 1)
+        step, cache = call(kind, "hidden", rows[:, :, here], prefix, cache, t, start, write=there[:, :, here])
         for b, g in np.argwhere(there[:, :, t]):
-            np.testing.assert_allclose(log_probs(step[b, g, 0]), log_probs(hidden[b, g, t]), atol=1e-5)
+            ours, theirs = log_probs(kind, step[b, g, 0]), log_probs(kind, hidden[b, g, t])
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
     for ours, theirs in zip(together, cache, strict=True):
         if isinstance(ours, State):
             begun = counts > 0
-            for x, y in zip(ours, theirs, strict=True):
+            for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
                 own = lambda x: np.asarray(x.swapaxes(1, 2))[begun]
                 np.testing.assert_allclose(own(x), own(y), atol=1e-5)
 
@@ -110,18 +118,21 @@ def test_the_convolution_and_its_tail_by_hand():
 
 
 @pytest.mark.quick
-def test_a_state_is_as_large_after_any_number_of_tokens():
-    _, prefix = call("prefill", batch()[0], LENGTHS)
+@of_each_kind
+def test_a_state_is_as_large_after_any_number_of_tokens(kind):
+    _, prefix = call(kind, "prefill", batch()[0], LENGTHS)
     short, long = (empty_like(prefix.layers, G, slots) for slots in (8, 800))
     assert (slots_of(short), slots_of(long)) == (8, 800)
     assert jax.tree.map(jnp.shape, with_slots(short, 800)) == jax.tree.map(jnp.shape, long)
-    memory, tail = SHAPE.state
-    assert [x.shape for x in long[0]] == [(B, memory[0], G, *memory[1:]), (B, tail[0], G, *tail[1:])]
+    kept = [n for n in hybrid(kind)[0].config.recurrent[0].state if n is not None]
+    assert [x.shape for x in jax.tree.leaves(long[0])] == [(B, heads, G, *rest) for heads, *rest in kept]
+    assert jax.tree.map(jnp.shape, long) == jax.tree.map(jnp.shape, empty_cache(hybrid(kind)[0].config, B, G, 800))
 
 
-def test_a_token_costs_a_recurrent_layer_the_same_after_any_number():
+@of_each_kind
+def test_a_token_costs_a_recurrent_layer_the_same_after_any_number(kind):
     """XLA's count of a step of 64 completions, at token 100 and at token 10,000."""
-    model, params = tiny_model(layers=1, mixers=("delta",), delta=SHAPE)
+    model, params = tiny_model(layers=1, mixers=(kind,), **KINDS[kind])
     costs = []
     for slots in (100, 10_000):
         cache, tokens = empty_cache(model.config, 64, 1, slots), jnp.zeros((64, 1, 1), jnp.int32)
@@ -134,12 +145,13 @@ def test_a_token_costs_a_recurrent_layer_the_same_after_any_number():
 
 
 @pytest.mark.quick
-def test_weights_and_states_are_counted():
-    model, params = hybrid()
+@of_each_kind
+def test_weights_and_states_are_counted(kind):
+    model, params = hybrid(kind)
     kernels = sum(kernel.size for _, kernel in projections(params))
     assert count_weights(model.config, head=False) == kernels
-    _, prefix = call("prefill", batch()[0], LENGTHS)
-    held = sum(x.nbytes for layer in prefix.layers if isinstance(layer, State) for x in layer)
+    _, prefix = call(kind, "prefill", batch()[0], LENGTHS)
+    held = sum(x.nbytes for layer in prefix.layers if isinstance(layer, State) for x in jax.tree.leaves(layer))
     assert state_bytes(model.config, 4) == held / B
     steps = [
         DecodeStep.of(model.config, prompt_length=8, completion_length=n, itemsize=4, weight_itemsize=4)
@@ -149,9 +161,10 @@ def test_weights_and_states_are_counted():
     assert steps[1].own == 2 * steps[0].own == 200 * 2 * 2 * 8 * 4  # of the one layer that has keys
 
 
-def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
+@of_each_kind
+def test_samples_are_scored_as_they_were_drawn_wherever_they_stand(kind):
     """More prompts than places: completions enter where others have ended, move together, and the cache grows."""
-    model, params = hybrid()
+    model, params = hybrid(kind)
     prompts = make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
     how = {"num_generations": 4, "max_completion_length": 5 * BURST, "eos_token_ids": (3, 5)}
     all_at_once = generate(model, params, prompts, jax.random.key(0), **how)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from grpo_jax import GRPOConfig, plan
+from grpo_jax.hub.families import read_config
 from grpo_jax.plan.__main__ import main
 from grpo_jax.plan.estimate import _at_batch
-from grpo_jax.plan.loaded import Loaded
+from grpo_jax.plan.loaded import Loaded, checked
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -71,6 +73,21 @@ def test_a_base_is_held_in_the_bits_it_is_quantized_to():
 
 
 @pytest.mark.quick
+def test_a_base_of_seven_billion_weights_is_held_in_four_gigabytes():
+    """Qwen2.5-7B, of which embedding and head are a seventh each: plain they weigh 2.2 GB."""
+    raw = {**MODEL, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    raw |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+
+    def held(embeddings):
+        loaded = checked(raw, Loaded("bfloat16", 16, "nf4", embeddings))
+        _, base = loaded.params(read_config(raw), raw)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base)) / 1e9
+
+    assert held(False) == pytest.approx(5.55, abs=0.01)
+    assert held(True) <= 4.3
+
+
+@pytest.mark.quick
 def test_a_quantized_base_is_planned_for_adapters_only(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ValueError, match="quantize is 'nf4': quantized params cannot be trained; give lora"):
@@ -80,6 +97,8 @@ def test_a_quantized_base_is_planned_for_adapters_only(monkeypatch):
         plan({**MODEL, "quantization_config": stored}, config_of(), prompt_length=8)
     with pytest.raises(ValueError, match="quantize is 'int3'"):
         plan(MODEL, config_of(), prompt_length=8, lora=2, quantize="int3")
+    with pytest.raises(ValueError, match="quantize_embeddings is True, and quantize is None"):
+        plan(MODEL, config_of(), prompt_length=8, lora=2, quantize_embeddings=True)
     with pytest.raises(ValueError, match="lora is 0"):
         plan(MODEL, config_of(), prompt_length=8, lora=0)
 

@@ -13,7 +13,7 @@ from tiny import random_params
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.cache import slots_of
-from grpo_jax.models.layers import DeltaShape, TransformerConfig
+from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import turns
@@ -25,16 +25,17 @@ from grpo_jax.types import Prompts, as_argument
 # A layer of each kind: what it keeps has to go the same ways.
 SHAPE = TransformerConfig(
     *(32, 16, 32),
-    num_layers=3,
+    num_layers=4,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
     initializer_range=0.3,
     rms_norm_eps=1e-2,  # the norm behind a memory blows up what is next to nothing, and its rounding: so less
-    windows=(None, None, 9),
+    windows=(None, None, 9, None),
     attention_sinks=True,
-    mixers=("delta", "attention", "attention"),
+    mixers=("delta", "attention", "attention", "conv"),
     delta=DeltaShape(key_heads=1, value_heads=2, key_dim=6, value_dim=5),
+    conv=ConvShape(16),
 )
 MODEL = Transformer(SHAPE)
 PARAMS = random_params(MODEL)

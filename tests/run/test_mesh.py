@@ -11,7 +11,7 @@ import optax
 import pytest
 from tiny import random_params, tiny_model, tiny_policy
 
-from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, make_prompts, train
+from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, init_policy, make_prompts, train
 from grpo_jax.devices.sharding import make_mesh, place, shard_count, split
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
@@ -112,6 +112,50 @@ def test_adapters_on_a_mesh():
     policy = add_lora(tiny_policy(), rank=2, key=jax.random.key(1))
     settings = {"max_steps": 2, "num_iterations": 2, "max_completion_length": 8}
     assert_same_run(run(policy, None, **settings), run(policy, {"fsdp": 2}, **settings))
+
+
+RECURRENT = {
+    "gated delta nets": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rms_norm_eps": 1e-2,  # the norm behind a memory blows up what is next to nothing, and its rounding: so less
+    },
+    "short convolutions": {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [1], "block_multiple_of": 8},
+}
+
+
+@functools.cache
+def recurrent_policy(name):
+    tiny = tiny_policy()
+    config = tiny.config | {"num_hidden_layers": 2} | RECURRENT[name]
+    return init_policy(config, jax.random.key(0), tokenizer=tiny.tokenizer)
+
+
+@functools.cache
+def recurrent_run(name, mesh):
+    return run(recurrent_policy(name), dict(mesh) or None, max_steps=2, max_completion_length=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gated delta nets", {"fsdp": 8}),
+        ("gated delta nets", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("short convolutions", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_recurrent_layers_on_a_mesh(name, mesh):
+    """Rollout, reference and packed update of layers that keep a state, as on one device."""
+    on_mesh = recurrent_run(name, tuple(mesh.items()))
+    assert_same_run(recurrent_run(name, ()), on_mesh)
+    layer = on_mesh[0].params["layers_0"]
+    kernel = (layer.get("linear_attn") or layer["conv"])["out_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (kernel.shape[0], 16 // mesh["fsdp"])
 
 
 def test_a_device_holds_an_eighth_of_params_and_optimizer():

@@ -12,7 +12,7 @@ from tiny import scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
-from grpo_jax.models.layers import DeltaShape, TransformerConfig
+from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument
@@ -107,6 +107,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
         {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
         # The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
         {"mixers": ("delta", "attention"), "delta": DELTA, "attention_gate": True, "rms_norm_eps": 1e-2},
+        {"mixers": ("conv", "attention"), "conv": ConvShape(16, bias=True)},
     ],
     ids=lambda shape: next(iter(shape)),
 )
