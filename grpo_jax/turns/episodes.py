@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import describe_fault, short
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
@@ -95,6 +96,40 @@ class Counts:
     failures: int = 0
     errors: int = 0
     seconds: float = 0.0
+
+
+class Played(NamedTuple):
+    """What is kept of an episode that is over; JSON has a form for all of it.
+
+    Attributes:
+      turns: what was said, as (whether the policy said it, text).
+      messages: the same as messages, of a conversation.
+      reward: what `get_reward` returned; None for "not scored".
+      counts: what happened.
+    """
+
+    turns: list[tuple[bool, str]]
+    messages: list[dict[str, Any]]
+    reward: Any
+    counts: Counts
+
+    def to_json(self) -> list[Any]:
+        """As lists and dicts; a reward that is no number as text, which is none either."""
+        return [self.turns, self.messages, _plain_number(self.reward), dataclasses.asdict(self.counts)]
+
+    @classmethod
+    def from_json(cls, kept: Sequence[Any]) -> Played:
+        """What `to_json` gave."""
+        turns, messages, reward, counts = kept
+        return cls([(own, text) for own, text in turns], messages, reward, Counts(**counts))
+
+
+def _plain_number(value: Any) -> float | str | None:
+    """A number as Python's, None as None, and anything else as a text that shows what it was."""
+    try:
+        return None if value is None else short(value) if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return short(value)
 
 
 class Episode:
@@ -268,17 +303,19 @@ def _texts(said: str | list[dict[str, Any]]) -> list[str]:
 class Episodes:
     """The episodes of one rollout: B rows, G completions of each; they answer as `rollout.turns.Answers`.
 
-    A context manager: its threads end with the block.
+    Each of several processes plays those of its own rows, and all have to call `reset` and `end` together. A context
+    manager: its threads end with the block.
 
     Attributes:
-      all: the B·G episodes, prompt-major.
+      own: the rows that this process plays.
+      all: the B·G episodes, prompt-major; those of other rows have not begun.
     """
 
     def __init__(self, setting: Setting, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
         """`numbers` are those of the rows in the dataset, for messages."""
         places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
-        self._lock, self._group = threading.Lock(), num_generations
+        self.own, self._group = own_part(len(rows)), num_generations
         self.all = [Episode(setting, row, f"row {n} of the dataset, completion {g}") for (row, n), g in places]
 
     def __enter__(self) -> Episodes:
@@ -294,8 +331,16 @@ class Episodes:
           ValueError: the completions of one prompt were told different things: they are one group.
         """
         group = self._group
-        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), range(len(self.all))))
-        return [self._opened(row, self.all[b * group : (b + 1) * group]) for b, row in enumerate(rows)]
+        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), self._places))
+        own = [self._opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
+        told = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
+        prompts = itertools.chain.from_iterable(gather_objects(told))
+        return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
+
+    @property
+    def _places(self) -> range:
+        """The places of this process's episodes among all."""
+        return range(self.own.start * self._group, self.own.stop * self._group)
 
     @staticmethod
     def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
@@ -319,28 +364,38 @@ class Episodes:
             )
         return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
 
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None]:
-        """The promise of what follows a turn."""
+    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
+        """The promise of what follows a turn; None where another process plays."""
+        if completion not in self._places:
+            return None
         return self._pool.submit(self.all[completion].answer, turn, room)
 
-    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[float | None]:
-        """What each environment says of its completion, given the tokens [B·G, T] and which were sampled."""
-        for episode, ids, own in zip(self.all, tokens, sampled, strict=True):
+    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
+        """What is kept of all, given the tokens [B·G, T] and which were sampled; environments say their rewards."""
+        for place in self._places:
+            episode, ids, own = self.all[place], tokens[place], sampled[place]
             begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
             if len(begins) > episode.counts.turns:
                 episode.unfinished(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
-        return list(self._pool.map(Episode.reward, self.all))
+        own = [self.all[place] for place in self._places]
+        rewards = self._pool.map(Episode.reward, own)
+        played = [Played(one.turns, one.messages, reward, one.counts) for one, reward in zip(own, rewards, strict=True)]
+        if jax.process_count() == 1:
+            return played
+        parts = gather_objects([one.to_json() for one in played])
+        return [Played.from_json(kept) for part in parts for kept in part]
 
-    def metrics(self) -> dict[str, float]:
-        """What happened in all of them."""
-        counts = [episode.counts for episode in self.all]
-        total = lambda name: float(sum(getattr(one, name) for one in counts))
-        turns = [one.turns for one in counts]
-        return {
-            "turns/mean": float(np.mean(turns)),
-            "turns/max": float(max(turns)),
-            "tools/calls": total("calls"),
-            "tools/failures": total("failures"),
-            "environment/errors": total("errors"),
-            "environment/seconds": total("seconds"),
-        }
+
+def metrics_of(played: Sequence[Played]) -> dict[str, float]:
+    """What happened in the episodes of a rollout."""
+    counts = [one.counts for one in played]
+    total = lambda name: float(sum(getattr(one, name) for one in counts))
+    turns = [one.turns for one in counts]
+    return {
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": float(max(turns)),
+        "tools/calls": total("calls"),
+        "tools/failures": total("failures"),
+        "environment/errors": total("errors"),
+        "environment/seconds": total("seconds"),
+    }

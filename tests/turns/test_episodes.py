@@ -9,7 +9,7 @@ from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from tiny import tiny_tokenizer
 
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
+from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes, Played, metrics_of
 from grpo_jax.turns.formats import Call, Parsed, assistant_message
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
@@ -289,9 +289,11 @@ def test_a_last_turn_without_room_is_noted():
         said = episodes(0, first, 100).result()
         tokens = np.concatenate([first, said, ids(tokenizer, "12")])
         sampled = np.array([True] * 2 + [False] * len(said) + [True] * 2)
-        assert episodes.end(tokens[None], sampled[None]) == [1.0]
-        assert episodes.all[0].turns == [(True, "5"), (False, "no 1. "), (True, "12")]
-        metrics = episodes.metrics()
+        (played,) = episodes.end(tokens[None], sampled[None])
+        assert played.reward == 1.0
+        assert played.turns == [(True, "5"), (False, "no 1. "), (True, "12")]
+        assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
+        metrics = metrics_of([played])
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
 
 
@@ -357,8 +359,9 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
     with Episodes(setting, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
-        rewards = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
-        given = {"environments": [one.environment for one in episodes.all], "environment_rewards": rewards}
+        played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
+    rewards = [one.reward for one in played]
+    given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
 
 
@@ -434,5 +437,5 @@ def test_nothing_given_is_nothing_made():
 
 @pytest.mark.quick
 def test_a_reward_is_named_after_its_class():
-    assert EnvironmentReward(Guess).__name__ == "Guess"
-    assert json.loads(json.dumps(EnvironmentReward(Guess)([0.5], [Guess()]))) == [0.5]
+    assert EnvironmentReward("Guess").__name__ == "Guess"
+    assert EnvironmentReward("Guess")([0.5]) == [0.5]
