@@ -23,6 +23,7 @@ import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import describe_fault, short
+from grpo_jax.rewards.instances import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
@@ -153,7 +154,7 @@ class Episode:
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
         self.messages: list[dict[str, Any]] = []
-        self.counts, self.over = Counts(), False
+        self.counts, self.over, self._lost = Counts(), False, False
 
     def reset(self, row: Row) -> None:
         """Make the environment, and let it begin."""
@@ -181,6 +182,8 @@ class Episode:
             if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
                 return None
             said: Any = self._call(parsed)
+            if self.over:
+                return None
         else:
             said = self._respond(parsed.content)
         if said is None:
@@ -202,7 +205,7 @@ class Episode:
     def reward(self) -> float | None:
         """What the environment says the completion was worth; None for "not scored"."""
         get = getattr(self.environment, "get_reward", None)
-        return None if get is None else self._guarded("get_reward", get)[1]
+        return None if get is None or self._lost else self._guarded("get_reward", get)[1]
 
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
         """The text of a turn, and what it says."""
@@ -236,6 +239,9 @@ class Episode:
                 begin = time.monotonic()
                 try:
                     return as_text(call_within(self._setting.seconds, tool.function, **problem))
+                except ProcessLost as lost:  # of an isolated environment, which is no more
+                    problem = lost
+                    self._fail(call.name, lost)
                 except (Exception, SystemExit) as error:
                     problem = f"{type(error).__name__}: {error}"
                 finally:
@@ -286,6 +292,8 @@ class Episode:
     def _fail(self, what: str, fault: Any) -> None:
         """An error of the environment: the end of the episode, or of the run."""
         self.counts.errors, self.over = self.counts.errors + 1, True
+        if isinstance(fault, ProcessLost):
+            self._lost, fault = True, str(fault)
         if self._setting.on_error == "raise":
             kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
             cause = fault if isinstance(fault, BaseException) else None

@@ -3,11 +3,13 @@
 import json
 import time
 
+import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from tiny import tiny_tokenizer
 
+from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes, Played, metrics_of
 from grpo_jax.turns.formats import Call, Parsed, assistant_message
@@ -295,6 +297,36 @@ def test_a_last_turn_without_room_is_noted():
         assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
         metrics = metrics_of([played])
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
+
+
+# Environments in processes of their own -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def isolated_desk():
+    factory = isolated(isolated_environments.Desk, timeout=0.5)
+    yield factory
+    factory.close()
+
+
+@pytest.mark.quick
+def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
+    setting = chat_setting(isolated_desk, on_error="end")
+    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
+    assert episode.messages[-1]["content"] == "4"
+    assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
+    assert episode.messages[-1]["content"] == "Error: LookupError: lost my way", "what a tool raises is told"
+    assert (episode.counts.errors, episode.over) == (0, False)
+    assert episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400) is None
+    assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
+    assert episode.reward() is None, "nobody is left to say it"
+    assert episode.counts.errors == 1
+    episode = begun(chat_setting(isolated_desk), CHAT)
+    with pytest.raises(
+        EnvironmentFault, match=r"Desk: later took longer than its timeout of 0.5 s and was killed, for row 3"
+    ):
+        episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
 
 
 # Prompts and rewards ------------------------------------------------------------------------------------------------
