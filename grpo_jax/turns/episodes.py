@@ -90,13 +90,22 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
 
 @dataclasses.dataclass
 class Counts:
-    """What happened in one episode."""
+    """What happened in one episode.
+
+    Attributes:
+      turns: of the policy.
+      calls, failures: of tools.
+      errors: of the environment.
+      seconds: of both.
+      clipped: 1 if the last turn called where no more calls are made.
+    """
 
     turns: int = 0
     calls: int = 0
     failures: int = 0
     errors: int = 0
     seconds: float = 0.0
+    clipped: int = 0
 
 
 class Played(NamedTuple):
@@ -180,6 +189,7 @@ class Episode:
             return None
         if parsed.calls or parsed.problems:
             if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
+                self.counts.clipped = 1
                 return None
             said: Any = self._call(parsed)
             if self.over:
@@ -402,6 +412,7 @@ def metrics_of(played: Sequence[Played]) -> dict[str, float]:
     return {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),
+        "turns/clipped_ratio": total("clipped") / len(counts),
         "tools/calls": total("calls"),
         "tools/failures": total("failures"),
         "environment/errors": total("errors"),

@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes, Played, metrics_of
+from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, metrics_of
 from grpo_jax.turns.formats import Call, Parsed, assistant_message
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
@@ -258,6 +258,13 @@ def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
+    assert episode.counts.clipped == 1
+    played = [Played([], [], None, counts) for counts in (episode.counts, *(Counts(turns=3),) * 3)]
+    assert metrics_of(played)["turns/clipped_ratio"] == 0.25
+    episode = begun(setting, CHAT)
+    said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(2)]
+    assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
+    assert episode.counts.clipped == 0, "it has said what it has to say"
 
 
 @pytest.mark.quick
