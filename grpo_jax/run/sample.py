@@ -12,6 +12,7 @@ import numpy as np
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.run.sampler import Sampler, completions_by
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.text.rows import Row
 from grpo_jax.turns.episodes import Episodes, Played, Setting, metrics_of
@@ -113,6 +114,7 @@ def sample(
     prompt_length: int,
     padding: int,
     num_generations: int,
+    sampler: Sampler | None = None,
     **how: Any,
 ) -> Sampled:
     """Sample completions of rows.
@@ -127,11 +129,16 @@ def sample(
       prompt_length: P, unless environments make prompts longer.
       padding: to a multiple of which P is then rounded.
       num_generations: G.
+      sampler: another engine in the place of `generate`, for completions of one turn; their log-probs are its own.
       how: further settings of `generate`.
     """
     if setting is None:
         prompts = make_prompts(token_ids, length=prompt_length)
-        completions = generate(model, params, prompts, key, num_generations=num_generations, **how)
+        given: Any = (model, params, prompts, key)
+        if sampler is not None:
+            how = {"batch_size": None, **how, "num_generations": num_generations}
+            return Sampled(list(rows), prompts, completions_by(sampler, *given, **how))
+        completions = generate(*given, num_generations=num_generations, **how)
         return Sampled(list(rows), prompts, fetch(completions))
     with Episodes(setting, rows, num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
