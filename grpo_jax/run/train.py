@@ -101,7 +101,8 @@ def train(
       environment_factory: a class or function without arguments that makes an environment for each completion
         (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
         its `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
-        reward, of weight 1 and named after its class. Reward functions that name `environments` get them.
+        reward, of weight 1 and named after its class. Reward functions that name `environments` get them, though not
+        with `rollout_ahead`.
       sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`
         (`evaluate` takes a sampler of its own).
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.

@@ -114,18 +114,18 @@ class Played(NamedTuple):
     Attributes:
       turns: what was said, as (whether the policy said it, text).
       messages: the same as messages, of a conversation.
-      reward: what `get_reward` returned; None for "not scored".
+      reward: what `get_reward` returned, as a Python number; None for "not scored".
       counts: what happened.
     """
 
     turns: list[tuple[bool, str]]
     messages: list[dict[str, Any]]
-    reward: Any
+    reward: float | str | None
     counts: Counts
 
     def to_json(self) -> list[Any]:
-        """As lists and dicts; a reward that is no number as text, which is none either."""
-        return [self.turns, self.messages, _plain_number(self.reward), dataclasses.asdict(self.counts)]
+        """As lists and dicts."""
+        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts)]
 
     @classmethod
     def from_json(cls, kept: Sequence[Any]) -> Played:
@@ -135,7 +135,7 @@ class Played(NamedTuple):
 
 
 def _plain_number(value: Any) -> float | str | None:
-    """A number as Python's, None as None, and anything else as a text that shows what it was."""
+    """A number as Python's, whoever made it; None as None; anything else as a text that shows it, no number either."""
     try:
         return None if value is None else short(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -396,7 +396,7 @@ class Episodes:
             if len(begins) > episode.counts.turns:
                 episode.unfinished(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
         own = [self.all[place] for place in self._places]
-        rewards = self._pool.map(Episode.reward, own)
+        rewards = map(_plain_number, self._pool.map(Episode.reward, own))
         played = [Played(one.turns, one.messages, reward, one.counts) for one, reward in zip(own, rewards, strict=True)]
         if jax.process_count() == 1:
             return played
