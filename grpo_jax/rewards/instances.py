@@ -256,7 +256,8 @@ def _remote(kind: type) -> type:
         if isinstance(member, (types.FunctionType, staticmethod, classmethod))
     }
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Remote,), methods | about)
+    bases = tuple(_remote(base) for base in kind.__bases__ if base is not object) or (_Remote,)
+    return type(kind.__name__, bases, methods | about)
 
 
 def _forwarding(name: str, member: Any) -> Callable[..., Any]:

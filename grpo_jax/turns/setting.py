@@ -21,7 +21,7 @@ class EnvironmentReward:
 
     Args:
       name: of the class.
-      factories: under what names its factories stand in a dict of several; None where there is one for all rows.
+      factories: under what names those of it and of its subclasses stand in a dict; None where one makes all.
     """
 
     def __init__(self, name: str, factories: Collection[Any] | None = None):
@@ -115,12 +115,10 @@ def make_setting(
 
 def with_environments(reward_fns: Any, setting: Setting | None) -> Any:
     """Reward functions, and one more for each class of environments that has `get_reward`."""
-    factories: dict[type, list[Any]] = {}
-    for name, kind in setting.kinds.items() if setting is not None else ():
-        factories.setdefault(kind, []).append(name)
+    kinds = {} if setting is None else setting.kinds
     own = [
-        EnvironmentReward(kind.__name__, None if None in names else names)
-        for kind, names in factories.items()
+        EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
+        for kind in dict.fromkeys(kinds.values())
         if hasattr(kind, "get_reward")
     ]
     return [*as_list(reward_fns), *own] if own else reward_fns

@@ -180,6 +180,9 @@ def test_functions_and_partials_make_them_too():
         game = own()
         assert (type(game).__name__, game.total) == ("Game", total)
         own.close()
+    own = isolated(environments.Cursed, timeout=TIMEOUT)
+    assert [kind.__name__ for kind in type(own()).__mro__[:2]] == ["Cursed", "Game"], "a Cursed is a Game too"
+    own.close()
     assert not makes_environments(lambda completions: None)
     assert not makes_environments(np.mean)
 
