@@ -215,6 +215,7 @@ TESTED_ELSEWHERE = {
     "__main__": "cli/test_main.py",
     "cli.chat": "cli/test_commands.py",
     "config.reading": "config/test_config.py",
+    "rewards.processes": "rewards/test_workers.py",
     "rollout.turn_programs": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
     "turns.setting": "run/test_turns_run.py",

@@ -215,6 +215,12 @@ def gather_objects(own: Any) -> list[Any]:
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.ravel(), strict=True)]
 
 
+def own_part(count: int) -> range:
+    """Which of `count` rows are this process's own: to play, and to score."""
+    n, process = jax.process_count(), jax.process_index()
+    return range(count * process // n, count * (process + 1) // n)
+
+
 def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
     """`place` inside a compiled function: its results are where its arguments were."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))

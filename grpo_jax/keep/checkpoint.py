@@ -5,6 +5,7 @@ checkpoints/40/   params   what is exported
                   rest     old policy, reference, optimizer, key, counters on the device
                   batch    the batch, if some of its updates are still to be made
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
+                  told     of several turns, what was said in them, as the bytes of a JSON text
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -38,10 +39,13 @@ from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
+_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
+
 RESUME = ("auto", "must", "never")
 
-Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None]
-"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead."""
+Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None, Any]
+"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead and what
+was told in them."""
 
 
 class Checkpoints:
@@ -96,7 +100,12 @@ class Checkpoints:
         )
 
     def save(
-        self, state: TrainState, progress: Progress, batch: Batch | None, ahead: Completions | None = None
+        self,
+        state: TrainState,
+        progress: Progress,
+        batch: Batch | None,
+        ahead: Completions | None = None,
+        told: Any = None,
     ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
@@ -107,7 +116,7 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = {"batch": batch, "ahead": jax.tree.map(jnp.asarray, ahead)}
+        pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": told})}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: _shapes(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": progress.to_json(), **shapes}
@@ -169,7 +178,7 @@ class Checkpoints:
         like = jax.tree.map(_abstract, state)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        return self._load(best[0], like, {**self._about_of(best[0]), "batch": None, "ahead": None})[0]
+        return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)})[0]
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read.
@@ -207,7 +216,7 @@ class Checkpoints:
             del unreadable[step]
             if self._about is not None:
                 warn_of_changes(about["run"], self._about)
-                if self._config.rollout_ahead and found[-1] is None:
+                if self._config.rollout_ahead and found[3] is None:
                     warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
             return found
@@ -217,7 +226,7 @@ class Checkpoints:
                 f"{where}: none of its checkpoints can be read ({reasons}). Put back the files from a copy, or move"
                 f" {self._directory} away to begin anew"
             )
-        return state, None, None, None
+        return state, None, None, None, None
 
     def _about_of(self, step: int) -> dict[str, Any]:
         """What was written beside the arrays of a checkpoint."""
@@ -232,7 +241,7 @@ class Checkpoints:
         assert self._checkpointer is not None
         like = jax.tree.map(_abstract, state)
         wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
-        for name, kind in {"batch": Batch, "ahead": Completions}.items():
+        for name, kind in _PENDING.items():
             if about.get(name) is not None:
                 wanted[name] = _of_shapes(kind, about[name], state.step.sharding)
         loaded = self._checkpointer.load_checkpointables(step, wanted)
@@ -241,6 +250,7 @@ class Checkpoints:
             Progress(**about["progress"]),
             loaded.get("batch"),
             fetch(loaded.get("ahead")),
+            fetch(loaded.get("told")),
         )
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:

@@ -3,11 +3,15 @@
 It reads a setup, answers "ready", then reads requests, answers "begun" and then with what came of each, all over one
 connection. Requests come as pickles, from the process that started it; replies go as JSON, so that nothing that a
 reward function made is unpickled there.
+
+Of environments it runs nothing itself: it imports what they need, and forks for each, which then has a connection of
+its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import importlib
 import importlib.util
@@ -19,13 +23,16 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping, Sized
-from multiprocessing.connection import Connection
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+_TEXT_LIMIT = 2**22  # characters that an environment may say: more fit into no completion
 _MESSAGE_LIMIT = 2000  # characters of an exception's text; a reply must not be the way around the limit of output
 _REPR_LIMIT = 200
 
@@ -37,11 +44,15 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     connection = Connection(descriptor)
     setup = pickle.loads(connection.recv_bytes())
-    threading.Thread(target=_end_with_parent, args=(setup["parent"],), daemon=True).start()
+    if not setup["instances"]:  # who forks has one thread, and waits for its parent's word
+        threading.Thread(target=_end_with_parent, args=(setup["parent"],), daemon=True).start()
     try:
         sys.path[:] = setup["path"]
         _load_main(setup["main"])
         fn = pickle.loads(setup["fn"])
+        if setup["instances"]:
+            _send(connection, {"ready": True})
+            return _fork_on_request(connection, fn, setup)
         # After the imports: these are limits of what the function does, not of the libraries it needs.
         _limit(setup["memory_mb"], setup["max_output_bytes"])
         _send(connection, {"ready": True})
@@ -56,6 +67,123 @@ def main(descriptor: int) -> None:
                 return
             _send(connection, {"begun": True})  # from here on, the end of this process is the function's doing
             _send(connection, _answer(fn, request, runner))
+
+
+def _fork_on_request(connection: Connection, factory: Any, setup: Mapping[str, Any]) -> None:
+    """Fork for each instance and end forks, until the connection is closed; then end all.
+
+    A fork that has ended is waited for only when that is asked for: until then its number is no other process's.
+    """
+    children: set[int] = set()
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            break
+        _send(connection, {"codes": [_end(pid, children) for pid in request["end"]]})
+        if not request["fork"]:
+            continue
+        here, there = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            here.close()
+            _live(there, factory, setup)
+        there.close()
+        children.add(pid)
+        _send(connection, {"pid": pid})
+        reduction.send_handle(connection, here.fileno(), None)
+        here.close()
+    for pid in list(children):
+        _end(pid, children)
+
+
+def _end(pid: int, children: set[int]) -> int:
+    """End a fork and all that it started; how it ended."""
+    if pid not in children:
+        return 0
+    children.remove(pid)
+    for kill in (os.kill, os.killpg):  # the first for one that has no group of its own yet
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _live(connection: Connection, factory: Any, setup: Mapping[str, Any]) -> None:
+    """Be the process of one instance; never returns."""
+    try:
+        os.setpgid(0, 0)
+        output = None
+        if setup["max_output_bytes"] is not None:
+            output = tempfile.TemporaryFile()  # noqa: SIM115 — it lives as long as the process
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        if "numpy" in sys.modules:  # each fork would draw the same; `random` sees to that itself
+            sys.modules["numpy"].random.seed()
+        _limit(setup["memory_mb"], setup["max_output_bytes"])
+        _serve_instance(connection, factory, output)
+    finally:
+        os._exit(0)
+
+
+def _serve_instance(connection: Connection, factory: Any, output: Any) -> None:
+    """Make the instance, then call its methods and read its attributes, until the connection is closed."""
+    instance: Any = None
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                request = connection.recv_bytes()
+            except EOFError:
+                return
+            try:
+                what, name, args, keywords = pickle.loads(request)
+                if what == "make":
+                    instance = factory()
+                    value: Any = [type(instance).__module__, type(instance).__qualname__]
+                elif what == "read":
+                    value = getattr(instance, name)
+                else:
+                    value = getattr(instance, name)(*args, **keywords)
+                    if inspect.isawaitable(value):
+                        value = runner.run(_awaited(value))
+                reply = _as_sent(value)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except BaseException as error:
+                reply = _failure(error)
+            _send(connection, reply | _printed(output))
+
+
+def _printed(output: Any) -> dict[str, str]:
+    """What was printed since the last call, which is then forgotten."""
+    if output is None:
+        return {}
+    output.seek(0)
+    text = output.read().decode(errors="replace")[:_TEXT_LIMIT]
+    output.seek(0)
+    output.truncate()
+    return {"printed": text} if text else {}
+
+
+def _as_sent(value: Any) -> dict[str, Any]:
+    """Return what a method returned in a form that JSON has: as it is, or as it reads, with what it is."""
+    if isinstance(value, str):
+        return {"value": str.__str__(value)[:_TEXT_LIMIT]}
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": bytes(value)[:_TEXT_LIMIT].decode("latin-1")}
+    if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # a circle, a key that JSON has none for
+            text = json.dumps(value, default=str)
+            return {"value": json.loads(text)} if len(text) <= _TEXT_LIMIT else {"value": text[:_TEXT_LIMIT]}
+    kind, number = type(value).__name__, None
+    try:
+        text = str(value)[:_TEXT_LIMIT]
+    except Exception as error:
+        text = f"[{kind} that cannot be written as text: {type(error).__name__}]"
+    if not isinstance(value, (list, tuple, dict)):
+        with contextlib.suppress(Exception):  # NumPy's and others' numbers are rewards too
+            number = float(value)
+    return {"value": {**_stand_in(value), "text": text, "number": number}, "other": True}
 
 
 def _send(connection: Connection, reply: Mapping[str, Any]) -> None:

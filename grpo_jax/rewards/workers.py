@@ -1,5 +1,7 @@
 """Reward functions in processes of their own, with limits that hold whatever the function does.
 
+Environments have theirs in `instances`.
+
 ```
 isolated(fn)(completions=...)  ──► calls of some completions each ──► workers, one call at a time
                                      timeout passed: the worker is killed, a new one is started
@@ -19,7 +21,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,18 @@ from grpo_jax.rewards.contract import (
     select_inputs,
     split_inputs,
 )
+from grpo_jax.rewards.instances import IsolatedEnvironment, makes_environments
+from grpo_jax.rewards.processes import (
+    START_SECONDS,
+    fault_of,
+    kill_group,
+    refuse_in_worker,
+    revived,
+    setup_of,
+    start_process,
+    start_trouble,
+)
 
-_SCRIPT = Path(__file__).with_name("worker_main.py")
-_START_SECONDS = 60.0
-_IN_WORKER = "GRPO_JAX_REWARD_WORKER"
 _REPLY_BYTES_EACH = 16_384  # more than a worker's own bounds let a reply have for one completion
 
 
@@ -58,8 +66,8 @@ def isolated(
     max_output_bytes: int | None = None,
     workers: int = 1,
     completions_per_call: int | None = None,
-) -> Callable[..., list[float | None]]:
-    """Run a reward function in worker processes that are killed when it takes too long.
+) -> Callable[..., Any]:
+    """Run a reward function, or environments, in worker processes that are killed when they take too long.
 
     The workers start at the first use (fresh interpreters without an accelerator, no fork of this process), import
     what the function needs and no more, stay for later calls, and end with this process. The function goes there by
@@ -69,20 +77,28 @@ def isolated(
     A batch is cut into calls of `completions_per_call` completions, which the workers share; a fault (an exception, a
     limit that was reached, the end of the worker) concerns the completions of its call, and the others keep theirs.
 
+    An environment class, or a function without arguments that makes environments, is what `environment_factory` takes,
+    isolated or not. One process imports it, and each environment lives in a fork of that process, so that the end of
+    one is the end of its episode alone: an environment that reached a limit, or whose process ended, has failed, as
+    `on_environment_error` has it. Its signatures and docstrings are the tools' own; methods may be async; what they
+    return comes back as JSON has it, anything else as text. Attributes that a reward function reads of `environments`
+    are asked for, and lists and dicts are copies.
+
     Args:
-      fn: a reward function, sync or async.
+      fn: a reward function, sync or async; or what makes environments.
       timeout: seconds for one call, from when the worker has the request. A batch of n calls ends after
         ceil(n / workers) · timeout at the latest, and a moment.
-      memory_mb: what the function may use on top of what its worker has after the imports, in MiB of address space.
-        Linux only.
+      memory_mb: what the function, or each environment, may use on top of what its worker has after the imports, in MiB
+        of address space. Linux only.
       max_output_bytes: what a call may print, which is then passed on to standard error, and the size of any file that
         it writes. None: no limit, and it prints where this process does.
-      workers: number of processes.
+      workers: number of processes; environments have one each.
       completions_per_call: None cuts the batch evenly among the workers; with one worker, the function gets the whole
         batch. 1 holds the limits for each completion alone. A function that compares completions needs the whole batch.
 
     Returns:
-      A reward function with the name and the arguments of `fn`, to be used where `fn` would be, also in combinators.
+      A reward function with the name and the arguments of `fn`, to be used where `fn` would be, also in combinators; or
+      a function that makes environments, for `environment_factory`.
 
     Raises:
       ValueError: a limit that is not positive; a function that cannot be sent to another process.
@@ -107,6 +123,13 @@ def isolated(
         raise ValueError("isolated needs a POSIX system (Linux, macOS); this one cannot kill a group of processes")
     if memory_mb is not None and not sys.platform.startswith("linux"):
         raise ValueError(f"memory_mb is {memory_mb}, but only Linux holds it: leave it out on {sys.platform}")
+    if makes_environments(fn):
+        if workers != 1 or completions_per_call is not None:
+            raise ValueError(
+                f"{function_name(fn)} makes environments, and each has a process of its own: leave out workers and"
+                " completions_per_call"
+            )
+        return IsolatedEnvironment(fn, timeout=timeout, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
     return _Isolated(fn, timeout, memory_mb, max_output_bytes, workers, completions_per_call)
 
 
@@ -125,9 +148,13 @@ class _Isolated:
         self.fn = fn
         self.__name__ = function_name(fn)
         self.reward_arguments = arguments_of(fn)
-        self._limits = {"timeout": timeout, "memory_mb": memory_mb, "max_output_bytes": max_output_bytes}
+        self._limits: dict[str, Any] = {
+            "timeout": timeout,
+            "memory_mb": memory_mb,
+            "max_output_bytes": max_output_bytes,
+        }
         self._completions_per_call = completions_per_call
-        self._pool = _Pool(_setup(fn, memory_mb, max_output_bytes), workers, timeout, max_output_bytes is not None)
+        self._pool = _Pool(setup_of(fn, memory_mb, max_output_bytes), workers, timeout, max_output_bytes is not None)
 
     def __call__(self, **inputs: Any) -> list[float | None]:
         lists, extras = split_inputs(inputs)
@@ -159,30 +186,16 @@ class _Isolated:
     def _judge(self, reply: dict[str, Any], count: int) -> tuple[np.ndarray, Faults]:
         """Read a worker's reply as if the function had returned it here."""
         if "values" in reply:
-            outcome: Any = [_revived(item) for item in reply["values"]]
+            outcome: Any = [revived(item) for item in reply["values"]]
             if "faults" in reply:
                 outcome = PartialRewards(outcome, dict(reply["faults"]))
         elif "length" in reply:
             outcome = range(reply["length"])  # all that matters of it is how long it is
         elif "whole" in reply:
-            outcome = _revived(reply["whole"])
+            outcome = revived(reply["whole"])
         else:
-            return np.full(count, np.nan), {None: self._fault(reply)}
+            return np.full(count, np.nan), {None: fault_of(reply, **self._limits)}
         return read_outcome(outcome, count)
-
-    def _fault(self, reply: dict[str, Any]) -> BaseException | str:
-        """Return what ended a call without a result."""
-        if "error" in reply:
-            return _exception(*reply["error"])
-        if "late" in reply:
-            return f"took longer than its timeout of {self._limits['timeout']:g} s and was killed"
-        if reply.get("limit") == "memory":
-            limit = self._limits["memory_mb"]
-            return "ran out of memory" + (f": more than its memory_mb of {limit}" if limit is not None else "")
-        if reply.get("limit") == "output":
-            return f"wrote more than its max_output_bytes of {self._limits['max_output_bytes']}"
-        code = reply["ended"]
-        return f"ended its worker process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
     def close(self) -> None:
         """End the workers; a later call starts new ones."""
@@ -205,50 +218,6 @@ def _can_pickle(value: Any) -> bool:
     return True
 
 
-def _revived(item: Any) -> Any:
-    """Return an item of a reply; one that was no number as an object that prints as the original did."""
-    if not isinstance(item, dict):
-        return item
-    return type(item["type"], (), {"__repr__": lambda self: item["repr"]})()
-
-
-def _exception(name: str, message: str, lines: str) -> Exception:
-    """Return an exception that reads as the worker's; its own class may not exist here."""
-    error = type(name, (Exception,), {})(message)
-    error.add_note(f"In the worker process:\n{lines}")
-    return error
-
-
-def _setup(fn: Callable[..., Any], memory_mb: int | None, max_output_bytes: int | None) -> bytes:
-    """Return what a worker needs to begin."""
-    try:
-        payload = pickle.dumps(fn)
-    except Exception as error:
-        raise ValueError(
-            f"fn is {function_name(fn)!r}, which cannot be sent to a worker process ({error}): define it at the top "
-            "level of a module, under its own name (no lambda, no inner function, isolated(fn, ...) not as a decorator)"
-        ) from error
-    # A pickle holds the names of the modules that it needs.
-    main = _main_source(fn) if b"__main__" in payload else None
-    setup = {"fn": payload, "main": main, "path": sys.path, "parent": os.getpid()}
-    return pickle.dumps(setup | {"memory_mb": memory_mb, "max_output_bytes": max_output_bytes})
-
-
-def _main_source(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return where the script that runs can be imported from."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return "module", spec.name
-    path = getattr(main, "__file__", None)
-    if path is None or not os.path.isfile(path):
-        raise ValueError(
-            f"fn is {function_name(fn)!r}, defined in a notebook or at a prompt, where a worker process cannot import "
-            "it from: write it into a file (%%writefile my_rewards.py) and import it"
-        )
-    return "file", os.path.abspath(path)
-
-
 class _Pool:
     """Workers for one function, and the calls that they share."""
 
@@ -269,11 +238,7 @@ class _Pool:
 
     def run(self, requests: Sequence[bytes], *, reply_bytes: int) -> list[dict[str, Any]]:
         """Return the reply to each request; `late` and `ended` stand for those of a worker that was lost."""
-        if _IN_WORKER in os.environ:
-            raise RewardError(
-                "a worker process has come upon a call of an isolated function: put what starts the training under "
-                "if __name__ == '__main__':, since workers import the script of the function"
-            )
+        refuse_in_worker()
         with self._lock:
             try:
                 return self._share(requests, reply_bytes)
@@ -331,25 +296,12 @@ class _Worker:
     """One worker process, the connection to it, and the call it is busy with."""
 
     def __init__(self, setup: bytes, own_output: bool):
-        self.connection, there = multiprocessing.Pipe()
         self.output = tempfile.TemporaryFile() if own_output else None  # noqa: SIM115 — closed by close
-        with there:
-            self.process = subprocess.Popen(
-                # -P: without the folder of the script on the path, whose modules are not those that a function imports.
-                [sys.executable, "-P", str(_SCRIPT), str(there.fileno())],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=self.output,
-                start_new_session=True,  # a group of its own: what the function starts is killed with it
-                env=os.environ | {_IN_WORKER: "1", "JAX_PLATFORMS": "cpu"},
-            )
+        self.process, self.connection = start_process(setup, self.output)
         self.ready = False
         self.job: int | None = None
         self.begun = False  # whether the process has said that it has the request
-        self.deadline = time.monotonic() + _START_SECONDS
-        with contextlib.suppress(OSError):  # a worker that ended at once is found out by receive
-            self.connection.send_bytes(setup)
+        self.deadline = time.monotonic() + START_SECONDS
 
     def begin(self, job: int, requests: Sequence[bytes], timeout: float) -> None:
         """Send a request."""
@@ -372,7 +324,7 @@ class _Worker:
             self.ready = True
             return None
         if not self.ready:
-            raise RewardError(_start_trouble(reply))
+            raise RewardError(start_trouble(reply))
         if "begun" in reply:
             self.begun = True
             return None
@@ -400,9 +352,7 @@ class _Worker:
 
     def kill(self) -> int:
         """End the process and all that it started; return how it ended."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        return kill_group(self.process)
 
     def close(self) -> None:
         """End the process and let go of what belongs to it."""
@@ -416,15 +366,3 @@ def _close_all(workers: list[_Worker]) -> None:
     """End workers and forget them."""
     while workers:
         workers.pop().close()
-
-
-def _start_trouble(reply: dict[str, Any]) -> str:
-    """Return why a worker did not get ready, and what to do about it."""
-    if "error" in reply:
-        name, message, lines = reply["error"]
-        return f"its worker process could not load it ({name}: {message}); in the worker:\n{lines}"
-    how = f"was not ready after {_START_SECONDS:g} s" if "late" in reply else f"ended with code {reply.get('ended')}"
-    return (
-        f"its worker process {how}: if the function stands in the script that runs, put what starts the training under "
-        "if __name__ == '__main__':, since the worker imports the script"
-    )

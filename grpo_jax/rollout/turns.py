@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
+from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, shard_count, split
 from grpo_jax.devices.streams import count_streams, run_in_streams
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.decode import completion_keys, decode_variables, on_cpu
@@ -49,13 +49,16 @@ and reading costs as much for one as for all."""
 
 
 class Answers(Protocol):
-    """Who answers: for each turn of a completion one call, from any thread, and a promise at once."""
+    """Who answers: for each turn of a completion one call, from any thread, and a promise at once.
 
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None]:
+    Several processes draw the same completions together: each is answered in one of them, which tells the others.
+    """
+
+    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
         """The tokens that follow a turn [n] that has ended with an EOS; None, where the completion is over.
 
         `completion` is b · G + g; an observation of more than `room` tokens would leave none for a further turn, and
-        ends the completion as truncated.
+        ends the completion as truncated. No promise where another process answers.
         """
         ...
 
@@ -142,7 +145,7 @@ class _Play:
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
         # The slot is the next one of those whose turn has not ended.
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), 0
-        self.waiting: dict[int, Future[Sequence[int] | None]] = {}
+        self.waiting: dict[int, Future[Sequence[int] | None] | None] = {}
         self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
         own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
         given = split(own, call.mesh)
@@ -193,8 +196,14 @@ class _Play:
     def _answers(self) -> dict[int, Sequence[int]]:
         """The observations of those who waited and go on; for the others the last turn was the last."""
         rows, observed = self.call.rows, dict[int, Sequence[int]]()
-        for row, promise in self.waiting.items():
-            tokens = _wait(promise, self.call.interrupt)
+        own = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
+        told = [(row, _wait(promise, self.call.interrupt)) for row, promise in own]
+        if jax.process_count() > 1:
+            plain = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in told]
+            told = [(row, tokens) for part in gather_objects(plain) for row, tokens in part]
+        answers = dict(told)
+        for row in self.waiting:
+            tokens = answers[row]
             if tokens is None:
                 rows.ended[row] = True
             elif len(tokens) < rows.length - rows.lengths[row]:
@@ -275,8 +284,11 @@ def _wait(promise: Future[Any], interrupt: Callable[[], None]) -> Any:
 
 
 def _stream_count(params: Params, groups: int, width: int, mesh: Any) -> int:
-    """Streams of [groups, width] completions: twice as many as work at a time, so that some can wait for answers."""
-    if mesh is not None:
+    """Streams of [groups, width] completions: twice as many as work at a time, so that some can wait for answers.
+
+    One with a mesh, and with several processes: they tell each other the answers, all in the same order.
+    """
+    if mesh is not None or jax.process_count() > 1:
         return 1
     most = max(1, min(groups, groups * width // STREAM_COMPLETIONS, 2 * count_streams(params, groups)))
     return max(n for n in range(1, most + 1) if groups % n == 0)

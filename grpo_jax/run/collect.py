@@ -31,7 +31,7 @@ from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
-from grpo_jax.run.sample import Sampled, sample
+from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
@@ -98,7 +98,7 @@ class Experience:
     cursor: int
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
-    ahead: Completions | None = None
+    ahead: Ahead | None = None
 
 
 class _Groups(NamedTuple):
@@ -129,7 +129,7 @@ class _Round(NamedTuple):
     metrics: dict[str, float]
     batch: Batch | None  # as far as it is known without rewards; None where they choose among the groups
     cursor: int  # prompts used since the start of the run, after this round
-    ahead: Completions | None  # of the next round; None without `look_ahead`
+    ahead: Ahead | None  # of the next round; None without `look_ahead`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Rollouts:
     updater: Updater
 
     def rounds(
-        self, cursor: int, ahead: Completions | None, begin: Callable[[Prompts, Completions], Batch] | None
+        self, cursor: int, ahead: Ahead | None, begin: Callable[[Prompts, Completions], Batch] | None
     ) -> Iterator[_Round]:
         """Round after round: the device's work is begun first, and then the rewards are computed."""
         task = self.task
@@ -159,15 +159,17 @@ class _Rollouts:
                     sampled = self.sample(start)
             else:
                 rows, _, token_ids = self.prompts(start)
-                sampled = Sampled(rows, make_prompts(token_ids, length=task.prompt_length), ahead)
+                sampled = ahead.sampled(rows, token_ids, **self._room)
+            if task.config.rollout_ahead:  # so that no iteration knows more than one whose completions have waited
+                sampled = sampled._replace(environments=None)
             batch = None
             if begin is not None:
                 with self.phase("reference"):
                     batch = begin(sampled.prompts, sampled.completions)
 
-            def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Completions:
+            def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return self.sample(cursor).completions
+                return Ahead.of(self.sample(cursor), self.prompts(cursor)[0])
 
             with beside(sample_next) if self.look_ahead else contextlib.nullcontext() as coming:
                 with self.phase("rewards"):
@@ -210,9 +212,14 @@ class _Rollouts:
             prompts = make_prompts(token_ids, length=task.prompt_length)
             given = (task.model, self.params, prompts, self.key)
             return Sampled(rows, prompts, sample_by(task.sampler, self.updater, *given, **how))
-        how |= {"setting": task.setting, "numbers": numbers}
-        how |= {"prompt_length": task.prompt_length, "padding": config.padding}
+        how |= {"numbers": numbers, **self._room}
         return sample(task.model, self.params, rows, token_ids, self.key, **how)
+
+    @property
+    def _room(self) -> dict[str, Any]:
+        """Who answers, and how long prompts are."""
+        task = self.task
+        return {"setting": task.setting, "prompt_length": task.prompt_length, "padding": task.config.padding}
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -254,7 +261,7 @@ def collect(
     count: int,
     updater: Updater,
     phase: Phase = contextlib.nullcontext,
-    ahead: Completions | None = None,
+    ahead: Ahead | None = None,
     look_ahead: bool = False,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Experience:

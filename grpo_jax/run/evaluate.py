@@ -15,6 +15,7 @@ from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
 from grpo_jax.run.sample import sample
+from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
@@ -49,6 +50,7 @@ def evaluate(
     environment_timeout: float | None = 300.0,
     on_environment_error: str = "raise",
     setting: Setting | None = None,
+    sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
@@ -80,6 +82,8 @@ def evaluate(
       environment_timeout: likewise.
       on_environment_error: likewise.
       setting: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
+      sampler: another engine in the place of `generate`, as in `train`: it is given `params`, and prompts of one batch
+        at a time. Not beside tools or environments.
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
 
     Returns:
@@ -122,6 +126,7 @@ def evaluate(
         reward_fns = with_environments(reward_fns, setting)
         kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
         data = encode_rows(setting, all_rows, policy.tokenizer, **kwargs)
+    check_sampler(sampler, setting)
     check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
@@ -140,6 +145,7 @@ def evaluate(
             [data.token_ids[i] for i in at],
             jax.random.key(seed),
             setting=setting,
+            sampler=sampler,
             numbers=at,
             prompt_length=longest,
             padding=pad_to_multiple_of,

@@ -24,7 +24,7 @@ from grpo_jax.keep.resume import describe
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
+from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
@@ -91,6 +91,7 @@ def prepare(
         setting = faults.of(_setting, policy, config, every, tools, environment_factory, sampler)
     if fns is not None:
         fns = list(with_environments(fns, setting))
+        faults.of(_check_no_environments, fns, config)
         columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
         for name, names in columns.items():
             what = "the dataset" if name == "dataset" else name
@@ -229,6 +230,19 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
     return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
+def _check_no_environments(fns: list[Callable[..., Any]], config: Any) -> None:
+    """Raise if a reward function reads environments that are no longer there when it is called."""
+    if not (isinstance(config, GRPOConfig) and config.rollout_ahead):
+        return
+    for fn, name in zip(fns, reward_names(fns), strict=True):
+        if "environments" in arguments_of(fn):
+            raise ValueError(
+                f"rollout_ahead = True: reward function {name!r} reads environments, and they cannot wait in a"
+                " checkpoint: let their get_reward() say what is wanted (reward functions get environment_rewards), or"
+                " leave rollout_ahead False"
+            )
+
+
 def _setting(
     policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any, sampler: Any
 ) -> Setting | None:
@@ -236,8 +250,6 @@ def _setting(
     if not tools and environment_factory is None:
         return None
     for wrong, why in (
-        (config.rollout_ahead, "rollout_ahead = True: environments cannot wait in a checkpoint; leave it False"),
-        (jax.process_count() > 1, f"there are {jax.process_count()} processes: several turns run in one"),
         (sampler is not None, "sampler samples completions of one turn: give one or the other"),
         (not is_cached(policy.model), "policy.model has no cache: several turns need a model of this package"),
     ):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.run.sampler import Sampler, completions_by
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.text.rows import Row
-from grpo_jax.turns.episodes import Episode, Episodes, Setting
+from grpo_jax.turns.episodes import Episodes, Played, Setting, metrics_of
 from grpo_jax.turns.setting import encode_rows
 from grpo_jax.types import Completions, Model, Params, Prompts
 
@@ -27,29 +28,78 @@ class Sampled(NamedTuple):
       prompts: their tokens.
       completions: [B, G, T].
       episodes: B·G, prompt-major; None for completions of one turn.
-      rewards: what the environments said of each; None likewise.
-      metrics: of the episodes.
+      environments: of each, those of this process's rows; None likewise, and where they are not to be had any more.
+      own: the rows whose environments they are; None: `own_part` of all.
     """
 
     rows: list[Row]
     prompts: Prompts
     completions: Completions
-    episodes: Sequence[Episode] | None = None
-    rewards: list[float | None] | None = None
-    metrics: Mapping[str, float] = types.MappingProxyType({})
+    episodes: Sequence[Played] | None = None
+    environments: Sequence[Any] | None = None
+    own: range | None = None
 
     def first(self, count: int) -> Sampled:
         """Those of the first `count` rows."""
-        own = count * self.completions.tokens.shape[1]
+        end = count * self.completions.tokens.shape[1]
         prompts, completions = jax.tree.map(lambda x: x[:count], (self.prompts, self.completions))
-        episodes = None if self.episodes is None else self.episodes[:own]
-        rewards = None if self.rewards is None else self.rewards[:own]
-        return Sampled(self.rows[:count], prompts, completions, episodes, rewards, self.metrics)
+        episodes = None if self.episodes is None else self.episodes[:end]
+        environments = None if self.environments is None else self.environments[:end]
+        own = None if self.own is None else range(min(self.own.start, count), min(self.own.stop, count))
+        return Sampled(self.rows[:count], prompts, completions, episodes, environments, own)
 
     @property
     def present(self) -> np.ndarray:
         """[B, G, T] bool, all tokens of the completions, those that were observed too."""
         return np.asarray(self.completions.mask if self.completions.present is None else self.completions.present)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the episodes."""
+        if self.episodes is None:
+            return {}
+        observed = (self.present & ~np.asarray(self.completions.mask)).sum(axis=-1)
+        return metrics_of(self.episodes) | {"completions/observation_tokens": float(observed.mean())}
+
+
+class Ahead(NamedTuple):
+    """Completions that wait for their iteration, in arrays that a checkpoint takes; their environments do not wait.
+
+    Attributes:
+      completions: [B, G, T].
+      told: of several turns the bytes of a JSON text [n] uint8 that holds the episodes, and the prompts to which
+        environments have added; None for one turn.
+    """
+
+    completions: Completions
+    told: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, sampled: Sampled, rows: Sequence[Row]) -> Ahead:
+        """What waits of completions of rows of the dataset."""
+        if sampled.episodes is None:
+            return cls(sampled.completions)
+        prompts = [None if new is row else new["prompt"] for new, row in zip(sampled.rows, rows, strict=True)]
+        told = {"prompts": prompts, "episodes": [one.to_json() for one in sampled.episodes]}
+        return cls(sampled.completions, np.frombuffer(json.dumps(told).encode(), np.uint8))
+
+    def sampled(
+        self,
+        rows: Sequence[Row],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        setting: Setting | None,
+        prompt_length: int,
+        padding: int,
+    ) -> Sampled:
+        """What was sampled, but for the environments; the arguments are those of `sample`."""
+        if setting is None or self.told is None:
+            return Sampled(list(rows), make_prompts(token_ids, length=prompt_length), self.completions)
+        told = json.loads(np.asarray(self.told).tobytes())
+        prompts = zip(rows, told["prompts"], strict=True)
+        opened = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in prompts]
+        encoded = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
+        return Sampled(opened, encoded, self.completions, [Played.from_json(kept) for kept in told["episodes"]])
 
 
 def sample(
@@ -64,6 +114,7 @@ def sample(
     prompt_length: int,
     padding: int,
     num_generations: int,
+    sampler: Sampler | None = None,
     **how: Any,
 ) -> Sampled:
     """Sample completions of rows.
@@ -78,24 +129,39 @@ def sample(
       prompt_length: P, unless environments make prompts longer.
       padding: to a multiple of which P is then rounded.
       num_generations: G.
+      sampler: another engine in the place of `generate`, for completions of one turn; their log-probs are its own.
       how: further settings of `generate`.
     """
     if setting is None:
         prompts = make_prompts(token_ids, length=prompt_length)
-        completions = generate(model, params, prompts, key, num_generations=num_generations, **how)
+        given: Any = (model, params, prompts, key)
+        if sampler is not None:
+            how = {"batch_size": None, **how, "num_generations": num_generations}
+            return Sampled(list(rows), prompts, completions_by(sampler, *given, **how))
+        completions = generate(*given, num_generations=num_generations, **how)
         return Sampled(list(rows), prompts, fetch(completions))
     with Episodes(setting, rows, num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
-        ids = [_encoded(setting, row, new, own) for row, new, own in zip(rows, opened, token_ids, strict=True)]
-        longest = max(prompt_length, -(-max(map(len, ids)) // padding) * padding)
-        prompts = make_prompts(ids, length=longest)
+        prompts = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
         how |= {"num_generations": num_generations}
         completions = fetch(generate_turns(model, params, prompts, key, episodes, **how))
         flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])
-        rewards = episodes.end(flat(completions.tokens), flat(completions.mask))
-    observed = np.asarray(completions.present & ~completions.mask).sum(axis=-1)
-    metrics = episodes.metrics() | {"completions/observation_tokens": float(observed.mean())}
-    return Sampled(opened, prompts, completions, episodes.all, rewards, metrics)
+        played = episodes.end(flat(completions.tokens), flat(completions.mask))
+    environments = [episode.environment for episode in episodes.all]
+    return Sampled(opened, prompts, completions, played, environments, episodes.own)
+
+
+def _prompts(
+    setting: Setting,
+    rows: Sequence[Row],
+    opened: Sequence[Row],
+    token_ids: Sequence[Sequence[int]],
+    prompt_length: int,
+    padding: int,
+) -> Prompts:
+    """The prompts with what environments have added, as long as before unless one has become longer."""
+    ids = [_encoded(setting, row, new, own) for row, new, own in zip(rows, opened, token_ids, strict=True)]
+    return make_prompts(ids, length=max(prompt_length, -(-max(map(len, ids)) // padding) * padding))
 
 
 def _encoded(setting: Setting, row: Row, opened: Row, token_ids: Sequence[int]) -> Sequence[int]:

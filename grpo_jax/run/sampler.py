@@ -53,10 +53,15 @@ class Sampler(Protocol):
     def __call__(self, **kwargs: Any) -> Completions: ...
 
 
-def check_sampler(sampler: Any) -> None:
-    """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments."""
+def check_sampler(sampler: Any, setting: Any = None) -> None:
+    """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
+
+    Nor does it go with a `Setting` of tools and environments.
+    """
     if sampler is None:
         return
+    if setting is not None:
+        raise ValueError("tools and environment_factory: a sampler makes completions of one turn; give one of them")
     wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
     if not callable(sampler):
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
@@ -71,15 +76,25 @@ def check_sampler(sampler: Any) -> None:
 def sample_by(
     sampler: Sampler, updater: Updater, model: Model, params: Params, prompts: Prompts, key: jax.Array, **how: Any
 ) -> Completions:
-    """Completions by an engine, on the host, with the old log-probs by the trainer's scorer.
+    """`completions_by` an engine, with the old log-probs by the trainer's scorer, which is the updater's."""
+    completions = completions_by(sampler, model, params, prompts, key, **how)
+    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
+    tokens, mask = jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(completions.mask[:, :, :t])
+    old = fetch(updater.score(params, jax.tree.map(jnp.asarray, prompts), tokens, mask))
+    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+
+
+def completions_by(
+    sampler: Sampler, model: Model, params: Params, prompts: Prompts, key: jax.Array, **how: Any
+) -> Completions:
+    """Completions by an engine, on the host; of several processes all have those of the first.
 
     Args:
       sampler: the engine.
-      updater: scores.
       model, params, prompts, key, how: all arguments of `generate`.
 
     Returns:
-      `Completions` [B, G, T], T = `max_completion_length`, with `old_log_probs`.
+      `Completions` [B, G, T], T = `max_completion_length`.
 
     Raises:
       ValueError: the engine returned something else than `Sampler` says; the message tells what.
@@ -96,10 +111,7 @@ def sample_by(
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
-    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
-    tokens, mask = jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(completions.mask[:, :, :t])
-    old = fetch(updater.score(params, jax.tree.map(jnp.asarray, prompts), tokens, mask))
-    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+    return completions
 
 
 def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int) -> Completions:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.devices.sharding import gather_objects
+from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import compute_rewards, reward_stats
 from grpo_jax.rewards.contract import Extras, reward_names
 from grpo_jax.run.sample import Sampled
@@ -40,16 +40,18 @@ def score_own(
     The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
     """
     rows, tokens, present = sampled.rows, sampled.completions.tokens, sampled.present
-    n, process, (_, g, _) = jax.process_count(), jax.process_index(), np.shape(tokens)
-    own = slice(len(rows) * process // n, len(rows) * (process + 1) // n)
-    if own.start == own.stop:
+    g = np.shape(tokens)[1]
+    part = own_part(len(rows)) if sampled.own is None else sampled.own
+    own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
+    if not part:
         return Scores([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
     inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own])
     if sampled.episodes is not None:
         if is_conversation(rows[0]["prompt"]):
-            inputs["completions"] = [episode.messages for episode in sampled.episodes]
-        environments = [episode.environment for episode in sampled.episodes]
-        inputs["columns"] |= {"environments": environments, "environment_rewards": sampled.rewards}
+            inputs["completions"] = [episode.messages for episode in sampled.episodes[places]]
+        inputs["columns"]["environment_rewards"] = [episode.reward for episode in sampled.episodes[places]]
+    if sampled.environments is not None:
+        inputs["columns"]["environments"] = list(sampled.environments[places])
     rewards, stats = compute_rewards(reward_fns, num_generations=g, on_error=on_error, extras=extras.given(), **inputs)
     texts = inputs["completions"]
     return Scores(texts, extras.rows(len(texts)), rewards, extras.values(), stats)

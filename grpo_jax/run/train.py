@@ -26,9 +26,10 @@ from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
+from grpo_jax.run.sample import Ahead
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.types import Batch, Completions
+from grpo_jax.types import Batch
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
@@ -52,7 +53,7 @@ class _Loop:
     bad_batches: BadBatches
     progress: Progress = dataclasses.field(default_factory=Progress)
     batch: Batch | None = None  # of the present iteration; None between iterations
-    ahead: Completions | None = None  # sampled already for the next iteration
+    ahead: Ahead | None = None  # sampled already for the next iteration
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop; the signal may have come to another of its processes."""
@@ -60,7 +61,8 @@ class _Loop:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this moment."""
-        self.checkpoints.save(state, self.progress, self.batch, self.ahead)
+        ahead = () if self.ahead is None else self.ahead
+        self.checkpoints.save(state, self.progress, self.batch, *ahead)
 
 
 def train(
@@ -99,8 +101,10 @@ def train(
       environment_factory: a class or function without arguments that makes an environment for each completion
         (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
         its `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
-        reward, of weight 1 and named after its class. Reward functions that name `environments` get them.
-      sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`.
+        reward, of weight 1 and named after its class. Reward functions that name `environments` get them, though not
+        with `rollout_ahead`.
+      sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`
+        (`evaluate` takes a sampler of its own).
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
@@ -162,7 +166,8 @@ def train(
         contextlib.ExitStack() as ahead,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
-        state, found, loop.batch, loop.ahead = checkpoints.restore(state, resume)
+        state, found, loop.batch, completions, told = checkpoints.restore(state, resume)
+        loop.ahead = None if completions is None else Ahead(completions, told)
         progress = loop.progress = found or loop.progress
         rows, dropped = len(run.task.data.rows), len(run.task.data.dropped)
         sizes = {"total_steps": run.total_steps, "num_rows": rows, "num_dropped": dropped}

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import describe_fault, short
+from grpo_jax.rewards.instances import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
@@ -88,13 +90,56 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
 
 @dataclasses.dataclass
 class Counts:
-    """What happened in one episode."""
+    """What happened in one episode.
+
+    Attributes:
+      turns: of the policy.
+      calls, failures: of tools.
+      errors: of the environment.
+      seconds: of both.
+      clipped: 1 if the last turn called where no more calls are made.
+    """
 
     turns: int = 0
     calls: int = 0
     failures: int = 0
     errors: int = 0
     seconds: float = 0.0
+    clipped: int = 0
+
+
+class Played(NamedTuple):
+    """What is kept of an episode that is over; JSON has a form for all of it.
+
+    Attributes:
+      turns: what was said, as (whether the policy said it, text).
+      messages: the same as messages, of a conversation.
+      reward: what `get_reward` returned, as a Python number; None for "not scored".
+      counts: what happened.
+    """
+
+    turns: list[tuple[bool, str]]
+    messages: list[dict[str, Any]]
+    reward: float | str | None
+    counts: Counts
+
+    def to_json(self) -> list[Any]:
+        """As lists and dicts."""
+        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts)]
+
+    @classmethod
+    def from_json(cls, kept: Sequence[Any]) -> Played:
+        """What `to_json` gave."""
+        turns, messages, reward, counts = kept
+        return cls([(own, text) for own, text in turns], messages, reward, Counts(**counts))
+
+
+def _plain_number(value: Any) -> float | str | None:
+    """A number as Python's, whoever made it; None as None; anything else as a text that shows it, no number either."""
+    try:
+        return None if value is None else short(value) if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return short(value)
 
 
 class Episode:
@@ -118,7 +163,7 @@ class Episode:
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
         self.messages: list[dict[str, Any]] = []
-        self.counts, self.over = Counts(), False
+        self.counts, self.over, self._lost = Counts(), False, False
 
     def reset(self, row: Row) -> None:
         """Make the environment, and let it begin."""
@@ -144,8 +189,11 @@ class Episode:
             return None
         if parsed.calls or parsed.problems:
             if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
+                self.counts.clipped = 1
                 return None
             said: Any = self._call(parsed)
+            if self.over:
+                return None
         else:
             said = self._respond(parsed.content)
         if said is None:
@@ -167,7 +215,7 @@ class Episode:
     def reward(self) -> float | None:
         """What the environment says the completion was worth; None for "not scored"."""
         get = getattr(self.environment, "get_reward", None)
-        return None if get is None else self._guarded("get_reward", get)[1]
+        return None if get is None or self._lost else self._guarded("get_reward", get)[1]
 
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
         """The text of a turn, and what it says."""
@@ -201,6 +249,9 @@ class Episode:
                 begin = time.monotonic()
                 try:
                     return as_text(call_within(self._setting.seconds, tool.function, **problem))
+                except ProcessLost as lost:  # of an isolated environment, which is no more
+                    problem = lost
+                    self._fail(call.name, lost)
                 except (Exception, SystemExit) as error:
                     problem = f"{type(error).__name__}: {error}"
                 finally:
@@ -251,6 +302,8 @@ class Episode:
     def _fail(self, what: str, fault: Any) -> None:
         """An error of the environment: the end of the episode, or of the run."""
         self.counts.errors, self.over = self.counts.errors + 1, True
+        if isinstance(fault, ProcessLost):
+            self._lost, fault = True, str(fault)
         if self._setting.on_error == "raise":
             kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
             cause = fault if isinstance(fault, BaseException) else None
@@ -268,17 +321,19 @@ def _texts(said: str | list[dict[str, Any]]) -> list[str]:
 class Episodes:
     """The episodes of one rollout: B rows, G completions of each; they answer as `rollout.turns.Answers`.
 
-    A context manager: its threads end with the block.
+    Each of several processes plays those of its own rows, and all have to call `reset` and `end` together. A context
+    manager: its threads end with the block.
 
     Attributes:
-      all: the B·G episodes, prompt-major.
+      own: the rows that this process plays.
+      all: the B·G episodes, prompt-major; those of other rows have not begun.
     """
 
     def __init__(self, setting: Setting, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
         """`numbers` are those of the rows in the dataset, for messages."""
         places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
-        self._lock, self._group = threading.Lock(), num_generations
+        self.own, self._group = own_part(len(rows)), num_generations
         self.all = [Episode(setting, row, f"row {n} of the dataset, completion {g}") for (row, n), g in places]
 
     def __enter__(self) -> Episodes:
@@ -294,8 +349,16 @@ class Episodes:
           ValueError: the completions of one prompt were told different things: they are one group.
         """
         group = self._group
-        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), range(len(self.all))))
-        return [self._opened(row, self.all[b * group : (b + 1) * group]) for b, row in enumerate(rows)]
+        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), self._places))
+        own = [self._opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
+        told = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
+        prompts = itertools.chain.from_iterable(gather_objects(told))
+        return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
+
+    @property
+    def _places(self) -> range:
+        """The places of this process's episodes among all."""
+        return range(self.own.start * self._group, self.own.stop * self._group)
 
     @staticmethod
     def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
@@ -319,28 +382,39 @@ class Episodes:
             )
         return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
 
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None]:
-        """The promise of what follows a turn."""
+    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
+        """The promise of what follows a turn; None where another process plays."""
+        if completion not in self._places:
+            return None
         return self._pool.submit(self.all[completion].answer, turn, room)
 
-    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[float | None]:
-        """What each environment says of its completion, given the tokens [B·G, T] and which were sampled."""
-        for episode, ids, own in zip(self.all, tokens, sampled, strict=True):
+    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
+        """What is kept of all, given the tokens [B·G, T] and which were sampled; environments say their rewards."""
+        for place in self._places:
+            episode, ids, own = self.all[place], tokens[place], sampled[place]
             begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
             if len(begins) > episode.counts.turns:
                 episode.unfinished(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
-        return list(self._pool.map(Episode.reward, self.all))
+        own = [self.all[place] for place in self._places]
+        rewards = map(_plain_number, self._pool.map(Episode.reward, own))
+        played = [Played(one.turns, one.messages, reward, one.counts) for one, reward in zip(own, rewards, strict=True)]
+        if jax.process_count() == 1:
+            return played
+        parts = gather_objects([one.to_json() for one in played])
+        return [Played.from_json(kept) for part in parts for kept in part]
 
-    def metrics(self) -> dict[str, float]:
-        """What happened in all of them."""
-        counts = [episode.counts for episode in self.all]
-        total = lambda name: float(sum(getattr(one, name) for one in counts))
-        turns = [one.turns for one in counts]
-        return {
-            "turns/mean": float(np.mean(turns)),
-            "turns/max": float(max(turns)),
-            "tools/calls": total("calls"),
-            "tools/failures": total("failures"),
-            "environment/errors": total("errors"),
-            "environment/seconds": total("seconds"),
-        }
+
+def metrics_of(played: Sequence[Played]) -> dict[str, float]:
+    """What happened in the episodes of a rollout."""
+    counts = [one.counts for one in played]
+    total = lambda name: float(sum(getattr(one, name) for one in counts))
+    turns = [one.turns for one in counts]
+    return {
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": float(max(turns)),
+        "turns/clipped_ratio": total("clipped") / len(counts),
+        "tools/calls": total("calls"),
+        "tools/failures": total("failures"),
+        "environment/errors": total("errors"),
+        "environment/seconds": total("seconds"),
+    }

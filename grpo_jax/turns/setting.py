@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.config.fields import raise_all, show
@@ -17,15 +17,22 @@ from grpo_jax.turns.tools import Tool, environment_tools, read_tools
 
 
 class EnvironmentReward:
-    """`get_reward` of each completion's environment, as a reward function named after the environments' class."""
+    """`get_reward` of each completion's environment, as a reward function named after the environments' class.
 
-    def __init__(self, kind: type):
-        self._kind, self.__name__ = kind, kind.__name__
+    Args:
+      name: of the class.
+      factories: under what names those of it and of its subclasses stand in a dict; None where one makes all.
+    """
 
-    def __call__(self, environment_rewards: Sequence[Any], environments: Sequence[Any]) -> list[float | None]:
+    def __init__(self, name: str, factories: Collection[Any] | None = None):
+        self.__name__, self._factories = name, factories
+
+    def __call__(self, environment_rewards: Sequence[Any], environment: Sequence[Any] = ()) -> list[float | None]:
         """The rewards that were asked for when the episodes ended; None for environments of another class."""
-        pairs = zip(environments, environment_rewards, strict=True)
-        return [reward if isinstance(environment, self._kind) else None for environment, reward in pairs]
+        if self._factories is None:
+            return list(environment_rewards)
+        pairs = zip(environment, environment_rewards, strict=True)
+        return [reward if name in self._factories else None for name, reward in pairs]
 
 
 def make_setting(
@@ -108,8 +115,12 @@ def make_setting(
 
 def with_environments(reward_fns: Any, setting: Setting | None) -> Any:
     """Reward functions, and one more for each class of environments that has `get_reward`."""
-    kinds = dict.fromkeys(setting.kinds.values()) if setting is not None else {}
-    own = [EnvironmentReward(kind) for kind in kinds if hasattr(kind, "get_reward")]
+    kinds = {} if setting is None else setting.kinds
+    own = [
+        EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
+        for kind in dict.fromkeys(kinds.values())
+        if hasattr(kind, "get_reward")
+    ]
     return [*as_list(reward_fns), *own] if own else reward_fns
 
 

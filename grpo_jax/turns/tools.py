@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from grpo_jax.config.fields import raise_all, show
+from grpo_jax.rewards.instances import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
 
-NOT_TOOLS = ("reset", "get_reward", "respond")
+NOT_TOOLS = CALLED_BY_TRAINER
 """Public methods of an environment that the trainer calls itself."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

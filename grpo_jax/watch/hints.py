@@ -281,6 +281,23 @@ def no_room_for_turns(history: History, config: GRPOConfig) -> str | None:
     )
 
 
+def out_of_turns(history: History, config: GRPOConfig) -> str | None:
+    """Most completions end with a call that is not made any more.
+
+    Example:
+      >>> out_of_turns([{"turns/clipped_ratio": 0.75}] * 10, GRPOConfig(max_tool_calling_iterations=3)).split(":")[0]
+      '75 % of the completions of the last 10 logged steps ended with a call that was not made'
+    """
+    share = _now(history, "turns/clipped_ratio")
+    if share is None or share < 0.5:
+        return None
+    return (
+        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a call that was not made:"
+        f" raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), tell the policy in its prompt"
+        " how many calls it has, or reward an answer that comes sooner"
+    )
+
+
 def slow_environments(history: History, config: GRPOConfig) -> str | None:
     """Environments and tools are at work for most of the rollout.
 
@@ -328,6 +345,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "never answered": never_answered,
     "tools fail": tools_fail,
     "no room for turns": no_room_for_turns,
+    "out of turns": out_of_turns,
     "slow environments": slow_environments,
     "environment errors": environment_errors,
 }

@@ -62,9 +62,10 @@ def sampled():
 def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, pending):
     progress = Progress(step=3, cursor=24, updates_done=1, evaluated=0, tokens=99, window={"kl": [0.1, 3]})
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        checkpoints.save(state_at(3, **keep), progress, pending, ahead)
+        said = None if ahead is None else np.frombuffer(b'{"prompts": []}', np.uint8)
+        checkpoints.save(state_at(3, **keep), progress, pending, ahead, said)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        state, found, resumed, sampled_ahead = checkpoints.restore(state_at(0, **keep))
+        state, found, resumed, sampled_ahead, told = checkpoints.restore(state_at(0, **keep))
     chex.assert_trees_all_equal(as_data(state), as_data(state_at(3, **keep)))
     chex.assert_trees_all_equal_dtypes(as_data(state), as_data(state_at(3, **keep)))
     assert found == progress
@@ -73,6 +74,7 @@ def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, 
     else:
         chex.assert_trees_all_equal(resumed, pending)
     chex.assert_trees_all_equal(sampled_ahead, ahead)
+    chex.assert_trees_all_equal(told, said)
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):

@@ -13,7 +13,17 @@ import pytest
 from test_resume import Cut, assert_same_run, cut_at
 from tiny import scored, tiny_policy
 
-from grpo_jax import Completions, GRPOConfig, from_pretrained, generate, make_prompts, rehearse, save_pretrained, train
+from grpo_jax import (
+    Completions,
+    GRPOConfig,
+    evaluate,
+    from_pretrained,
+    generate,
+    make_prompts,
+    rehearse,
+    save_pretrained,
+    train,
+)
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import collect
@@ -96,6 +106,29 @@ def test_a_sampler_is_given_what_its_signature_takes():
 def test_a_sampler_that_cannot_be_called_is_refused_at_the_door(sampler, message):
     with pytest.raises(ValueError, match=message):
         prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
+
+
+@pytest.mark.quick
+def test_an_evaluation_by_an_engine():
+    """An exact one gives what `generate` does; it has the params and the settings, and is checked like any other."""
+    seen = []
+
+    def engine(params, batch_size, temperature, **others):
+        seen.append((temperature, others["num_generations"], np.shape(others["prompts"].tokens)[0], batch_size))
+        return generate(params=params, temperature=temperature, **others)
+
+    other = jax.tree.map(lambda x: 1.5 * x, POLICY.params)
+    how = {"params": other, "num_generations": 2, "max_completion_length": T, "temperature": 0.7, "batch_size": 4}
+    expected = evaluate(POLICY, ROWS, rewards, **how)
+    assert evaluate(POLICY, ROWS, rewards, sampler=engine, **how) == expected
+    assert seen == [(0.7, 2, 3, None)] * 2
+    assert evaluate(POLICY, ROWS, rewards, sampler=engine, **how | {"params": None}) != expected
+    for sampler, message in ((3, "sampler is 3"), (lambda key: None, "sampler returned None")):
+        with pytest.raises(ValueError, match=message):
+            evaluate(POLICY, ROWS, rewards, sampler=sampler, **how)
+    speaks = type("Speaks", (), {"respond": lambda self, text: None})
+    with pytest.raises(ValueError, match="completions of one turn; give one of them"):
+        evaluate(POLICY, ROWS, rewards, sampler=engine, environment_factory=speaks, **how)
 
 
 def canned(g=G, b=2, t=3):

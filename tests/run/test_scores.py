@@ -13,6 +13,7 @@ from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
+from grpo_jax.turns.episodes import Counts, Played
 from grpo_jax.types import Completions
 
 G, T = 3, 4
@@ -96,3 +97,26 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
     assert of_all_processes(fast, len).stats["rewards/f/seconds"] == 3.0
     with pytest.raises(RewardError, match="'fails_on_odd_rows' returned nan"):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kept", [4, 1], ids=["all", "the first row"])
+def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch, kept):
+    """Though what is kept of a batch that was filled up would be parted otherwise."""
+    played = [Played([(True, str(i))], [], i / 10, Counts(turns=1)) for i in range(4 * G)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    found = []
+
+    def own(environments, environment_rewards):
+        found[-1] += zip(environments, environment_rewards, strict=True)
+        return [0.0] * len(environments)
+
+    for rows in (range(2), range(2, 4)):
+        found.append([])
+        monkeypatch.setattr(jax, "process_index", lambda rows=rows: rows.start // 2)
+        there = [i if i // G in rows else None for i in range(4 * G)]
+        sampled = Sampled(ROWS[:4], PROMPTS, completions(4), played, there, rows).first(kept)
+        scores = score_own(tiny_tokenizer(), [own], sampled, on_error="raise", extras=Extras())
+        assert scores.rewards.shape == (len(found[-1]) // G, G, 1)
+    ends = min(2 * G, kept * G), kept * G
+    assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]

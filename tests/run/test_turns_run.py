@@ -9,15 +9,17 @@ import time
 from pathlib import Path
 
 import chex
+import isolated_environments
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_resume import assert_same_run
+from test_resume import Cut, assert_same_run, cut_at
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, rehearse, train
 from grpo_jax.models.scoring import score_completions
+from grpo_jax.rewards.workers import isolated
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import new_state, prepare
 from grpo_jax.turns.episodes import EnvironmentFault
@@ -53,11 +55,11 @@ class Game:
         return float(sum(map(len, self.heard)) % 5)
 
 
-def run(factory=Game, rows=ROWS, fns=(), policy=POLICY, run_dir=None, **settings):
+def run(factory=Game, rows=ROWS, fns=(), policy=POLICY, run_dir=None, callbacks=(), **settings):
     lines = []
     keep = lambda step, metrics: lines.append(metrics)
-    config = GRPOConfig(**SMALL | settings)
-    return train(policy, rows, list(fns), config, environment_factory=factory, callbacks=[keep], run_dir=run_dir), lines
+    how = {"environment_factory": factory, "callbacks": [keep, *callbacks], "run_dir": run_dir}
+    return train(policy, rows, list(fns), GRPOConfig(**SMALL | settings), **how), lines
 
 
 def experience_of(factory=Game, rows=ROWS, fns=(), **settings):
@@ -124,7 +126,7 @@ def test_lengths_count_what_was_observed_and_the_end_is_the_environments():
 
 
 def test_prompts_that_environments_make_longer_and_groups_that_are_refilled():
-    class Opens(Game):
+    class Longer(Game):
         def reset(self, target, **row):
             super().reset(target)
             return " and then " * (1 + 3 * target)
@@ -132,7 +134,7 @@ def test_prompts_that_environments_make_longer_and_groups_that_are_refilled():
         def get_reward(self):
             return 0.0 if self.target < 2 else super().get_reward()
 
-    _, lines = run(Opens, dynamic_sampling=True, max_refills=3)
+    _, lines = run(Longer, dynamic_sampling=True, max_refills=3)
     assert max(line["dynamic_sampling/refills"] for line in lines) > 0
     assert all(line["sampler_gap"] < 2e-5 for line in lines)
 
@@ -192,7 +194,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
             raise AssertionError
 
     for given, message in (
-        ({"rollout_ahead": True}, "rollout_ahead = True: environments cannot wait in a checkpoint"),
+        ({"rollout_ahead": True, "fns": [lambda environments: [0.0]]}, "'lambda' reads environments, and they cannot"),
         ({"policy": POLICY.replace(model=Plain())}, "several turns need a model of this package"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -225,6 +227,58 @@ def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
     process.wait()
     state, _ = run(run_dir=tmp_path / "killed", max_steps=8, save_steps=2, save_total_limit=2)
     assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
+
+
+def test_isolated_environments_play_as_at_home_and_a_hang_ends_one_episode(tmp_path):
+    """The same bytes as without processes; then one class hangs for a row, prints megabytes for another, and dies."""
+    home = run(isolated_environments.Game, run_dir=tmp_path / "home")[0]
+    factory = isolated(isolated_environments.Game, timeout=60.0)
+    assert_same_run(home, run(factory, run_dir=tmp_path / "isolated")[0], tmp_path / "home", tmp_path / "isolated")
+    factory.close()
+    factory = isolated(isolated_environments.Cursed, timeout=1.0, max_output_bytes=10_000)
+    _, lines = run(factory, on_environment_error="end", per_device_train_batch_size=16, max_steps=2)
+    for line in lines:
+        assert line["environment/errors"] == 12, "three rows of four completions each"
+        assert line["rewards/Cursed/missing"] == 0.75
+        assert line["turns/mean"] > 1
+        assert line["sampler_gap"] < 2e-5
+    factory.close()
+
+
+class Opens(Game):
+    """Adds to the prompt as well; a reward as NumPy has it."""
+
+    def reset(self, target, **row):
+        super().reset(target)
+        return " so" * (1 + 20 * target)
+
+    def get_reward(self):
+        return np.float32(super().get_reward())
+
+
+def told(completions, environment_rewards, **more):
+    assert "environments" not in more
+    return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
+
+
+def test_a_rollout_ahead_waits_without_its_environments(tmp_path):
+    """A policy that stays as it is plays the same, ahead or not; and a run that was cut ends in the same bytes."""
+    still = {"max_steps": 3, "learning_rate": 0.0}
+    for name, ahead in (("now", False), ("ahead", True)):
+        run(Opens, run_dir=tmp_path / name, rollout_ahead=ahead, **still)
+    now, ahead = (list(read_lines(tmp_path / name / "completions.jsonl")) for name in ("now", "ahead"))
+    assert now == ahead
+    now, ahead = (list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("now", "ahead"))
+    names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Opens/mean", "num_tokens"]
+    for line, other in zip(now, ahead, strict=True):
+        assert {name: line[name] for name in names} == {name: other[name] for name in names}
+    settings = {"fns": [told], "rollout_ahead": True, "max_steps": 7, "save_steps": 2, "num_iterations": 1}
+    expected, lines = run(Opens, run_dir=tmp_path / "whole", **settings)
+    assert min(line["turns/mean"] for line in lines) > 1
+    with pytest.raises(Cut):
+        run(Opens, run_dir=tmp_path / "cut", callbacks=[cut_at(5)], **settings)
+    state, _ = run(Opens, run_dir=tmp_path / "cut", **settings)
+    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")

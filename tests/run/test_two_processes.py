@@ -49,15 +49,39 @@ def arrays(run_dir):
         return [found[name] for name in found.files]
 
 
+def assert_same_turns(alone, run_dir):
+    """Two runs of several turns: the same was said, and learned."""
+    for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))
+    names = ["turns/mean", "turns/max", "completions/observation_tokens", "rewards/Game/mean", "eval/Game", "reward"]
+    for line, other in zip(lines, others, strict=True):
+        assert {name: line.get(name) for name in names} == {name: other.get(name) for name in names}
+        assert line.get("loss") == pytest.approx(other.get("loss"), abs=1e-6)
+    assert max(line.get("turns/mean", 0) for line in lines) > 1.5
+    rows, other_rows = (list(read_lines(where / "completions.jsonl")) for where in (alone, run_dir))
+    assert len(rows) == 3 * 32
+    for row, other in zip(rows, other_rows, strict=True):
+        for name in ("prompt", "completion", "turns", "rewards", "ended"):
+            assert row[name] == other[name]
+    assert all(" so " in row["prompt"] for row in rows)
+
+
 def test_two_processes_train_what_one_does(tmp_path):
-    """With a rollout ahead, whose collectives run in a thread beside the rewards, and an evaluation at either end."""
-    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--rollout-ahead", "--evaluate")
+    """With a rollout ahead, whose collectives run in a thread beside the rewards, and an evaluation at either end.
+
+    Then the same with environments, of which each process has those of its own rows.
+    """
+    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--rollout-ahead", "--evaluate", "--environments")
     (one,) = finish([start(alone, 6, *flags)])
-    assert one == {"training": 3 * 32, "evaluation": 2 * 20}
+    # Five prompts held out are played at either end, in rollouts of 3 and of 2 prompts with one that fills it up.
+    assert one == {"training": 3 * 32, "evaluation": 2 * 20, "played": 3 * 32 + 2 * 24}
     calls = finish(together(run_dir, 6, *flags))
     assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
     # Five prompts × 4 completions in rollouts of 3 and 2 prompts, of which the second process has 2 and 1.
     assert [some["evaluation"] for some in calls] == [2 * 8, 2 * 12], "and for its own of 20 held-out completions"
+    assert [some["played"] for some in calls] == [3 * 16 + 2 * 8, 3 * 16 + 2 * 16]
+    assert_same_turns(tmp_path / "alone-turns", tmp_path / "run-turns")
     for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))

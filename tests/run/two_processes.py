@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
+TURNS = {"max_completion_length": 40, "num_iterations": 1}
 HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
     "num_generations": 4,
@@ -48,6 +49,7 @@ def main():
     parser.add_argument("--rollout-ahead", action="store_true")
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--sampler", action="store_true")
+    parser.add_argument("--environments", action="store_true", help="another run, of several turns")
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
@@ -76,6 +78,36 @@ def main():
     whole = fetch({"params": state.params, "ref": state.ref_params})
     if jax.process_index() == 0:
         np.savez(run_dir + ".npz", *jax.tree.leaves(whole))
+    if arguments.environments:
+        played = []
+
+        class Game:
+            """Says something three times; what it was told decides the reward."""
+
+            def reset(self, prompt, **row):
+                played.append(prompt)
+                self.heard = []
+                return " so " * len(prompt)
+
+            def respond(self, text):
+                self.heard.append(text)
+                return None if len(self.heard) == 4 else f" {len(text)}: "
+
+            def get_reward(self):
+                return np.float32(sum(map(len, self.heard)) % 5)
+
+        def turns(environments):
+            return [len(environment.heard) / 4 for environment in environments]
+
+        # A quarter of the bytes end a turn, so that most completions have several.
+        policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+        config = GRPOConfig(**SETTINGS | TURNS, max_steps=3, rollout_ahead=arguments.rollout_ahead)
+        how = {"eval_dataset": held_out, "run_dir": run_dir + "-turns", "environment_factory": Game}
+        state = train(policy, ROWS, [] if arguments.rollout_ahead else turns, config, **how)
+        whole = fetch({"params": state.params, "ref": state.ref_params})
+        if jax.process_index() == 0:
+            np.savez(run_dir + "-turns.npz", *jax.tree.leaves(whole))
+        calls["played"] = len(played)
     print("CALLS " + json.dumps(calls))
 
 

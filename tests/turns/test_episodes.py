@@ -3,13 +3,15 @@
 import json
 import time
 
+import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from tiny import tiny_tokenizer
 
+from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
+from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, metrics_of
 from grpo_jax.turns.formats import Call, Parsed, assistant_message
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
@@ -256,6 +258,13 @@ def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
+    assert episode.counts.clipped == 1
+    played = [Played([], [], None, counts) for counts in (episode.counts, *(Counts(turns=3),) * 3)]
+    assert metrics_of(played)["turns/clipped_ratio"] == 0.25
+    episode = begun(setting, CHAT)
+    said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(2)]
+    assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
+    assert episode.counts.clipped == 0, "it has said what it has to say"
 
 
 @pytest.mark.quick
@@ -289,10 +298,42 @@ def test_a_last_turn_without_room_is_noted():
         said = episodes(0, first, 100).result()
         tokens = np.concatenate([first, said, ids(tokenizer, "12")])
         sampled = np.array([True] * 2 + [False] * len(said) + [True] * 2)
-        assert episodes.end(tokens[None], sampled[None]) == [1.0]
-        assert episodes.all[0].turns == [(True, "5"), (False, "no 1. "), (True, "12")]
-        metrics = episodes.metrics()
+        (played,) = episodes.end(tokens[None], sampled[None])
+        assert played.reward == 1.0
+        assert played.turns == [(True, "5"), (False, "no 1. "), (True, "12")]
+        assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
+        metrics = metrics_of([played])
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
+
+
+# Environments in processes of their own -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def isolated_desk():
+    factory = isolated(isolated_environments.Desk, timeout=0.5)
+    yield factory
+    factory.close()
+
+
+@pytest.mark.quick
+def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
+    setting = chat_setting(isolated_desk, on_error="end")
+    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
+    assert episode.messages[-1]["content"] == "4"
+    assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
+    assert episode.messages[-1]["content"] == "Error: LookupError: lost my way", "what a tool raises is told"
+    assert (episode.counts.errors, episode.over) == (0, False)
+    assert episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400) is None
+    assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
+    assert episode.reward() is None, "nobody is left to say it"
+    assert episode.counts.errors == 1
+    episode = begun(chat_setting(isolated_desk), CHAT)
+    with pytest.raises(
+        EnvironmentFault, match=r"Desk: later took longer than its timeout of 0.5 s and was killed, for row 3"
+    ):
+        episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
 
 
 # Prompts and rewards ------------------------------------------------------------------------------------------------
@@ -357,8 +398,9 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
     with Episodes(setting, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
-        rewards = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
-        given = {"environments": [one.environment for one in episodes.all], "environment_rewards": rewards}
+        played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
+    rewards = [one.reward for one in played]
+    given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
 
 
@@ -434,5 +476,5 @@ def test_nothing_given_is_nothing_made():
 
 @pytest.mark.quick
 def test_a_reward_is_named_after_its_class():
-    assert EnvironmentReward(Guess).__name__ == "Guess"
-    assert json.loads(json.dumps(EnvironmentReward(Guess)([0.5], [Guess()]))) == [0.5]
+    assert EnvironmentReward("Guess").__name__ == "Guess"
+    assert EnvironmentReward("Guess")([0.5]) == [0.5]

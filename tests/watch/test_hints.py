@@ -44,6 +44,7 @@ def played(completions=8, rollouts=10, **changed):
     """Lines of a run of several turns that goes well, 50 tokens per completion, but for what is changed from 20 on."""
     usual = {
         "turns/mean": 3.0,
+        "turns/clipped_ratio": 0.1,
         "tools/calls": 16.0,
         "tools/failures": 4.0,
         "completions/clipped_ratio": 0.1,
@@ -104,6 +105,8 @@ SIGNS = [
         28,
         ["91 % of the completions", "with 3.0 turns", "20 of their 50 tokens", "max_completion_length (now 512)"],
     ),
+    # 0.1 + 0.09 k is 0.5 or more from k = 5 on.
+    ("out of turns", played(turns__clipped_ratio=1.0), 24, ["55 % of the completions", "iterations (now None)"]),
     # Of 8 completions at a time 4 s are a quarter of 2 s, and 16 s all of it: 0.25 + 0.075 k is 0.55 for k = 4.
     ("slow environments", played(environment__seconds=16.0), 23, ["during 55 % of the rollouts", "at most 8 calls"]),
     # 0.1 of 8 is 0.8: k = 4 of 10 lines with 2.
@@ -169,6 +172,7 @@ def test_a_healthy_run_gets_none(run):
         (played(tools__failures=13.0), CONFIG),
         (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
         (played(completions__clipped_ratio=0.8), CONFIG),
+        (played(turns__clipped_ratio=0.49), CONFIG),
         (played(environment__errors=0.7), CONFIG),
         (played(environment__seconds=7.9), CONFIG),
         # The same 60 s are shared by 256 completions of which 64 are answered at a time.
