@@ -33,6 +33,7 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
         "truncate": True,
     },
     "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
+    "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
 }
 """The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
 
@@ -183,6 +184,8 @@ def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = given.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
+    if kind == "proportional":  # of the frequencies, and not of the head
+        numbers["partial_rotary_factor"], fraction = fraction, 1.0
     if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
         # transformers would ignore it in the other families.
         raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")

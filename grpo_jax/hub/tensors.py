@@ -17,6 +17,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
 _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
+_SUFFIXES |= {"input_scale": ".scale"}
 """What a parameter is called in the file, behind its module; by the same name where it is not here."""
 
 

@@ -130,6 +130,8 @@ def align(stream: TurnStream, groups, order, filled, more, *, slots: int) -> Tur
     def moved(layer: Any) -> Any:
         if isinstance(layer, State):
             return State(*(of_heads(x).swapaxes(1, 2) for x in layer))
+        if not layer:  # it is over the keys and values of an earlier one
+            return ()
         return turned(layer[0], -1), turned(layer[1], -2)
 
     cache = tuple(map(moved, stream.cache))
