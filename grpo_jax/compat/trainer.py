@@ -300,7 +300,7 @@ def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:
     unknown = set() if isinstance(targets, str) else set(targets) - _PROJECTIONS
     if unknown:
         raise ValueError(f"peft_config.target_modules has {sorted(unknown)}: choose of {sorted(_PROJECTIONS)}.")
-    pattern = TARGETS if isinstance(targets, str) else rf"layers_\d+/\w+/({'|'.join(map(re.escape, sorted(targets)))})"
+    pattern = TARGETS if isinstance(targets, str) else rf"layers_\d+/(\w+/)?({'|'.join(map(re.escape, sorted(targets)))})"
     return add_lora(
         policy,
         jax.random.key(seed),

@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         },
         only={"hidden_act": "silu"},
         renamed={"gate": "router"},
-        stacked=True,
+        stacked="columns",
         quantized=("mxfp4",),
     ),
     "Qwen3MoeForCausalLM": Family(

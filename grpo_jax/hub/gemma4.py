@@ -34,6 +34,9 @@ GEMMA4: dict[str, Any] = {
     },
     # "vision" is about pictures. transformers reads no older key of a rotary embedding here.
     "only": {"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
+    "stacked": "halves",
+    # Files also hold what layers over the keys and values of others do not use.
+    "spare": (r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
 }
 """What the row of `families.FAMILIES` says, but for names and fields."""
 

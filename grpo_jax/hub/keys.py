@@ -108,7 +108,8 @@ class Family:
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
       renamed: modules that the family's files call by other names than the decoder does.
-      stacked: the experts of a layer are one tensor of each kind, with the columns of gate and up in turns.
+      stacked: where the experts of a layer are one tensor of each kind, how gate and up lie in it: "columns", in turns, or
+        "halves", the rows of gate first; "" where each expert has its own.
       quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
       spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
     """
@@ -119,7 +120,7 @@ class Family:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stacked: bool = False
+    stacked: str = ""
     quantized: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
 

@@ -84,7 +84,7 @@ def read_params(
         first = 0
         for part in tensor.parts:
             sources.setdefault(part.path, []).append((stored[tensor.name], first, part))
-            first += part.rows if part.column is None else 0
+            first += 0 if part.stacked else part.rows
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
     for path, shape in shapes.items():
         check_sources(path, shape, sources[path], quantize)
@@ -116,6 +116,9 @@ def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
         count = min(step, part.rows - start)
         block = source.rows(first + start, count)
         block = block if part.column is None else block[..., part.column :: 2]
+        if part.half is not None:
+            size = part.shape[-1]
+            block = block[:, part.half * size : (part.half + 1) * size].swapaxes(-1, -2)
         if part.transposed:
             out[:, start : start + count] = block.reshape(count, -1).T
         else:

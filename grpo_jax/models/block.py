@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.attention import Segments, attend, group_attention, packed_attention
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
-from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig, unit_rms
+from grpo_jax.models.layers import ACTIVATIONS, UNTRAINED, LayerKind, Linear, RMSNorm, TransformerConfig, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import How, Sight, implementation
@@ -207,7 +207,7 @@ class Layer(nn.Module):
         if c.layer_input_size:
             x = x + self._told(x, context.pick(context.layer_input))
         if c.layer_scalar:
-            factor = self.param("layer_scalar", nn.initializers.ones, (1,))
+            factor = self.param(*UNTRAINED, nn.initializers.ones, (1,))
             x = x * jax.lax.stop_gradient(factor).astype(x.dtype).reshape(1, 1, 1, 1)
         return x, kept
 

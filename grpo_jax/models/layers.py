@@ -226,6 +226,10 @@ class TransformerConfig:
         return max(j for j in own if kinds[j].window == kinds[i].window)
 
 
+UNTRAINED = ("layer_scalar",)
+"""Parameters that come with a checkpoint and stay as they are: no gradient and no weight decay reaches them."""
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu": lambda x: nn.gelu(x, approximate=False),

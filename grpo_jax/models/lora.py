@@ -27,9 +27,12 @@ from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
-TARGETS = r"layers_\d+/(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|mlp/(gate|up|down)_proj)"
-"""Every projection of attention, of a gated delta net and of a dense MLP; not the head, the embedding, a router or
-experts."""
+TARGETS = (
+    r"layers_\d+/(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|mlp/(gate|up|down)_proj"
+    r"|per_layer_(input_gate|projection))"
+)
+"""Every projection of attention, of a gated delta net and of a dense MLP, and those of what a layer is told of a token;
+not the head, the embedding, a router or experts."""
 
 
 @flax.struct.dataclass(eq=False)

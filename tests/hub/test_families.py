@@ -155,6 +155,22 @@ GEMMA4 = {
     "final_logit_softcapping": 3.0,
 }
 CASES["gemma4"] = ("Gemma4ForCausalLM", GEMMA4)
+CASES["gemma4_moe"] = (
+    "Gemma4ForCausalLM",
+    {
+        **GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": SLIDING,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+)
 
 # Further values of config keys; these are compared in their logits only.
 VARIANTS = {
@@ -498,9 +514,15 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
 def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_path):
     from safetensors.numpy import load_file, save_file
 
-    for name, message in (("qwen3_5", None), ("qwen3", "unexpected: mtp.fc.weight")):
-        directory = write_checkpoint(tmp_path / name, raw_config(name))
-        tensors = load_file(directory / "model.safetensors") | {"mtp.fc.weight": np.ones((4, 4), np.float32)}
+    unread = "model.layers.3.self_attn.k_proj.weight"  # of a layer over the keys and values of another
+    for name, tensor, message in (
+        ("qwen3_5", "mtp.fc.weight", None),
+        ("qwen3", "mtp.fc.weight", "unexpected: mtp.fc.weight"),
+        ("gemma4", unread, None),
+        ("gemma4", unread.replace("k_proj", "o_norm"), "unexpected: model.layers.3.self_attn.o_norm"),
+    ):
+        directory = write_checkpoint(tmp_path / f"{name} {tensor}", raw_config(name))
+        tensors = load_file(directory / "model.safetensors") | {tensor: np.ones((4, 4), np.float32)}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         if message is None:
             assert from_pretrained(directory).params

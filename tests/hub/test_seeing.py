@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_families import SHAPE, SLIDING, WINDOW, YARN, T, numpy_weight, raw_config, write_checkpoint
+from test_families import GEMMA4, SHAPE, SLIDING, WINDOW, YARN, T, numpy_weight, raw_config, write_checkpoint
 
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.files import stored_tensors
@@ -18,6 +18,7 @@ from grpo_jax.hub.tensors import LAYOUTS, tensor_plan
 
 TEXT = {
     "gemma3": ("Gemma3ForConditionalGeneration", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}),
+    "gemma4": ("Gemma4ForConditionalGeneration", {**GEMMA4, "pad_token_id": 0}),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "ministral3", "head_dim": 12, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
@@ -30,6 +31,23 @@ TOWER = {
     "vision_tower.codes": np.arange(5, dtype=np.uint8),
     "vision_tower.position_ids": np.arange(4)[None],
     "multi_modal_projector.scale": np.full(3, 1.5).astype(jnp.float8_e4m3fn),
+}
+
+
+# What the classes of transformers are made with, beside the language model.
+GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
+GEMMA4_AUDIO |= {"subsampling_conv_channels": [4, 4]}
+BESIDE = {
+    "gemma3": {
+        "vision_config": VISION,
+        **{"image_token_index": 60, "mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62},
+    },
+    "gemma4": {
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "standardize": True},
+        "audio_config": GEMMA4_AUDIO,
+        **{"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62},
+    },
+    "mistral3": {"vision_config": {**VISION, "head_dim": 8, "model_type": "pixtral"}, "image_token_index": 60},
 }
 
 
@@ -139,14 +157,13 @@ def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
 
     transformers.utils.logging.disable_progress_bar()
     raw = raw_of(name)
-    vision = {**VISION, **({"head_dim": 8, "model_type": "pixtral"} if name == "mistral3" else {})}
-    special = {"mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62} if name == "gemma3" else {}
     kind = getattr(transformers, raw["architectures"][0])
-    config = kind.config_class(text_config=raw["text_config"], vision_config=vision, image_token_index=60, **special)
+    config = kind.config_class(text_config=raw["text_config"], **BESIDE[name])
     model = kind(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            parameter.copy_(torch.tensor(numpy_weight(path, tuple(parameter.shape))))
+            weight = numpy_weight(path, tuple(parameter.shape))
+            parameter.copy_(torch.tensor(weight / len(weight) ** 0.5 if name == "gemma4" and "q_norm" in path else weight))
     model.save_pretrained(tmp_path / "theirs")
     policy = from_pretrained(tmp_path / "theirs")
     tokens = np.random.default_rng(7).integers(0, 60, (2, T))
