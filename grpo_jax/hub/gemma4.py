@@ -90,16 +90,16 @@ def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
         of_keys = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         found = (of_keys or usual[0], keys["global_head_dim"])
     else:  # as transformers writes it
-        each = [{str(at): x for at, x in given.items()}.get(str(i)) or {} for i in range(keys["num_hidden_layers"])]
-        names = ("num_key_value_heads", "head_dim")
-        full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, w in zip(each, windows) if w is None}
-        if len(full) > 1 or any(set(x) - (set(names) if w is None else set()) for x, w in zip(each, windows)):
+        names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in given.items()}
+        each = [(of.get(str(i)) or {}, window is None) for i, window in enumerate(windows)]
+        full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, whole in each if whole}
+        if len(full) > 1 or any(set(x) - set(names if whole else ()) for x, whole in each):
             wanted = f"{names[0]!r} and {names[1]!r}, the same for every layer of full attention and for no other"
             raise keys.refuse("per_layer_config", given, wanted)
         found = full.pop()
     if not all(isinstance(x, int) and x > 0 for x in found) or heads % found[0]:
-        names = "(num_global_key_value_heads, global_head_dim)"
-        raise keys.refuse(names, found, f"a divisor of num_attention_heads = {heads}, and a positive int")
+        both = "(num_global_key_value_heads, global_head_dim)"
+        raise keys.refuse(both, found, f"a divisor of num_attention_heads = {heads}, and a positive int")
     return found
 
 

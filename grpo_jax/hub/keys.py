@@ -108,8 +108,8 @@ class Family:
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
       renamed: modules that the family's files call by other names than the decoder does.
-      stacked: where the experts of a layer are one tensor of each kind, how gate and up lie in it: "columns", in turns, or
-        "halves", the rows of gate first; "" where each expert has its own.
+      stacked: where the experts of a layer are one tensor of each kind, how gate and up lie in it: "columns", in turns,
+        or "halves", the rows of gate first; "" where each expert has its own.
       quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
       spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
     """

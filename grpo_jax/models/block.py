@@ -84,9 +84,10 @@ class Attention(nn.Module):
         q, k, v, gate = self._project(x, context)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
+        kept: tuple[Any, ...] = ()
         if self.kind.shared_kv:
             k, v = context.shared
-            keys, kept = k if context.cache is not None else k.swapaxes(-1, -2), ()
+            keys = k if context.cache is not None else k.swapaxes(-1, -2)
         else:
             k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
             keys = k.swapaxes(-1, -2)

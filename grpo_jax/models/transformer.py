@@ -167,9 +167,7 @@ class Transformer(nn.Module):
                 check_rope_length(rope, longest)
         return tuple(rope_table(positions, rope, width, longest) for rope, width in used)
 
-    def _sight(
-        self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None
-    ) -> Sight | None:
+    def _sight(self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None) -> Sight | None:
         """What tokens see that are read as a whole, in layers with heads of each shape; None for written scores."""
         c, chosen, sight = self.config, implementation(self.config.attention), None
         if chosen == "einsum":
@@ -196,12 +194,7 @@ class Transformer(nn.Module):
         return both * jnp.asarray(2.0**-0.5, x.dtype)
 
     def _through(
-        self,
-        x: jax.Array,
-        context: Context,
-        inputs: jax.Array | None,
-        prefix: Prefix | None,
-        cache: Cache | None,
+        self, x: jax.Array, context: Context, inputs: jax.Array | None, prefix: Prefix | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
         """All layers one after another: the state that leaves the last one, and what each of them keeps."""
         c, last, i, own = self.config, context.last, 0, list[Any]()
@@ -277,7 +270,7 @@ class Transformer(nn.Module):
             for j, (layer, (variables, prompts, layer_input)) in enumerate(zip(layers, given, strict=True)):
                 # Layers of one kind without keys and values of their own are over those of one layer.
                 here = self._beside(context, first + j, None, prefix, before).replace(layer_input=layer_input)
-                if prompts is not None:
+                if prompts is not None and prefix is not None:
                     here = here.replace(prefix=(*prompts, prefix.lengths))
                 x, kv = layer.apply(variables, x, here)
                 own.append(kv)

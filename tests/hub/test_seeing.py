@@ -163,7 +163,8 @@ def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             weight = numpy_weight(path, tuple(parameter.shape))
-            parameter.copy_(torch.tensor(weight / len(weight) ** 0.5 if name == "gemma4" and "q_norm" in path else weight))
+            learned = len(weight) ** -0.5 if name == "gemma4" and "q_norm" in path else 1.0
+            parameter.copy_(torch.tensor(weight * np.float32(learned)))
     model.save_pretrained(tmp_path / "theirs")
     policy = from_pretrained(tmp_path / "theirs")
     tokens = np.random.default_rng(7).integers(0, 60, (2, T))
