@@ -148,12 +148,11 @@ def test_weights_keys_and_scores_are_counted():
 
 @pytest.mark.quick
 def test_what_is_not_trained_stays_as_it_is():
-    """Neither a gradient nor the decay of weights moves it."""
+    """Neither a gradient nor the decay of weights moves it, whatever the optimizer."""
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = create_state(params(), optimizer, jax.random.key(0))
-    _, gradient = scores()
+    gradient = jax.tree.map(jnp.ones_like, params())
     moved = finish_update(state, gradient, jnp.bool_(True), optimizer=optimizer)
-    assert not gradient["layers_2"]["layer_scalar"].any()
     np.testing.assert_array_equal(moved.params["layers_2"]["layer_scalar"], params()["layers_2"]["layer_scalar"])
     assert np.abs(moved.params["norm"]["scale"] - params()["norm"]["scale"]).min() > 0.01
 

@@ -51,8 +51,8 @@ SPARSE = dataclasses.replace(
 # Layers of both kinds over the keys and values of an earlier one.
 SHARED = dataclasses.replace(
     PLAIN,
-    num_layers=4,
-    windows=(None, 3, 3, None),
+    num_layers=5,
+    windows=(3, None, None, 3, None),
     local_rope=Rope(theta=100.0),
     rope=Rope(kind="proportional", scaling=(("factor", 1.0), ("partial_rotary_factor", 0.5))),
     norms="sandwich",
@@ -67,7 +67,7 @@ SHARED = dataclasses.replace(
     num_experts=4,
     num_experts_per_token=2,
     expert_size=16,
-    expert_layers=(False, True, False, False),
+    expert_layers=(False, True, False, False, False),
     experts_beside_mlp=True,
 )
 # The same with the window, and the rotary embedding of its own, in the last layer.
