@@ -176,8 +176,8 @@ def make_tokenizer() -> Any:
 def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
     """A language model with Llama's layout and fresh weights.
 
-    It has many wide heads, and there is no norm on queries and keys: what is still possible is found by attending to the
-    highest "higher" and the lowest "lower" alone, which takes large logits.
+    It has many wide heads, and there is no norm on queries and keys: what is still possible is found by attending to
+    the highest "higher" and the lowest "lower" alone, which takes large logits.
     """
     tokenizer = make_tokenizer()
     config = {

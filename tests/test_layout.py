@@ -232,6 +232,7 @@ TESTED_ELSEWHERE = {
     "maths.log_probs": "models/test_scoring.py",
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
+    "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",
     "models.bounds": "experiments/test_benchmark.py",

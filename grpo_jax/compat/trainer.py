@@ -34,6 +34,7 @@ from grpo_jax.update.state import TrainState
 _PEFT_ELSEWHERE = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
 
 _PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+_PROJECTIONS |= {"per_layer_input_gate", "per_layer_projection"}
 
 
 class GRPOConfig:
@@ -300,7 +301,8 @@ def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:
     unknown = set() if isinstance(targets, str) else set(targets) - _PROJECTIONS
     if unknown:
         raise ValueError(f"peft_config.target_modules has {sorted(unknown)}: choose of {sorted(_PROJECTIONS)}.")
-    pattern = TARGETS if isinstance(targets, str) else rf"layers_\d+/\w+/({'|'.join(map(re.escape, sorted(targets)))})"
+    chosen = TARGETS if isinstance(targets, str) else "|".join(map(re.escape, sorted(targets)))
+    pattern = chosen if isinstance(targets, str) else rf"layers_\d+/(\w+/)?({chosen})"
     return add_lora(
         policy,
         jax.random.key(seed),

@@ -23,12 +23,16 @@ AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh, in this order; prompts are cut along the first two."""
 
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"(.*/)?embed_tokens/embedding", ("tensor", "fsdp")),
+    (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
     # Into heads and channels, and out of them again: a block then needs one sum over "tensor" and no more.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
+    # What layers are told of a token, into it and out of it; that of all layers is not cut among them.
+    (r".*/per_layer_input_gate/kernel", ("fsdp", "tensor")),
+    (r".*/per_layer_projection/kernel", ("tensor", "fsdp")),
+    (r"(.*/)?per_layer_model_projection/kernel", ("fsdp", None)),
     # What a recurrent layer makes of a token lies side by side: heads and channels are not cut.
     (r".*/(linear_attn|conv)/in_proj\w*/kernel", ("fsdp", None)),
     (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
@@ -40,6 +44,8 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
     (r".*/(linear_attn|conv)/in_proj\w*/kernel/(codes|scales)", (None, "fsdp")),
     (r".*/(linear_attn|conv)/out_proj/kernel/(codes|scales)", ("fsdp", None)),
+    (r".*/per_layer_input_gate/kernel/(codes|scales)", ("tensor", "fsdp")),
+    (r".*/per_layer_projection/kernel/(codes|scales)", ("fsdp", "tensor")),
     (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
     (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
     (r".*/experts/(gate|up)_bias", (None, "tensor")),

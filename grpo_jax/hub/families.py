@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.hub.gemma4 import GEMMA4, gemma4
 from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
@@ -235,6 +236,7 @@ FAMILIES: dict[str, Family] = {
         # transformers reads attn_logit_softcapping here and then does not apply it: neither reading of it is safe.
         only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     ),
+    "Gemma4ForCausalLM": Family("gemma4_text", gemma4, **GEMMA4),
     "Phi3ForCausalLM": Family(
         "phi3",
         lambda keys: {"windows": all_windows(keys)},
@@ -300,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         },
         only={"hidden_act": "silu"},
         renamed={"gate": "router"},
-        stacked=True,
+        stacked="columns",
         quantized=("mxfp4",),
     ),
     "Qwen3MoeForCausalLM": Family(

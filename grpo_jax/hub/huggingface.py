@@ -243,6 +243,8 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.nd
         parts.append(array.T if part.transposed else array)
     if tensor.parts[0].column is not None:
         return np.stack(parts, axis=-1).reshape(tensor.shape)
+    if tensor.parts[0].half is not None:
+        return np.ascontiguousarray(np.concatenate([x.swapaxes(-1, -2) for x in parts], axis=1))
     return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(tensor.shape)
 
 

@@ -33,6 +33,7 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
         "truncate": True,
     },
     "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
+    "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
 }
 """The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
 
@@ -107,7 +108,8 @@ class Family:
       only: config keys with the one value (beside its absence) that is supported.
       fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
       renamed: modules that the family's files call by other names than the decoder does.
-      stacked: the experts of a layer are one tensor of each kind, with the columns of gate and up in turns.
+      stacked: where the experts of a layer are one tensor of each kind, how gate and up lie in it: "columns", in turns,
+        or "halves", the rows of gate first; "" where each expert has its own.
       quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
       spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
     """
@@ -118,7 +120,7 @@ class Family:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stacked: bool = False
+    stacked: str = ""
     quantized: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
 
@@ -183,6 +185,8 @@ def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = given.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
+    if kind == "proportional":  # of the frequencies, and not of the head
+        numbers["partial_rotary_factor"], fraction = fraction, 1.0
     if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
         # transformers would ignore it in the other families.
         raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")

@@ -85,7 +85,8 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
       >>> is_projection(("layers_0", "mlp", "up_proj", "kernel"), (8, 8)), is_projection(("lm_head", "kernel"), (8, 8))
       (True, False)
     """
-    return path[0].startswith("layers_") and len(shape) > 1 and any("proj" in name for name in path[-2:])
+    named = any("proj" in name or name == "per_layer_input_gate" for name in path[-2:])
+    return path[0].startswith("layers_") and len(shape) > 1 and named and "router" not in path
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Any) -> Quantized:
@@ -272,10 +273,10 @@ def _check_nf4(tensor: Nf4Tensor) -> None:
 def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:
     """Raise ValueError for a parameter that cannot be made of the tensors it is stored in."""
     stored = [tensor for tensor, _, _ in sources if isinstance(tensor, Nf4Tensor)]
-    if method is not None and any(part.column is not None for _, _, part in sources) and is_projection(path, shape):
+    if method is not None and any(part.stacked for _, _, part in sources) and is_projection(path, shape):
         raise ValueError(
             f"quantize is {method!r}: {'/'.join(path)} is stored in every other column of a tensor (as gpt-oss has it),"
-            " which is not supported; leave quantize out."
+            " or with other weights of each expert (as Gemma 4 has it), which is not supported; leave quantize out."
         )
     for tensor, _, _ in sources:
         if isinstance(tensor, StoredTensor) and tensor.dtype == np.uint8:

@@ -18,6 +18,17 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "max_position_embeddings": 131072,
         },
     ),
+    "Gemma4ForConditionalGeneration": (
+        {"gemma4_text": "Gemma4ForCausalLM"},
+        {
+            "model_type": "gemma4_text",
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5},

@@ -17,6 +17,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
 
 _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
+_SUFFIXES |= {"input_scale": ".scale"}
 """What a parameter is called in the file, behind its module; by the same name where it is not here."""
 
 
@@ -29,12 +30,20 @@ class Part:
       shape: of the part as it lies in the tree; a matrix [in, out] is stored as [out, in].
       expert: index on the parameter's first axis, or None for all of it.
       column: 0 or 1 for the even or the odd ones of the stored tensor's last axis; None for all.
+      half: 0 or 1 for the first or the last rows of each expert of a stored tensor [experts, out, in], if both halves
+        are there; None for none of it.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     expert: int | None = None
     column: int | None = None
+    half: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the stored tensor has all experts, and others than this part's weights."""
+        return self.column is not None or self.half is not None
 
     @property
     def transposed(self) -> bool:
@@ -64,7 +73,7 @@ _STACKED = {
     "up_bias": ("gate_up_proj_bias", 1),
     "down_bias": ("down_proj_bias", None),
 }
-"""Of `Family.stacked`, the stored tensor of each parameter of the experts, and its columns there."""
+"""Of `Family.stacked`, the stored tensor of each parameter of the experts, and its columns or its half there."""
 
 _HALVES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
 """Of experts that a checkpoint stores stacked, the same; the rows of an expert's gate are followed by those of its up.
@@ -140,10 +149,9 @@ def tensor_plan(
     for path, leaf in parameter_paths(abstract_params(config)):
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
-            name, column = _STACKED[last]
-            groups.setdefault(".".join(_hf_modules((*modules, name))), {})[column or 0] = Part(
-                path, leaf.shape, column=column
-            )
+            name, at = _STACKED[last]
+            part = Part(path, leaf.shape, **({"half": at or 0} if family.stacked == "halves" else {"column": at}))
+            groups.setdefault(".".join(_hf_modules((*modules, name))), {})[at or 0] = part
             continue
         if len(leaf.shape) == 3:  # All experts of a layer in one array here; in the file in one, or one tensor each.
             for e in range(leaf.shape[0]):
@@ -161,6 +169,9 @@ def tensor_plan(
         first = parts[0].shape
         if parts[0].column is not None:
             plan.append(Tensor(name, (*first[:-1], 2 * first[-1]), parts))
+            continue
+        if parts[0].half is not None:
+            plan.append(Tensor(name, (first[0], len(parts) * first[2], first[1]), parts))
             continue
         columns = (first[0],) if parts[0].transposed else first[1:]
         if parts[0].path[-1] == "conv1d":  # a filter for each channel, of one channel

@@ -38,13 +38,15 @@ def check_tensors(
     wanted = {tensor.name: tensor.shape for tensor in plan}
     # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    # What a family leaves in a checkpoint of a language model goes with the pictures of one that sees.
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads, *(() if seeing else spare))))
-    others = [name for name in stored if name not in wanted and not unread.fullmatch(name)]
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))
     model, head = LAYOUTS[layout_of(stored)]
+    # Beside the language model of one that sees, what its family leaves in a checkpoint goes with the pictures.
+    inside = lambda name: not seeing or name.startswith((model, head))
+    left = lambda name: inside(name) and any(re.fullmatch(pattern, name) for pattern in spare)
+    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and not left(name)]
     problems = {
         "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in others if not seeing or name.startswith((model, head))],
+        "unexpected": list(filter(inside, others)),
         "of another shape": [
             f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
             for name, shape in wanted.items()
@@ -88,7 +90,7 @@ def read_params(
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append((source, first, part))
-            first += part.rows if part.column is None else 0
+            first += 0 if part.stacked else part.rows
     shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
     for path, shape in shapes.items():
         check_sources(path, shape, sources[path], quantize.method)
@@ -127,6 +129,9 @@ def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
         count = min(step, part.rows - start)
         block = source.rows(first + start, count)
         block = block if part.column is None else block[..., part.column :: 2]
+        if part.half is not None:
+            size = part.shape[-1]
+            block = block[:, part.half * size : (part.half + 1) * size].swapaxes(-1, -2)
         if part.transposed:
             out[:, start : start + count] = block.reshape(count, -1).T
         else:

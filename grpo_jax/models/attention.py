@@ -36,11 +36,12 @@ class Prefix:
     """What the layers keep of a batch of prompts, shared by all completions of a prompt.
 
     Attributes:
-      layers: of an attention layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), of a recurrent one a `State`.
+      layers: of an attention layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), of a recurrent one a `State`, of one
+        over the keys and values of an earlier layer ().
       lengths: [B] int32; slots at and after it are never looked at.
     """
 
-    layers: tuple[tuple[jax.Array, jax.Array] | State, ...]
+    layers: tuple[tuple[jax.Array, jax.Array] | State | tuple[()], ...]
     lengths: jax.Array
 
 
@@ -72,9 +73,9 @@ class Segments:
     reach: int = flax.struct.field(pytree_node=False)
 
 
-Cache = tuple[tuple[jax.Array, jax.Array] | State, ...]
-"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each attention layer while decoding, and a `State` of
-each recurrent one; the first three axes may be merged.
+Cache = tuple[tuple[jax.Array, jax.Array] | State | tuple[()], ...]
+"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each attention layer while decoding, a `State` of each
+recurrent one, and () of one over the keys and values of an earlier layer; the first three axes may be merged.
 
 Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time in a decode step.
 """

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.attention import Segments, attend, group_attention, packed_attention
-from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import ACTIVATIONS, LayerKind, Linear, RMSNorm, TransformerConfig
+from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
+from grpo_jax.models.layers import ACTIVATIONS, UNTRAINED, LayerKind, Linear, RMSNorm, TransformerConfig, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import How, Sight, implementation
@@ -37,6 +37,8 @@ class Context(flax.struct.PyTreeNode):
       last: [B] the only token whose hidden state is wanted, or None.
       present: [B, G, T] which tokens are there, side by side; None: all. Attention has `write` and `last` for it.
       sight: what they see, for a fused attention; None for scores that are written out.
+      shared: keys and values as an earlier layer returned them, for a layer without its own; else None.
+      layer_input: [B, G, T, ·] what an embedding of this layer's own says of the tokens, or None.
     """
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]
@@ -50,12 +52,21 @@ class Context(flax.struct.PyTreeNode):
     last: jax.Array | None = None
     present: jax.Array | None = None
     sight: Sight | None = None
+    shared: tuple[jax.Array, jax.Array] | None = None
+    layer_input: jax.Array | None = None
 
     def pick(self, x: jax.Array) -> jax.Array:
         """Token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; all tokens where it is None."""
         if self.last is None:
             return x
         return jnp.take_along_axis(x, self.last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
+
+    def of_last(self) -> Context:
+        """The same for layers that are given token `last` alone, and keys and values of all."""
+        assert self.last is not None
+        tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
+        growth = None if self.growth is None else self.pick(self.growth)
+        return self.replace(tables=tables, growth=growth, index=self.index + self.last, last=None, write=None)
 
 
 class Attention(nn.Module):
@@ -66,49 +77,71 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, context):
-        c, last = self.config, context.last
+        c = self.config
         b, g, t, _ = x.shape
-        n = t if last is None else 1
-        h, r, d = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
-
-        def linear(name, features, bias):
-            return Linear(features, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
-
-        def norm(name):
-            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
-
-        q = linear("q_proj", h * r * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
-        if c.attention_gate:
-            q, gate = jnp.split(q.reshape(b, g, n, h * r, 2 * d), 2, axis=-1)
-        k = linear("k_proj", h * d, c.qkv_bias)(x)
-        v = linear("v_proj", h * d, c.qkv_bias)(x).reshape(b, g, t, h, d)
-        if c.qk_norm == "flat":
-            q, k = norm("q_norm")(q), norm("k_norm")(k)
-        q, k = q.reshape(b, g, n, h * r, d), k.reshape(b, g, t, h, d)
-        if c.qk_norm == "head":
-            q, k = norm("q_norm")(q), norm("k_norm")(k)
-        q, k = self._turn(q, k, context)
+        n = t if context.last is None else 1
+        h, d = c.heads_of(self.kind)
+        q, k, v, gate = self._project(x, context)
         # Heads before rows: both score products below are then plain batched matrix products, without a transpose.
-        q = q.reshape(b, g, n, h, r, d).transpose(0, 3, 1, 2, 4, 5)
-        k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
-        keys = k.swapaxes(-1, -2)
-        if context.cache is not None:
-            k, v = keys, v = self._write(context, keys, v)
+        q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
+        kept: tuple[Any, ...] = ()
+        if self.kind.shared_kv:
+            k, v = context.shared
+            keys = k if context.cache is not None else k.swapaxes(-1, -2)
+        else:
+            k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+            keys = k.swapaxes(-1, -2)
+            if context.cache is not None:
+                k, v = keys, v = self._write(context, keys, v)
+            kept = (k, v)
         y = self._attend(q, keys, k, v, context)
-        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, h * r * d)
-        if c.attention_gate:
+        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, c.num_heads * d)
+        if gate is not None:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
-        return linear("o_proj", c.hidden_size, c.o_bias)(y), (k, v)
+        return self._linear("o_proj", c.hidden_size, c.o_bias)(y), kept
+
+    def _linear(self, name, features, bias):
+        return Linear(features, bias, jnp.dtype(self.config.dtype), self.config.initializer_range, name=name)
+
+    def _norm(self, name, x):
+        return None if x is None else RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
+
+    def _project(self, x, context):
+        """Queries, keys and values [B, G, T, heads, d], the first two at their positions, and the gate; or None."""
+        c = self.config
+        (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
+        q = self._linear("q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
+        gate = k = v = None
+        if c.attention_gate:
+            q, gate = jnp.split(q.reshape(b, g, -1, c.num_heads, 2 * d), 2, axis=-1)
+        if not self.kind.shared_kv:
+            k, v = self._keys_and_values(x, h, d)
+        if c.qk_norm == "flat":
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        q, k = q.reshape(b, g, -1, c.num_heads, d), None if k is None else k.reshape(b, g, t, h, d)
+        if c.qk_norm == "head":
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        return *self._turn(q, k, context), v, gate
+
+    def _keys_and_values(self, x, h, d):
+        """What the two projections give: keys [B, G, T, H_kv d], values [B, G, T, H_kv, d]."""
+        c = self.config
+        k = v = self._linear("k_proj", h * d, c.qkv_bias)(x)
+        if not (c.values_are_keys and self.kind.window is None):
+            v = self._linear("v_proj", h * d, c.qkv_bias)(x)
+        v = v.reshape(*x.shape[:3], h, d)
+        return k, unit_rms(v, c.rms_norm_eps).astype(v.dtype) if c.v_norm else v
 
     def _attend(self, q, keys, k, v, context):
         """What queries [B, H_kv, G, T, R, d] make of keys, which stand transposed too, and values."""
-        c, window, last, d = self.config, self.kind.window, context.last, self.config.head_dim
+        c, window, last = self.config, self.kind.window, context.last
+        h, d = c.heads_of(self.kind)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
         sinks = None
         if c.attention_sinks:
             init = nn.initializers.normal(c.initializer_range)
-            sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.num_kv_heads, -1)
+            sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
         if context.sight is not None:
             fused = How.of(implementation(c.attention), d)._replace(**how)
             return attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
@@ -136,7 +169,8 @@ class Attention(nn.Module):
         rope, table = (self.config.rope, context.tables[0]) if local is None else (local, context.tables[1])
         if self.kind.rotary:
             turn = functools.partial(rotate, pairs=rope.pairs)
-            q, k = turn(q, (context.pick(table[0]), context.pick(table[1]))), turn(k, table)
+            q = turn(q, (context.pick(table[0]), context.pick(table[1])))
+            k = None if k is None else turn(k, table)
         return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k
 
 
@@ -170,27 +204,46 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, context):
         c = self.config
+        x, kept = self._mix(x, context)
+        if c.layer_input_size:
+            x = x + self._told(x, context.pick(context.layer_input))
+        if c.layer_scalar:
+            factor = self.param(*UNTRAINED, nn.initializers.ones, (1,))
+            x = x * jax.lax.stop_gradient(factor).astype(x.dtype).reshape(1, 1, 1, 1)
+        return x, kept
 
-        def norm(name):
-            return RMSNorm(c.rms_norm_eps, c.norm_offset, name=name)
+    def _norm(self, name, x):
+        return RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
+
+    def _mix(self, x, context):
+        """The state of tokens after attention and MLP, and what the layer keeps of them."""
+        c, norm = self.config, self._norm
 
         def add(x, y):
             return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
 
         attention = self._mixer()
-        mlp = self._experts() if self.kind.sparse else MLP(c, name="mlp")
+        mlp = self._experts() if self.kind.sparse and not c.experts_beside_mlp else MLP(self._dense(), name="mlp")
         if c.norms == "pre":
-            y, kv = attention(norm("input_layernorm")(x), context)
+            y, kept = attention(norm("input_layernorm", x), context)
             x = add(context.pick(x), y)
-            return add(x, mlp(norm("post_attention_layernorm")(x))), kv
+            return add(x, mlp(norm("post_attention_layernorm", x))), kept
         if c.norms == "sandwich":
-            y, kv = attention(norm("input_layernorm")(x), context)
-            x = add(context.pick(x), norm("post_attention_layernorm")(y))
-            y = mlp(norm("pre_feedforward_layernorm")(x))
-            return add(x, norm("post_feedforward_layernorm")(y)), kv
-        y, kv = attention(x, context)
-        x = add(context.pick(x), norm("post_attention_layernorm")(y))
-        return add(x, norm("post_feedforward_layernorm")(mlp(x))), kv
+            y, kept = attention(norm("input_layernorm", x), context)
+            x = add(context.pick(x), norm("post_attention_layernorm", y))
+            y = mlp(norm("pre_feedforward_layernorm", x))
+            if self.kind.sparse and c.experts_beside_mlp:
+                y = norm("post_feedforward_layernorm_1", y) + self._beside(x)
+            return add(x, norm("post_feedforward_layernorm", y)), kept
+        y, kept = attention(x, context)
+        x = add(context.pick(x), norm("post_attention_layernorm", y))
+        return add(x, norm("post_feedforward_layernorm", mlp(x))), kept
+
+    def _dense(self):
+        """The config of the MLP."""
+        c = self.config
+        width = c.shared_kv_mlp if self.kind.shared_kv and c.shared_kv_mlp else c.intermediate_size
+        return c if width == c.intermediate_size else dataclasses.replace(c, intermediate_size=width)
 
     def _mixer(self):
         if self.kind.mixer == "delta":
@@ -203,3 +256,19 @@ class Layer(nn.Module):
         c = self.config
         shared = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
         return MixtureOfExperts(c, MLP(shared, parent=None) if c.shared_expert_size else None, name="mlp")
+
+    def _beside(self, x):
+        """What the experts beside the MLP add for tokens, which the router looks at as they are."""
+        c, flat = self.config, lambda x: x.reshape(-1, x.shape[-1])
+        weights, chosen = ScaledRouter(c, name="router")(x)
+        y = flat(self._norm("pre_feedforward_layernorm_2", x))
+        y = Experts(c, name="experts")(y, flat(weights), flat(chosen), x.shape[0])
+        return self._norm("post_feedforward_layernorm_2", y.reshape(x.shape))
+
+    def _told(self, x, layer_input):
+        """What is added to tokens' states for what an embedding of this layer's own says of them."""
+        c = self.config
+        linear = lambda name, n: Linear(n, False, jnp.dtype(c.dtype), c.initializer_range, name=name)
+        gate = ACTIVATIONS[c.activation](linear("per_layer_input_gate", c.layer_input_size)(x))
+        y = linear("per_layer_projection", c.hidden_size)(gate * layer_input)
+        return self._norm("post_per_layer_input_norm", y)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.layers import LayerKind, TransformerConfig
 
 PEAKS = {
     "T4": (65e12, 0.32e12),
@@ -60,18 +60,42 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     """
     c = shape
     sparse = sum(c.expert_layers)
-    attention = (2 * (c.num_heads + c.num_kv_heads) + c.num_heads * c.attention_gate) * c.head_dim
     chosen = c.num_experts_per_token if experts is None else experts
-    widths = count_attention(c) * attention + (c.num_layers - sparse) * 3 * c.intermediate_size
+    widths = sum(_attention_width(c, kind) for kind in c.layer_kinds) + 3 * c.layer_input_size * c.num_layers
+    dense = c.num_layers - (0 if c.experts_beside_mlp else sparse)
+    wider = c.shared_kv_layers * (c.shared_kv_mlp - c.intermediate_size) if c.shared_kv_mlp else 0
+    widths += 3 * (dense * c.intermediate_size + wider)
     widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
     widths += sparse * (3 * c.shared_expert_size + (c.shared_expert_size > 0))
     widths += sum(layer.projected_width for layer in c.recurrent)
     return c.hidden_size * (widths + head * c.vocab_size)
 
 
+def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
+    """Channels that a layer's projections of attention go to or come from; 0 for a recurrent one."""
+    if kind.mixer != "attention":
+        return 0
+    heads, width = shape.heads_of(kind)
+    own = 0 if kind.shared_kv else 1 if shape.values_are_keys and kind.window is None else 2
+    return (shape.num_heads * (2 + shape.attention_gate) + own * heads) * width
+
+
 def count_attention(shape: TransformerConfig) -> int:
-    """Layers of a decoder that keep keys and values."""
+    """Layers of a decoder that look at keys and values."""
     return sum(kind.mixer == "attention" for kind in shape.layer_kinds)
+
+
+def read_width(shape: TransformerConfig, *, queries: bool = False) -> int:
+    """Numbers of a token's keys and values that all layers read, or channels of their queries.
+
+    Example:
+      >>> shape = TransformerConfig(32, 16, 32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8,
+      ...                           windows=(4, None, 4), full_heads=(2, 16), shared_kv_layers=1)
+      >>> read_width(shape), read_width(shape, queries=True)
+      (96, 64)
+    """
+    attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
+    return sum((shape.num_heads if queries else 2 * heads) * width for heads, width in attention)
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
@@ -133,7 +157,7 @@ class DecodeStep:
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
         """The step of a decoder with so many tokens of prompt and completion; the weights' itemsize if it differs."""
-        token = 2 * count_attention(shape) * shape.num_kv_heads * shape.head_dim * itemsize
+        token = read_width(shape) * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
             prompt=prompt_length * token,
@@ -182,7 +206,7 @@ class Work:
         """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
         c, p, t = self.shape, self.prompt_length, self.completion_length
         # A memory is read twice and written once a token.
-        scores = lambda keys: 2 * count_attention(c) * c.num_heads * c.head_dim * keys + 3 * _memory(c)
+        scores = lambda keys: 2 * read_width(c, queries=True) * keys + 3 * _memory(c)
         prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))
         completions = self.group * t * (count_weights(c) + scores(p + (t + 1) / 2))
         return 6 * self.prompts * (prompts + completions)

@@ -1,6 +1,7 @@
 """What the layers of a decoder keep of the tokens that they have read.
 
-An attention layer keeps keys and values, in slots: one for each token. A recurrent layer keeps a `State`, which is as
+An attention layer keeps keys and values, in slots: one for each token. One that is over the keys and values of an
+earlier layer keeps nothing, (). A recurrent layer keeps a `State`, which is as
 large after ten thousand tokens as after one. Both have the axes B (of prompts), heads and G (of completions) in front;
 what is kept of a prompt lacks G.
 """
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.layers import LayerKind, TransformerConfig
 
 
 class State(NamedTuple):
@@ -35,20 +36,26 @@ def slots_of(layers: Sequence[Any]) -> int:
       >>> slots_of([State(jnp.zeros((1, 2, 1, 4, 4)), jnp.zeros((1, 1, 1, 3, 8)))])
       0
     """
-    return next((layer[1].shape[-2] for layer in layers if not isinstance(layer, State)), 0)
+    return next((layer[1].shape[-2] for layer in layers if layer and not isinstance(layer, State)), 0)
 
 
 def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> tuple[Any, ...]:
     """What is kept of [batch, group] completions before their first token, with `slots` slots: zeros."""
-    d, dtype = config.head_dim, jnp.dtype(dtype or config.dtype)
+    dtype = jnp.dtype(dtype or config.dtype)
     zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
-    pair = lambda: (zeros(config.num_kv_heads, d, slots), zeros(config.num_kv_heads, slots, d))
+    pair = lambda heads, d: (zeros(heads, d, slots), zeros(heads, slots, d))
 
     def state(memory: tuple[int, int, int] | None, tail: tuple[int, int, int]) -> State:
         return State(None if memory is None else zeros(*memory, dtype=jnp.float32), zeros(*tail))
 
     states = iter(config.recurrent)
-    return tuple(pair() if kind.mixer == "attention" else state(*next(states).state) for kind in config.layer_kinds)
+
+    def of(kind: LayerKind) -> Any:
+        if kind.shared_kv:
+            return ()
+        return pair(*config.heads_of(kind)) if kind.mixer == "attention" else state(*next(states).state)
+
+    return tuple(map(of, config.layer_kinds))
 
 
 def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]:
@@ -58,6 +65,8 @@ def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]
     """
 
     def one(layer: Any) -> Any:
+        if not layer:
+            return ()
         if isinstance(layer, State):
             return jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], group, *x.shape[2:]), x.dtype), layer)
         b, h, d, _ = layer[0].shape
@@ -70,4 +79,5 @@ def with_slots(cache: Sequence[Any], slots: int) -> tuple[Any, ...]:
     """The same cache with `slots` slots, at least as many as it has; those that are new come last."""
     more = slots - slots_of(cache)
     longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    return tuple(layer if isinstance(layer, State) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)
+    kept = lambda layer: isinstance(layer, State) or not layer
+    return tuple(layer if kept(layer) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig, unit_rms
 from grpo_jax.models.quantized import quantized_kernel, rows_for
 
 
@@ -136,6 +136,28 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is None:
             return y
         return y + jax.nn.sigmoid(linear("shared_expert_gate", 1)(x)) * self.shared_expert(x)
+
+
+class ScaledRouter(nn.Module):
+    """A router that norms what it looks at and scales it by channel, and weighs each expert by a factor of its own.
+
+    The weights of a token's experts, before that factor, sum to one. Logits are sown as by `MixtureOfExperts`.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and experts [..., k] of tokens [..., D]."""
+        c, ones = self.config, nn.initializers.ones
+        factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
+        of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
+        seen = (unit_rms(x, c.rms_norm_eps) * factor.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
+        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="proj")(seen)
+        logits = logits.astype(jnp.float32)
+        self.sow("router", "logits", logits)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
+        return weights / weights.sum(axis=-1, keepdims=True) * jnp.take(of_expert, chosen), chosen
 
 
 def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:

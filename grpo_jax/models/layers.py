@@ -25,12 +25,14 @@ class LayerKind:
       rotary: whether queries and keys are rotated.
       sparse: a mixture of experts in place of the MLP.
       mixer: what mixes tokens: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
+      shared_kv: attention without keys and values of its own, over those of an earlier layer.
     """
 
     window: int | None = None
     rotary: bool = True
     sparse: bool = False
     mixer: str = "attention"
+    shared_kv: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +128,16 @@ class TransformerConfig:
       mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
       delta: the shape of the layers that are gated delta nets.
       conv: that of those that are gated short convolutions.
+      full_heads: (key and value heads, width of a head) of the layers without a window, where those differ.
+      shared_kv_layers: how many layers, the last ones, are over the keys and values of the last layer before them with
+        the same window, and have none of their own.
+      shared_kv_mlp: width of the gated MLP of those layers, where it differs; 0 where it does not.
+      layer_input_size: width of what each layer is told of a token by an embedding of its own; 0 for no such embedding.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
       attention_gate: what attention returns is weighed by a gate of each channel, which `q_proj` has beside the query.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
+      v_norm: RMS norm, without weights, of each head's values.
+      values_are_keys: layers without a window have no `v_proj`: their values are what `k_proj` gives.
       norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
       activation: "silu", "gelu" or "gelu_tanh".
@@ -139,11 +148,13 @@ class TransformerConfig:
       embedding_scale: factor on the embeddings.
       residual_scale: factor on what attention and MLP add to a token's state.
       logit_scale: factor on the logits.
+      layer_scalar: a factor on what leaves a layer, which comes with the checkpoint and is not trained.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
       shared_expert_size: width of the gated MLP of all tokens beside the experts, by a gate of its own; 0 for none.
       expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
+      experts_beside_mlp: that mixture is beside the MLP, and its router a `ScaledRouter`.
       expert_bias: biases of the experts and of their router.
       expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
       normalize_expert_weights: the weights of a token's experts sum to one.
@@ -177,11 +188,17 @@ class TransformerConfig:
     mixers: tuple[str, ...] | None = None
     delta: DeltaShape | None = None
     conv: ConvShape | None = None
+    full_heads: tuple[int, int] | None = None
+    shared_kv_layers: int = 0
+    shared_kv_mlp: int = 0
+    layer_input_size: int = 0
     attention_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = "none"
+    v_norm: bool = False
+    values_are_keys: bool = False
     norms: str = "pre"
     norm_offset: float = 0.0
     activation: str = "silu"
@@ -192,11 +209,13 @@ class TransformerConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    layer_scalar: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
     expert_layers: tuple[bool, ...] = ()
+    experts_beside_mlp: bool = False
     expert_bias: bool = False
     expert_swiglu: tuple[float, float] | None = None
     normalize_expert_weights: bool = False
@@ -215,13 +234,38 @@ class TransformerConfig:
         n = self.num_layers
         windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
         sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
-        return tuple(map(LayerKind, windows, rotary, sparse, mixers))
+        shared = (False,) * (n - self.shared_kv_layers) + (True,) * self.shared_kv_layers
+        return tuple(map(LayerKind, windows, rotary, sparse, mixers, shared))
+
+    def heads_of(self, kind: LayerKind) -> tuple[int, int]:
+        """Key and value heads of a layer of attention, and the width of one."""
+        full = self.full_heads is not None and kind.window is None
+        return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
+
+    def kv_source(self, i: int) -> int:
+        """The layer whose keys and values layer i is over: itself, if it has its own.
+
+        Example:
+          >>> shape = TransformerConfig(32, 16, 32, num_layers=5, num_heads=2, num_kv_heads=1, head_dim=8,
+          ...                           windows=(4, None, 4, None, 4), shared_kv_layers=2)
+          >>> [shape.kv_source(i) for i in range(5)]
+          [0, 1, 2, 1, 2]
+        """
+        kinds = self.layer_kinds
+        if not kinds[i].shared_kv:
+            return i
+        own = range(self.num_layers - self.shared_kv_layers)
+        return max(j for j in own if kinds[j].window == kinds[i].window)
 
     @property
     def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
         """The shape of each layer that keeps a state of fixed size, from the first on."""
         kinds = {"delta": self.delta, "conv": self.conv}
         return tuple(shape for kind in self.layer_kinds if (shape := kinds.get(kind.mixer)) is not None)
+
+
+UNTRAINED = ("layer_scalar",)
+"""Parameters that come with a checkpoint and stay as they are: no gradient and no weight decay reaches them."""
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -284,6 +328,11 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.zeros if self.offset else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = unit_rms(x, self.eps)
         return scale_columns(y.reshape(-1, x.shape[-1]), scale).reshape(x.shape).astype(x.dtype)
+
+
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x²) + eps) in float32."""
+    y = x.astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

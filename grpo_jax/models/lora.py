@@ -29,10 +29,11 @@ from grpo_jax.types import Params
 
 TARGETS = (
     r"layers_\d+/"
-    r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj)"
+    r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
+    r"|per_layer_(input_gate|projection))"
 )
-"""Every projection of attention, of a recurrent layer and of a dense MLP; not the head, the embedding, a router or
-experts."""
+"""Every projection of attention, of a recurrent layer and of a dense MLP, and those of what a layer is told of a token;
+not the head, the embedding, a router or experts."""
 
 
 @flax.struct.dataclass(eq=False)

@@ -86,6 +86,12 @@ def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -
     return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
 
 
+def _proportional(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    """Frequencies over the whole head, of which the first part turns and the rest stands still; divided by `factor`."""
+    turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
+    return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
+
+
 ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np.ndarray, float]]] = {
     "default": lambda inverse, numbers, rope, length: (inverse, 1.0),
     "linear": _linear,
@@ -93,6 +99,7 @@ ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 """Scalings: from frequencies, the numbers of the scaling, and the length of the sequence, to frequencies and factor."""
 

@@ -7,6 +7,7 @@ stack. Softmax, norms and logits are float32 whatever the compute dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
-from grpo_jax.models.sight import How, implementation
+from grpo_jax.models.sight import How, Sight, implementation
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -89,6 +90,13 @@ class Transformer(nn.Module):
         c = self.config
         layer = nn.remat(Layer, policy=getattr(jax.checkpoint_policies, c.remat_policy)) if c.remat else Layer
         self.embed_tokens = Embedding(c)
+        if c.layer_input_size:
+            width, linear = c.num_layers * c.layer_input_size, functools.partial(Linear, use_bias=False)
+            scale = c.layer_input_size**0.5
+            of_layers = dataclasses.replace(c, hidden_size=width, embedding_scale=scale)
+            self.embed_tokens_per_layer = Embedding(of_layers)
+            self.per_layer_model_projection = linear(width, dtype=jnp.dtype(c.dtype), stddev=c.initializer_range)
+            self.per_layer_projection_norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         self.layers = [layer(c, kind) for kind in c.layer_kinds]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
@@ -143,43 +151,93 @@ class Transformer(nn.Module):
         if start is not None:
             positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
         longest = slots_of(cache) if cache is not None else t if segments is None else segments.longest
-        ropes = [rope for rope in (c.rope, c.local_rope) if rope is not None]
-        if prefix is not None or cache is not None:
-            longest += 0 if prefix is None else slots_of(prefix.layers)
-            for rope in ropes:
-                check_rope_length(rope, longest)
-        tables = tuple(rope_table(positions, rope, c.head_dim, longest) for rope in ropes)
-        sight, chosen = None, implementation(c.attention)
-        if cache is None and chosen != "einsum":
-            how = How.of(chosen, c.head_dim)
-            windows, group = {kind.window for kind in c.layer_kinds}, c.num_heads // c.num_kv_heads
-            sight = see((b, g, t), prefix, segments, how, windows=windows, group=group)
+        tables = self._tables(positions, longest, prefix, cached=prefix is not None or cache is not None)
+        sight = None if cache is not None else self._sight((b, g, t), prefix, segments)
         present = write if c.mixers is not None else None
         if c.mixers is not None and last is not None:
             present = (jnp.arange(t)[None] <= last[:, None])[:, None]
         where: dict[str, Any] = {"index": index, "start": start, "write": write, "segments": segments}
         growth = query_growth(positions, c.rope)
-        context = Context(tables, growth, **where, present=present, sight=sight)
-        x, own, i = by_rows(self.embed_tokens(tokens), c.mesh), list[Any](), 0
+        context = Context(tables, growth, **where, present=present, sight=sight, last=last)
+        x = by_rows(self.embed_tokens(tokens), c.mesh)
+        x, own = self._through(x, context, self._layer_inputs(tokens, x), prefix, cache)
+        return self.norm(x), own
+
+    def _tables(
+        self, positions: jax.Array, longest: int, prefix: Prefix | None, *, cached: bool
+    ) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """The rotary tables of positions, for layers of full attention and for those with a window."""
+        c = self.config
+        ropes = [(c.rope, c.heads_of(LayerKind())[1]), (c.local_rope, c.head_dim)]
+        used = [(rope, width) for rope, width in ropes if rope is not None]
+        if cached:
+            longest += 0 if prefix is None else slots_of(prefix.layers)
+            for rope, _ in used:
+                check_rope_length(rope, longest)
+        return tuple(rope_table(positions, rope, width, longest) for rope, width in used)
+
+    def _sight(self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None) -> Sight | None:
+        """What tokens see that are read as a whole, in layers with heads of each shape; None for written scores."""
+        c, chosen, sight = self.config, implementation(self.config.attention), None
+        if chosen == "einsum":
+            return None
+        for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):
+            windows = {kind.window for kind in c.layer_kinds if c.heads_of(kind) == (heads, width)}
+            how = How.of(chosen, width)
+            found = see(tokens, prefix, segments, how, windows=windows, group=c.num_heads // heads)
+            sight = found if sight is None else found.replace(tiles={**sight.tiles, **found.tiles})
+        return sight
+
+    def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+        """What each layer is told of tokens with embeddings x, [B, G, T, layers, ·]; None where it is nothing.
+
+        (RMSNorm(W x / √D) + e) / √2, e from a table of its own.
+        """
+        c = self.config
+        if not c.layer_input_size:
+            return None
+        of_layers = lambda y: y.reshape(*tokens.shape, c.num_layers, c.layer_input_size)
+        projected = self.per_layer_model_projection(x) * jnp.asarray(c.hidden_size**-0.5, x.dtype)
+        own = by_rows(self.embed_tokens_per_layer(tokens), c.mesh)
+        both = self.per_layer_projection_norm(of_layers(projected)) + of_layers(own)
+        return both * jnp.asarray(2.0**-0.5, x.dtype)
+
+    def _through(
+        self, x: jax.Array, context: Context, inputs: jax.Array | None, prefix: Prefix | None, cache: Cache | None
+    ) -> tuple[jax.Array, Cache]:
+        """All layers one after another: the state that leaves the last one, and what each of them keeps."""
+        c, last, i, own = self.config, context.last, 0, list[Any]()
+        # After the last layer with keys and values of its own, only token `last` is looked at: there the others give
+        # keys and values, and no more. That layer is then unlike those before it.
+        narrow = c.num_layers - c.shared_kv_layers - 1
+        looped = c.loop_layers and cache is None and self._only_reads()
         while i < c.num_layers:
-            looped = c.loop_layers and cache is None and self._only_reads()
-            # With `last`, the last layer is unlike the others.
-            period, times = repeats(c.layer_kinds[i : c.num_layers - (last is not None)]) if looped else (1, 1)
+            stop = narrow if last is not None and i <= narrow else c.num_layers
+            period, times = repeats(c.layer_kinds[i:stop]) if looped else (1, 1)
+            here = context if last is None or i == narrow else context.replace(last=None)
             if times > 1:
-                x, more = self._loop(i, period, times, x, context, prefix)
+                x, more = self._loop(i, period, times, x, here, inputs, prefix, own)
                 own, i = own + more, i + period * times
                 continue
-            here = context.replace(
-                prefix=None if prefix is None else (*prefix.layers[i], prefix.lengths),
-                cache=None if cache is None else cache[i],
-                # Nothing comes after the last layer: there the other tokens give keys and values, and no more.
-                last=last if i == c.num_layers - 1 else None,
-                sight=sight if last is None or i < c.num_layers - 1 else None,
-            )
-            x, kv = self._layer(i)(x, here)
-            own.append(kv)
+            here = self._beside(here, i, inputs, prefix, own).replace(cache=None if cache is None else cache[i])
+            x, kept = self._layer(i)(x, here if here.last is None else here.replace(sight=None))
+            own.append(kept)
+            if last is not None and i == narrow < c.num_layers - 1:
+                inputs = None if inputs is None else context.pick(inputs)
+                context, last = context.of_last().replace(sight=None, present=None), None
             i += 1
-        return self.norm(x), tuple(own)
+        return x, tuple(own)
+
+    def _beside(
+        self, context: Context, i: int, inputs: jax.Array | None, prefix: Prefix | None, own: list[Any]
+    ) -> Context:
+        """The context of layer i, with what is its own in it."""
+        source = self.config.kv_source(i)
+        return context.replace(
+            prefix=None if prefix is None else (*prefix.layers[source], prefix.lengths),
+            shared=None if source == i else own[source],
+            layer_input=None if inputs is None else inputs[..., i, :],
+        )
 
     def _only_reads(self) -> bool:
         """Whether layers do no more than read their variables: no initialization, no dropout, no collection written."""
@@ -195,7 +253,15 @@ class Transformer(nn.Module):
         return functools.partial(_apply_layer, layer.clone(parent=None, name=None), layer.variables)
 
     def _loop(
-        self, first: int, period: int, times: int, x: jax.Array, context: Context, prefix: Prefix | None
+        self,
+        first: int,
+        period: int,
+        times: int,
+        x: jax.Array,
+        context: Context,
+        inputs: jax.Array | None,
+        prefix: Prefix | None,
+        before: list[Any],
     ) -> tuple[jax.Array, list[Any]]:
         """`times` × `period` layers from the `first` on as one loop, whose body is compiled once.
 
@@ -204,12 +270,17 @@ class Transformer(nn.Module):
         layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
 
         def of(i: int) -> Any:
-            return self._cast(self.layers[i].variables), None if prefix is None else prefix.layers[i]
+            here = self._beside(context, i, inputs, prefix, before)
+            own = here.prefix if here.shared is None else None
+            return self._cast(self.layers[i].variables), None if own is None else own[:2], here.layer_input
 
         def body(x: jax.Array, given: list[Any]) -> tuple[jax.Array, list[Any]]:
             own = []
-            for layer, (variables, prompts) in zip(layers, given, strict=True):
-                here = context.replace(prefix=None if prefix is None else (*prompts, prefix.lengths))
+            for j, (layer, (variables, prompts, layer_input)) in enumerate(zip(layers, given, strict=True)):
+                # Layers of one kind without keys and values of their own are over those of one layer.
+                here = self._beside(context, first + j, None, prefix, before).replace(layer_input=layer_input)
+                if prompts is not None and prefix is not None:
+                    here = here.replace(prefix=(*prompts, prefix.lengths))
                 x, kv = layer.apply(variables, x, here)
                 own.append(kv)
             return x, own
@@ -229,9 +300,13 @@ class Transformer(nn.Module):
         """Read the prompts once: hidden state [B, D] of each one's last token, and the `Prefix` for its completions."""
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
         only = lambda x: x[:, :, 0]
-        turned = lambda k, v: (only(k).swapaxes(-1, -2), only(v))
-        layers = (jax.tree.map(only, kept) if isinstance(kept, State) else turned(*kept) for kept in own)
-        return hidden[:, 0, 0], Prefix(tuple(layers), lengths)
+
+        def turned(kept: Any) -> Any:
+            if isinstance(kept, State) or not kept:
+                return jax.tree.map(only, kept)
+            return only(kept[0]).swapaxes(-1, -2), only(kept[1])
+
+        return hidden[:, 0, 0], Prefix(tuple(map(turned, own)), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., D]."""

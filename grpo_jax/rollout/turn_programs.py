@@ -130,6 +130,8 @@ def align(stream: TurnStream, groups, order, filled, more, *, slots: int) -> Tur
     def moved(layer: Any) -> Any:
         if isinstance(layer, State):
             return jax.tree.map(lambda x: of_heads(x).swapaxes(1, 2), layer)
+        if not layer:  # it is over the keys and values of an earlier one
+            return ()
         return turned(layer[0], -1), turned(layer[1], -2)
 
     cache = tuple(map(moved, stream.cache))

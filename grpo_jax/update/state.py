@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.maths.reference import sync_reference
+from grpo_jax.models.layers import UNTRAINED
 from grpo_jax.types import Params
 
 
@@ -58,6 +59,15 @@ def _copy(tree: Params) -> Params:
 def _like(tree: Params, other: Params) -> Params:
     """A tree with the dtypes of another."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
+
+
+def _trained(updates: Params) -> Params:
+    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
+
+    return jax.tree_util.tree_map_with_path(one, updates)
 
 
 def create_state(
@@ -159,7 +169,7 @@ def finish_update(
     def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
         held = params if masters is None else masters
         updates, opt_state = optimizer.update(_like(grads, held), opt_state, held)
-        held = optax.apply_updates(held, updates)
+        held = optax.apply_updates(held, _trained(updates))
         return (held, None, opt_state) if masters is None else (_like(held, params), held, opt_state)
 
     # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.

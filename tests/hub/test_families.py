@@ -149,6 +149,38 @@ CASES["gpt_oss"] = (
     },
 )
 
+# A layer with keys and values of each kind, and two over those.
+GEMMA4 = {
+    "hidden_size": 64,
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_hidden_layers": 4,
+    "layer_types": SLIDING * 2,
+    "sliding_window": WINDOW,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 64,
+    "final_logit_softcapping": 3.0,
+}
+CASES["gemma4"] = ("Gemma4ForCausalLM", GEMMA4)
+CASES["gemma4_moe"] = (
+    "Gemma4ForCausalLM",
+    {
+        **GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": SLIDING,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+    },
+)
+
 # Further values of config keys; these are compared in their logits only.
 VARIANTS = {
     "qwen2 windows": (
@@ -219,6 +251,38 @@ VARIANTS = {
         },
     ),
     "granite bias": ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "gemma4, keys for values": (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4, more layers than share": (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "num_hidden_layers": 8, "layer_types": [*SLIDING, "full_attention", *SLIDING, SLIDING[0], *SLIDING]},
+    ),
+    "gemma4 without sharing": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "num_kv_shared_layers": 0,
+            "layer_types": None,
+            "attention_bias": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4, as transformers writes it": (
+        "Gemma4ForCausalLM",
+        {
+            **{key: value for key, value in GEMMA4.items() if key != "global_head_dim"},
+            "per_layer_config": {str(i): {"head_dim": 16, "num_key_value_heads": 4} for i in (1, 3)},
+            "use_double_wide_mlp": False,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
     "olmo2 bias": ("Olmo2ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo3, old keys": (
         "Olmo3ForCausalLM",
@@ -256,7 +320,7 @@ def numpy_weight(name, shape, norm_center=1.0):
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     draw = rng.standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
-        return draw * np.float32(0.3) + np.float32(norm_center if "norm" in name else 0)
+        return draw * np.float32(0.3) + np.float32(norm_center if "norm" in name or "scalar" in name else 0)
     return draw * np.float32(1 / np.sqrt(shape[-1]))
 
 
@@ -268,6 +332,8 @@ def write_checkpoint(directory, raw):
     config = read_config(raw)
     center = 1 - config.norm_offset
     tensors = {t.name: numpy_weight(t.name, t.shape, center) for t in tensor_plan(raw, config)}
+    if config.query_scale == 1.0:  # what other families do by a factor, the norm of queries has learned here
+        tensors |= {name: x * np.float32(len(x) ** -0.5) for name, x in tensors.items() if "q_norm" in name}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
     return directory
@@ -445,6 +511,10 @@ def test_gradients_of_every_parameter_agree_with_pytorch(case):
             halves = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
             for projection, half in halves.items():
                 theirs[f"{stem}.{e}.{projection}.weight"] = np.split(expert, len(halves))[half]
+    for name, fixed in model.named_buffers():  # a number that PyTorch does not train
+        if name in ours:
+            assert fixed.abs() > 0.1
+            assert not ours.pop(name).any(), name
     assert set(ours) == set(theirs)
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
@@ -466,9 +536,15 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
 def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_path):
     from safetensors.numpy import load_file, save_file
 
-    for name, message in (("qwen3_5", None), ("qwen3", "unexpected: mtp.fc.weight")):
-        directory = write_checkpoint(tmp_path / name, raw_config(name))
-        tensors = load_file(directory / "model.safetensors") | {"mtp.fc.weight": np.ones((4, 4), np.float32)}
+    unread = "model.layers.3.self_attn.k_proj.weight"  # of a layer over the keys and values of another
+    for name, tensor, message in (
+        ("qwen3_5", "mtp.fc.weight", None),
+        ("qwen3", "mtp.fc.weight", "unexpected: mtp.fc.weight"),
+        ("gemma4", unread, None),
+        ("gemma4", unread.replace("k_proj", "o_norm"), "unexpected: model.layers.3.self_attn.o_norm"),
+    ):
+        directory = write_checkpoint(tmp_path / f"{name} {tensor}", raw_config(name))
+        tensors = load_file(directory / "model.safetensors") | {tensor: np.ones((4, 4), np.float32)}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         if message is None:
             assert from_pretrained(directory).params
@@ -515,6 +591,26 @@ BAD_VALUES = [
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"'attn_logit_softcapping' is 50.0"),
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"'use_bidirectional_attention' is True"),
     ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 1e6}}, r"'rope_parameters' is .*'full_attention'"),
+    ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"'use_bidirectional_attention' is 'all'.*'vision'"),
+    ("Gemma4ForCausalLM", {**GEMMA4, "num_kv_shared_layers": 3}, r"'num_kv_shared_layers' is 3.*fewer: each kind"),
+    ("Gemma4ForCausalLM", {**GEMMA4, "num_kv_shared_layers": 4}, r"'num_kv_shared_layers' is 4.*0 to .* 3"),
+    ("Gemma4ForCausalLM", {**GEMMA4, "vocab_size_per_layer_input": 65}, r"layer_input' is 65.*vocab_size = 64"),
+    (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "num_global_key_value_heads": 3, "attention_k_eq_v": True},
+        r"num_global_key_value_heads, global_head_dim\)' is \(3, 20\).*a divisor of num_attention_heads = 4",
+    ),
+    ("Gemma4ForCausalLM", {**GEMMA4, "per_layer_config": {"0": {"head_dim": 8}}}, r"'per_layer_config' is .*no other"),
+    (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        r"'rope_parameters.sliding_attention' is None",
+    ),
+    (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+        r"'top_k_experts' is 5.*1 to num_experts = 4",
+    ),
     ("Ministral3ForCausalLM", {"rope_parameters": YARN}, r"llama_4_scaling_beta.* is \(None, 16\).*positive"),
     ("Olmo3ForCausalLM", {"rope_theta": 1e6}, r"'rope_theta' is 1000000.0.*500000.0"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]"),

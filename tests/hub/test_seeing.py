@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_families import (
     DELTA,
+    GEMMA4,
     HYBRID,
     SHAPE,
     SLIDING,
@@ -30,6 +31,7 @@ from grpo_jax.hub.tensors import LAYOUTS, tensor_plan
 
 TEXT = {
     "gemma3": ("Gemma3ForConditionalGeneration", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}),
+    "gemma4": ("Gemma4ForConditionalGeneration", {**GEMMA4, "pad_token_id": 0}),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "ministral3", "head_dim": 12, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
@@ -46,8 +48,15 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "n
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 QWEN_VISION |= {"num_position_embeddings": 16, "patch_size": 4}
+GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
+GEMMA4_AUDIO |= {"subsampling_conv_channels": [4, 4]}
 OF_CLASS = {
     "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62, "vision_config": VISION},
+    "gemma4": {
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "standardize": True},
+        "audio_config": GEMMA4_AUDIO,
+        **{"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62},
+    },
     "mistral3": {"vision_config": {**VISION, "head_dim": 8, "model_type": "pixtral"}},
     "qwen3_5": {"image_token_id": 60, "vision_config": QWEN_VISION},
     "qwen3_5_moe": {"image_token_id": 60, "vision_config": QWEN_VISION},
@@ -201,7 +210,9 @@ def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
     model = kind(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            parameter.copy_(torch.tensor(numpy_weight(path, tuple(parameter.shape))))
+            weight = numpy_weight(path, tuple(parameter.shape))
+            learned = len(weight) ** -0.5 if name == "gemma4" and "q_norm" in path else 1.0
+            parameter.copy_(torch.tensor(weight * np.float32(learned)))
     model.save_pretrained(tmp_path / "theirs", save_original_format=name != "qwen3_5_moe")
     policy = from_pretrained(tmp_path / "theirs")
     tokens = np.random.default_rng(7).integers(0, 60, (2, T))

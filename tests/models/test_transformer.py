@@ -48,9 +48,31 @@ RICH = dataclasses.replace(
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
 )
+# Layers of both kinds over the keys and values of an earlier one.
+SHARED = dataclasses.replace(
+    PLAIN,
+    num_layers=5,
+    windows=(3, None, None, 3, None),
+    local_rope=Rope(theta=100.0),
+    rope=Rope(kind="proportional", scaling=(("factor", 1.0), ("partial_rotary_factor", 0.5))),
+    norms="sandwich",
+    query_scale=0.3,
+    v_norm=True,
+    full_heads=(1, 12),
+    values_are_keys=True,
+    shared_kv_layers=2,
+    shared_kv_mlp=64,
+    layer_input_size=6,
+    layer_scalar=True,
+    num_experts=4,
+    num_experts_per_token=2,
+    expert_size=16,
+    expert_layers=(False, True, False, False, False),
+    experts_beside_mlp=True,
+)
 # The same with the window, and the rotary embedding of its own, in the last layer.
 BACKWARDS = dataclasses.replace(RICH, windows=(None, 3), rotary_layers=(False, True))
-CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE}
+CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE, "shared": SHARED}
 
 B, G, P, T = 2, 3, 6, 5
 LENGTHS = np.array([6, 4])
@@ -150,9 +172,10 @@ def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
     last, prefix = model.apply({"params": params}, prompt, LENGTHS, method="prefill")
     hidden, own = model.apply({"params": params}, prompt[:, None], method="hidden")
     np.testing.assert_allclose(last, hidden[np.arange(B), 0, LENGTHS - 1], atol=1e-5)
-    for (keys, values), (k, v) in zip(prefix.layers, own, strict=True):
-        np.testing.assert_allclose(keys, k[:, :, 0].swapaxes(-1, -2), atol=1e-6)
-        np.testing.assert_allclose(values, v[:, :, 0], atol=1e-6)
+    assert [len(kept) for kept in own] == [0 if kind.shared_kv else 2 for kind in config.layer_kinds]
+    for kept, new in zip(prefix.layers, own, strict=True):
+        for x, y in zip(kept, (new[0].swapaxes(-1, -2), new[1]) if new else (), strict=True):
+            np.testing.assert_allclose(x, y[:, :, 0], atol=1e-6)
 
 
 def test_one_state_a_row_where_keys_stand_already(config):

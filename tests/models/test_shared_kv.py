@@ -1,0 +1,164 @@
+"""Layers over the keys and values of an earlier one, and heads of two sizes: on every way by which tokens are read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import random_params, scored
+
+from grpo_jax import generate, make_prompts
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.bounds import DecodeStep, Work, count_weights, read_width
+from grpo_jax.models.cache import empty_cache, empty_like, slots_of, with_slots
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import init_adapters
+from grpo_jax.models.packing import pack
+from grpo_jax.models.rope import Rope
+from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
+from grpo_jax.models.transformer import Transformer, projections
+from grpo_jax.rollout.ladder import BURST
+from grpo_jax.types import Prompts
+from grpo_jax.update.state import create_state, finish_update
+
+# A pair of layers, and two that are over its keys and values.
+SHAPE = TransformerConfig(
+    24,
+    16,
+    32,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    windows=(3, None) * 3,
+    local_rope=Rope(theta=100.0),
+    norms="sandwich",
+    qk_norm="head",
+    query_scale=0.25,
+    v_norm=True,
+    full_heads=(1, 10),
+    shared_kv_layers=4,
+    shared_kv_mlp=64,
+    layer_input_size=6,
+    layer_scalar=True,
+    initializer_range=0.2,
+)
+PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), jnp.array([4, 2]))
+TOKENS = jax.random.randint(jax.random.key(0), (2, 3, 8), 0, 24)
+MASK = jnp.arange(8).reshape(1, 1, 8) < jnp.array([[8, 3, 5], [1, 8, 6]])[..., None]
+
+
+@functools.cache
+def params():
+    made = random_params(Transformer(SHAPE))
+    for i in range(SHAPE.num_layers):
+        made[f"layers_{i}"]["layer_scalar"] = jnp.array([0.6 + 0.1 * i])
+    return made
+
+
+@functools.cache
+def scores(**settings):
+    """Log-probs side by side and packed, [2, 3, 8] each, and the gradient of a sum of them."""
+    model, how = Transformer(dataclasses.replace(SHAPE, **settings)), {"sampling": Sampling(), "with_entropy": False}
+
+    def loss(params):
+        padded, _ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
+        read, found = read_prompts(model, params, PROMPTS), jnp.zeros(MASK.shape)
+        for sequence in pack(np.asarray(TOKENS), np.asarray(MASK), size=16, block=4):
+            found = sequence.put(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
+        return ((padded + 2 * found) * MASK).sum(), (padded, found)
+
+    gradient, values = jax.jit(jax.grad(loss, has_aux=True))(params())
+    return values, gradient
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("settings", [{"attention": "tiles"}, {"loop_layers": True}])
+def test_every_way_of_reading_gives_the_same(settings):
+    (padded, packed), gradient = scores()
+    np.testing.assert_allclose(padded, packed, atol=1e-5)
+    values, other = scores(**settings)
+    for x in values:
+        np.testing.assert_allclose(x, padded, atol=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), gradient, other)
+
+
+def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
+    """More prompts than places: completions enter where others have ended, move together, and the cache grows."""
+    model, prompts = Transformer(SHAPE), make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
+    how = {"num_generations": 4, "max_completion_length": 5 * BURST, "eos_token_ids": (3, 5)}
+    all_at_once = generate(model, params(), prompts, jax.random.key(0), **how)
+    some = generate(model, params(), prompts, jax.random.key(0), batch_size=8, **how)
+    np.testing.assert_array_equal(all_at_once.tokens, some.tokens)
+    lengths = all_at_once.mask.sum(axis=-1)
+    assert lengths.min() < BURST < lengths.max()
+    np.testing.assert_allclose(scored(model, params(), prompts, all_at_once), all_at_once.log_probs, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_a_layer_over_others_keys_keeps_nothing():
+    cache = empty_cache(SHAPE, 2, 3, 5)
+    assert [len(layer) for layer in cache] == [2] * 2 + [0] * 4
+    assert [layer[0].shape[1:4:2] for layer in cache[:2]] == [(2, 6), (1, 10)]
+    read = functools.partial(Transformer(SHAPE).apply, method="prefill")
+    _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
+    assert [len(layer) for layer in prefix.layers] == [2] * 2 + [0] * 4
+    like = empty_like(prefix.layers, 3, 5)
+    assert jax.tree.map(jnp.shape, like) == jax.tree.map(jnp.shape, cache)
+    assert slots_of(with_slots(cache, 9)) == 9
+    names = {name for layer in range(2, 6) for name in params()[f"layers_{layer}"]["self_attn"]}
+    assert names == {"q_proj", "q_norm", "o_proj"}
+
+
+@pytest.mark.quick
+def test_a_prompt_is_read_by_the_layers_over_others_keys_at_its_last_token_only():
+    """By XLA's count, a prompt of 96 tokens more costs them next to nothing."""
+
+    def operations(layers, length):
+        shape = dataclasses.replace(SHAPE, num_layers=layers, windows=SHAPE.windows[:layers])
+        model = Transformer(dataclasses.replace(shape, shared_kv_layers=layers - 2, layer_input_size=0))
+        shapes = jax.eval_shape(lambda: random_params(model))
+        read = functools.partial(model.apply, lengths=jnp.array([length]), method="prefill")
+        lowered = jax.jit(read).lower({"params": shapes}, jax.ShapeDtypeStruct((1, length), jnp.int32))
+        weights = sum(kernel.size for _, kernel in projections(shapes))
+        return lowered.compile().cost_analysis()["flops"], weights
+
+    (short, weights), (long, _) = operations(6, 32), operations(6, 128)
+    (less_short, less_weights), (less_long, _) = operations(2, 32), operations(2, 128)
+    grown = (long - less_long) - (short - less_short)
+    assert 0 < grown < 0.05 * 2 * 96 * (weights - less_weights)
+
+
+@pytest.mark.quick
+def test_weights_keys_and_scores_are_counted():
+    kernels = sum(kernel.size for _, kernel in projections(params()))
+    assert count_weights(SHAPE, head=False) == kernels
+    assert read_width(SHAPE) == 3 * 2 * (2 * 6 + 1 * 10)
+    step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
+    assert step.own == 100 * 2 * read_width(SHAPE)
+    work = dict(prompts=1, group=1, completion_length=1, itemsize=2)
+    longer, shorter = (Work(SHAPE, prompt_length=n, **work).update_operations for n in (101, 100))
+    assert longer - shorter == 6 * (kernels + 2 * 3 * 4 * (6 + 10) * 102)
+
+
+@pytest.mark.quick
+def test_what_is_not_trained_stays_as_it_is():
+    """Neither a gradient nor the decay of weights moves it, whatever the optimizer."""
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    state = create_state(params(), optimizer, jax.random.key(0))
+    gradient = jax.tree.map(jnp.ones_like, state.params)
+    moved = finish_update(state, gradient, jnp.bool_(True), optimizer=optimizer)
+    np.testing.assert_array_equal(moved.params["layers_2"]["layer_scalar"], params()["layers_2"]["layer_scalar"])
+    assert np.abs(moved.params["norm"]["scale"] - params()["norm"]["scale"]).min() > 0.01
+
+
+@pytest.mark.quick
+def test_adapters_go_beside_what_is_there():
+    adapters = init_adapters(jax.random.key(0), params(), rank=2)
+    names = {"/".join(str(key.key) for key in path[:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(adapters)}
+    assert {"layers_5/self_attn/q_proj", "layers_5/mlp/up_proj", "layers_5/per_layer_projection"} <= names
+    assert not any(name.startswith(("layers_5/self_attn/k", "per_layer")) for name in names)
