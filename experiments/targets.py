@@ -131,14 +131,20 @@ def line(name: str, length: int, cell: Mapping[str, Any], longest: str) -> str:
 
 def page(results: Mapping[str, Any]) -> str:
     """docs/accelerators.md."""
-    parts = [HEAD]
+    parts, missing = [HEAD], list[str]()
     for machine, title in MACHINES.items():
         target = Target.read(machine)
+        there = [name for name in MODELS if f"{machine} {name} {LENGTHS[0]}" in results]
+        missing += [f"{name} on {title}" for name in MODELS if name not in there]
+        if not there:
+            continue
         parts.append(f"\n### {title}, {target.memory / 1e9:.0f} GB each\n\n{COLUMNS}")
-        for name in MODELS:
+        for name in there:
             cells = {t: results[key] for t in LENGTHS if (key := f"{machine} {name} {t}") in results}
             longest = longest_that_fits(cells)
             parts += [line(name, t, cell, longest) for t, cell in cells.items()]
+    if missing:
+        parts.append(f"\nNot compiled yet: {'; '.join(missing)}.")
     found = results.get("MLLM-JAX", {})
     if "bounds" in found:
         bounds = {phase: f"{seconds:.2f}" for phase, seconds in found["bounds"].items()}
