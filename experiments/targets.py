@@ -3,8 +3,8 @@
     pip install grpo_jax[plan-tpu,plan-gpu]
     python -m experiments.targets
 
-An hour or more on two idle cores, nearly all of it in the compilers (not timed as a whole); what has been compiled is
-kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how many GB a device
+Half a minute of CPU a line for GPUs and two for TPUs (30B: not measured), nearly all of it in the compilers; what has
+been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how many GB a device
 holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU seconds that its
 programs took to compile. The last line on standard output is one JSON object.
 """
@@ -209,8 +209,8 @@ log-probs and the loss are float32 on every device, and so are the products that
 the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.update("jax_default_matmul_precision",
 "highest")` asks for more; the fused kernel always computes float32 exactly. The sampler and the scorer are given the
 same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by how much, and a hint
-says when it is more than rounding explains (largest gaps measured: 4e-5 with exact products, 0.02 in TF32, 0.1 with a
-TPU's default for float32, 0.54 in bfloat16).
+says when it is more than rounding explains (largest gaps measured, on a CPU with operands rounded so: 4e-5 with exact
+products, 0.02 in TF32, 0.1 with a TPU's default for float32, 0.54 in bfloat16).
 
 ## On a machine of your own
 
@@ -226,7 +226,7 @@ The first needs no accelerator; the second measures one.
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.targets", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--results", type=Path, default=Path("targets.json"), help="where what was compiled is kept")
+    parser.add_argument("--results", type=Path, default=Path("docs/accelerators.json"), help="what was compiled")
     parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="what is written")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if key not in results:
             results[key] = measure(model, machine, config, **more)
             print(f"{key}: {results[key]}", file=sys.stderr, flush=True)
-            arguments.results.write_text(json.dumps(results, indent=1))
+            arguments.results.write_text(json.dumps(results, indent=1) + "\n")
             arguments.page.write_text(page(results), encoding="utf-8")
 
     note("MLLM-JAX", QWEN_3B, "v6e-8", config_of("v6e-8", 1024, groups=2, micro=2), prompt=256)

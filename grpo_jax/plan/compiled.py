@@ -28,6 +28,18 @@ class Refused(NamedTuple):
     alias_size_in_bytes: int = 0
 
 
+def last_error(stderr: str) -> str:
+    """The line of a traceback that says what went wrong; a compiler's message goes on for many more.
+
+    Example:
+      >>> last_error("Traceback …\\n  File …\\nValueError: too long: 9 tokens\\n\\nSee https://…")
+      'ValueError: too long: 9 tokens'
+    """
+    lines = stderr.strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)]
+    return (errors or lines or ["it said nothing"])[-1]
+
+
 def compile_program(lowered: Any) -> Compiled:
     """The program of what was lowered, or what a TPU's compiler says of one that passes its memory."""
     begin = time.monotonic()

@@ -29,7 +29,7 @@ from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, placed
+from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
 from grpo_jax.plan.loaded import Loaded, checked, read_model
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
@@ -116,9 +116,7 @@ def plan(
         check=False,
     )
     if done.returncode:
-        raise ValueError(
-            f"the run could not be planned: {done.stderr.strip().splitlines()[-1] if done.stderr else '?'}"
-        )
+        raise ValueError(f"the run could not be planned: {last_error(done.stderr)}")
     found = json.loads(done.stdout.splitlines()[-1])
     return Plan(**found | {"programs": tuple(found["programs"])})
 

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used: another process may have it, or real TPUs
 }
 """Variables with which a process that has no accelerator starts."""
 
