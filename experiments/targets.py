@@ -4,9 +4,9 @@
     python -m experiments.targets
 
 Half a minute of CPU a line for GPUs and two for TPUs (30B: not measured), nearly all of it in the compilers; what has
-been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how many GB a device
-holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU seconds that its
-programs took to compile. The last line on standard output is one JSON object.
+been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how
+many GB a device holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU
+seconds that its programs took to compile. The last line on standard output is one JSON object.
 """
 
 from __future__ import annotations
