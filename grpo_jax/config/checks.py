@@ -16,6 +16,7 @@ def check_run(
     num_eval_rows: int | None = None,
     longest_prompt: int | None = None,
     context_length: int | None = None,
+    num_experts: int | None = None,
 ) -> None:
     """Check a config against what it is to be run with; what the config alone can tell is known to be right.
 
@@ -27,6 +28,7 @@ def check_run(
       num_eval_rows: rows of the evaluation dataset; None: there is none.
       longest_prompt: tokens of the longest prompt; None: not known.
       context_length: positions that the model has; None: not known.
+      num_experts: experts of each of its sparse layers, 0 where it has none; None: not known.
 
     Raises:
       ValueError: with one line per error, each with the field, the value that came and what to do.
@@ -50,6 +52,7 @@ def run_problems(
     num_eval_rows: int | None,
     longest_prompt: int | None,
     context_length: int | None,
+    num_experts: int | None,
 ) -> list[str]:
     """The error lines of `check_run`, which documents the arguments."""
     problems = list(_device_problems(config, num_devices))
@@ -69,6 +72,11 @@ def run_problems(
         problems.append(
             f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt} tokens this passes"
             f" the {context_length} positions of the model; lower it, or max_prompt_length"
+        )
+    if config.router_aux_loss_coef and num_experts == 0:
+        problems.append(
+            f"{_setting(config, 'router_aux_loss_coef')}: the model is no mixture of experts, so there is no router to"
+            " balance; leave it at None"
         )
     return problems
 

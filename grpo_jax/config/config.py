@@ -146,6 +146,9 @@ class GRPOConfig(metaclass=ReadFirst):
     max_kl_old: Positive | None = None
     """Nats per token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
     `moved_too_far` is 1 there; None: never. Ours."""
+    router_aux_loss_coef: NotNegative | None = None
+    """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
+    The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
 
     # Entropy bonus.
     entropy_coef: NotNegative = 0.0

@@ -95,6 +95,7 @@ SAME: dict[str, str] = {
     "entropy_coef_max": "",
     "entropy_coef_delta": "",
     "entropy_target": "",
+    "router_aux_loss_coef": "over the completions' tokens; TRL counts a prompt's tokens too, once for each completion",
     "beta": "at 0 no reference is kept, as in TRL",
     "use_bias_correction_kl": "as in TRL; `kl_estimator` and `kl_placement` are ours",
     "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
@@ -137,7 +138,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
     "model_init_kwargs": _other(None, "pass dtype to from_pretrained"),
     "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
-    "router_aux_loss_coef": _absent(None, "mixture-of-experts models are trained without a load-balancing loss"),
     "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
     "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
     "bf16": _other(None, 'use compute_dtype="bfloat16"'),

@@ -172,7 +172,7 @@ def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> 
       num_experts_per_token: k of the config.
 
     Returns:
-      [] float32; minimise, times `config.router_loss_coef`.
+      [] float32; minimise, times the config's `router_aux_loss_coef`.
 
     Gradient:
       Through p only; f counts.

@@ -158,7 +158,7 @@ class TransformerConfig:
       expert_bias: biases of the experts and of their router.
       expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
       normalize_expert_weights: the weights of a token's experts sum to one.
-      router_loss_coef: the checkpoint's own factor on `router_loss`, for the objective to use.
+      router_loss_coef: the checkpoint's own factor on `router_loss`, where `router_aux_loss_coef` is None.
       initializer_range: standard deviation of freshly made weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.

@@ -46,6 +46,11 @@ class PackedSequence(flax.struct.PyTreeNode):
         at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
+    def join(self, x: jax.Array) -> jax.Array:
+        """The inverse of `spread`: values [A, S, T] of segments as [A, N] of tokens, 0 where there is no segment."""
+        own = jax.vmap(lambda x, number, position: x[number, position])
+        return jnp.where(self.segments.number < 0, 0, own(x, self.segments.number, self.segments.position))
+
     def of(self, x: jax.Array) -> jax.Array:
         """Of an array [B, G] or [B, G, T], what belongs to the segments: [A, S], or [A, S, T] up to the longest."""
         devices = self.tokens.shape[0]

@@ -12,7 +12,7 @@ predicts         c0      c1    c2    c3
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -21,11 +21,26 @@ import jax.numpy as jnp
 from grpo_jax.maths.log_probs import log_probs_and_entropy, log_probs_of
 from grpo_jax.maths.sampling import Sampling, process_logits
 from grpo_jax.models.attention import Prefix
+from grpo_jax.models.experts import router_loss
 from grpo_jax.models.packing import PackedSequence
-from grpo_jax.types import Completions, Model, Params, Prompts, is_cached, join_rows
+from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
 
 CHUNK = 1024
 """Tokens whose logits are held at a time: enough to fill a matrix product, little beside the activations."""
+
+
+class Scores(NamedTuple):
+    """What is known of completion tokens by reading them.
+
+    Attributes:
+      log_probs: [..., T] float32, 0 where the mask is 0.
+      entropies: [..., T] float32 nats, of the distributions that the tokens were drawn from; 0 where the mask is 0.
+      router_loss: [] float32, `experts.router_loss` of these tokens; None where it was not asked for.
+    """
+
+    log_probs: jax.Array
+    entropies: jax.Array
+    router_loss: jax.Array | None = None
 
 
 def chunked(
@@ -76,8 +91,9 @@ def score_completions(
     sampling: Sampling,
     *,
     with_entropy: bool = True,
+    with_router: bool = False,
     rngs: dict[str, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> Scores:
     """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
 
     The distribution is the one that the sampler drew from: the same settings give the sampler's log-probs back. A drawn
@@ -91,19 +107,21 @@ def score_completions(
       mask: [B, G, T] bool.
       sampling: as the sampler had it.
       with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
+      with_router: whether the load-balancing loss of the masked-in tokens is wanted, for a mixture of experts.
       rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
 
     Returns:
-      log_probs and entropies, both [B, G, T] float32 and 0 where mask is 0; entropies in nats.
+      `Scores` of [B, G, T].
     """
     b, g, t = tokens.shape
+    balance = None
     if is_cached(model):
         keys = {} if rngs is None else {"rngs": rngs}
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
         hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
-        if t > 1:
+        if t > 1 or with_router:
             # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
-            rest, _ = model.apply({"params": params}, tokens, prefix, method="hidden", **keys)
+            rest, balance = _read_on(model, params, tokens, prefix, mask if with_router else None, **keys)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         flat = (hidden.reshape(b, g * t, -1), tokens.reshape(b, -1))
         log_probs, entropy = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
@@ -114,7 +132,19 @@ def score_completions(
         at = start[:, None] - 1 + jnp.arange(t)[None]
         logits = jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1)
         log_probs, entropy = log_probs_and_entropy(process_logits(logits, sampling, keep=tokens), tokens)
-    return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
+    return Scores(jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0), balance)
+
+
+def _read_on(
+    model: CachedModel, params: Params, tokens: jax.Array, prefix: Prefix, counted: jax.Array | None, **how: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states of tokens behind their prompts; with a mask of those that count, also their `router_loss`."""
+    how["method"] = "hidden"
+    if counted is None:
+        return model.apply({"params": params}, tokens, prefix, **how)[0], None
+    (hidden, _), written = model.apply({"params": params}, tokens, prefix, mutable=["router"], **how)
+    chosen = model.config.num_experts_per_token
+    return hidden, router_loss(written, counted, num_experts_per_token=chosen)
 
 
 def _unembed(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
@@ -131,16 +161,17 @@ def read_prompts(
 
 
 def score_packed(
-    model: Model,
+    model: CachedModel,
     params: Params,
     read: tuple[jax.Array, tuple[Any, ...]],
     lengths: jax.Array,
     sequence: PackedSequence,
     sampling: Sampling,
     *,
+    counted: jax.Array | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> Scores:
     """`score_completions` for the segments of a `packing.PackedSequence`.
 
     Args:
@@ -149,17 +180,18 @@ def score_packed(
       read: what `read_prompts` returned for all prompts of the batch.
       lengths: [B] of those prompts.
       sequence: some completions of the batch.
+      counted: [A, S, T] bool, the tokens of the segments whose load-balancing loss is wanted; None: it isn't.
       sampling, with_entropy, rngs: as in `score_completions`.
 
     Returns:
-      log_probs and entropies [A, S, T] float32 of the segments, 0 beyond their ends.
+      `Scores` of [A, S, T], 0 beyond the ends of the segments.
     """
     last, layers = read
     chex.assert_equal_shape_prefix((last, lengths), 1)
     keys = {} if rngs is None else {"rngs": rngs}
     tokens, segments = sequence.tokens[:, None], sequence.segments
-    given = ({"params": params}, tokens, Prefix(layers, lengths))
-    hidden, _ = model.apply(*given, segments=segments, method="hidden", **keys)
+    counted = None if counted is None else sequence.join(counted)
+    hidden, balance = _read_on(model, params, tokens, Prefix(layers, lengths), counted, segments=segments, **keys)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
     # What predicts a token is the state before it: for the first of a completion that of the prompt's last token.
@@ -170,7 +202,8 @@ def score_packed(
     how: dict[str, Any] = {"with_entropy": with_entropy, "chunk": a * CHUNK}  # each device holds the logits of a chunk
     log_probs, entropies = chunked(_unembed(model), params, before, sequence.tokens, sampling, **how)
     mask = sequence.mask
-    return jnp.where(mask, sequence.spread(log_probs), 0.0), jnp.where(mask, sequence.spread(entropies), 0.0)
+    spread = lambda x: jnp.where(mask, sequence.spread(x), 0.0)
+    return Scores(spread(log_probs), spread(entropies), balance)
 
 
 def completion_log_probs(
@@ -227,4 +260,4 @@ def completion_log_probs(
             f"tokens {tokens.shape}, mask {mask.shape}, prompts {prompts.tokens.shape}."
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    return score_completions(model, params, prompts, tokens, mask, sampling, with_entropy=False)[0]
+    return score_completions(model, params, prompts, tokens, mask, sampling, with_entropy=False).log_probs

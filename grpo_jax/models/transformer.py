@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import chex
@@ -30,9 +30,10 @@ from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sight import How, Sight, implementation
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _apply_layer(layer, variables, x, context):
-    return layer.apply(variables, x, context)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _apply_layer(layer, written, variables, x, context):
+    """A layer's result, and the collections that it writes."""
+    return layer.apply(variables, x, context, mutable=written)
 
 
 class Embedding(nn.Module):
@@ -220,7 +221,7 @@ class Transformer(nn.Module):
                 own, i = own + more, i + period * times
                 continue
             here = self._beside(here, i, inputs, prefix, own).replace(cache=None if cache is None else cache[i])
-            x, kept = self._layer(i)(x, here if here.last is None else here.replace(sight=None))
+            x, kept = self._layer(i, x, here if here.last is None else here.replace(sight=None))
             own.append(kept)
             if last is not None and i == narrow < c.num_layers - 1:
                 inputs = None if inputs is None else context.pick(inputs)
@@ -240,17 +241,29 @@ class Transformer(nn.Module):
         )
 
     def _only_reads(self) -> bool:
-        """Whether layers do no more than read their variables: no initialization, no dropout, no collection written."""
-        writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "router", "intermediates")))
+        """Whether layers read their variables and write router logits at most: no initialization, no dropout."""
+        writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
-    def _layer(self, i: int) -> Callable[..., Any]:
-        """Layer i, as a function that JAX traces once for all layers of its kind: most of the time of a start."""
+    def _written(self) -> tuple[str, ...]:
+        """The collections that layers write which otherwise only read."""
+        return ("router",) if self.is_mutable_collection("router") else ()
+
+    def _layer(self, i: int, x: jax.Array, context: Context) -> tuple[jax.Array, Any]:
+        """Layer i, by a function that JAX traces once for all layers of its kind: most of the time of a start."""
         layer = self.layers[i]
         if not self._only_reads():
-            return layer
+            return layer(x, context)
         # Without its name and parent, a layer equals all others of its kind.
-        return functools.partial(_apply_layer, layer.clone(parent=None, name=None), layer.variables)
+        alone = layer.clone(parent=None, name=None)
+        result, written = _apply_layer(alone, self._written(), layer.variables, x, context)
+        self._sow(written)
+        return result
+
+    def _sow(self, written: Any) -> None:
+        """Router logits that layers wrote when they were applied by themselves, as if they had been sown here."""
+        for logits in jax.tree.leaves(written):
+            self.sow("router", "logits", logits)
 
     def _loop(
         self,
@@ -274,20 +287,22 @@ class Transformer(nn.Module):
             own = here.prefix if here.shared is None else None
             return self._cast(self.layers[i].variables), None if own is None else own[:2], here.layer_input
 
-        def body(x: jax.Array, given: list[Any]) -> tuple[jax.Array, list[Any]]:
-            own = []
+        def body(x: jax.Array, given: list[Any]) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
+            own, logits = [], []
             for j, (layer, (variables, prompts, layer_input)) in enumerate(zip(layers, given, strict=True)):
                 # Layers of one kind without keys and values of their own are over those of one layer.
                 here = self._beside(context, first + j, None, prefix, before).replace(layer_input=layer_input)
                 if prompts is not None and prefix is not None:
                     here = here.replace(prefix=(*prompts, prefix.lengths))
-                x, kv = layer.apply(variables, x, here)
+                (x, kv), written = layer.apply(variables, x, here, mutable=self._written())
                 own.append(kv)
-            return x, own
+                logits.append(written)
+            return x, (own, logits)
 
         numbers = [range(first + j, first + period * times, period) for j in range(period)]
         given = [jax.tree.map(lambda *x: jnp.stack(x), *map(of, some)) for some in numbers]
-        x, own = jax.lax.scan(body, x, given)
+        x, (own, logits) = jax.lax.scan(body, x, given)
+        self._sow([[stacked[r] for r in range(times)] for stacked in jax.tree.leaves(logits)])
         return x, [jax.tree.map(lambda x, r=r: x[r], kv) for r in range(times) for kv in own]
 
     def _cast(self, variables: Any) -> Any:

@@ -145,6 +145,7 @@ class _Play:
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
         # The slot is the next one of those whose turn has not ended.
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), 0
+        self.starts = np.zeros(self.completions.shape, int)  # the stream's, on the host
         self.waiting: dict[int, Future[Sequence[int] | None] | None] = {}
         self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
         own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
@@ -178,8 +179,10 @@ class _Play:
         how = {"steps": BURST, "eos_token_ids": call.eos_token_ids, **call.how}
         given = (self.stream.cache, self.stream.replace(cache=()), self.slot, *split((active, room), call.mesh))
         cache, token, drawn = draw_turn(call.model, call.variables, *given, **how)
-        self.stream, self.slot = self.stream.replace(cache=cache, token=token), self.slot + BURST
-        rows.draw(self.completions, *fetch(drawn))
+        drawn = [np.asarray(x) for x in fetch(drawn)]
+        # Where all turns have ended, no further step was made.
+        self.stream, self.slot = self.stream.replace(cache=cache, token=token), self.slot + int(drawn[2].sum(-1).max())
+        rows.draw(self.completions, *drawn)
         self._note(active)
 
     def _note(self, active: np.ndarray) -> None:
@@ -224,7 +227,10 @@ class _Play:
         counts = np.zeros(len(rows.lengths) + 1, int)  # the last for −1, nobody
         counts[list(texts)] = [len(text) for text in texts.values()]
         most = int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST
-        self._align(counts[self.completions], least=max(width, min(most, rows.length)))
+        least = max(width, min(most, rows.length))
+        if not self._in_step(counts[self.completions], width, least):
+            self._align(counts[self.completions], least=least)
+            self.slot = self.slots - width
         for row, more in observed.items():
             rows.observe(row, more)
             self.begins[row] = rows.lengths[row]
@@ -238,9 +244,10 @@ class _Play:
         log_prob: Any = None
         for start in range(0, width, size):
             part = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
-            given = (self.stream.cache, self.stream.replace(cache=()), self.slots - width + start, *part)
+            given = (self.stream.cache, self.stream.replace(cache=()), self.slot + start, *part)
             cache, token, log_prob = read_chunk(call.model, call.variables, *given, **call.how)
             self.stream = self.stream.replace(cache=cache)
+        self.slot += width
         self.stream = self.stream.replace(token=jnp.where(split(back, call.mesh), token, self.stream.token))
         self._first(np.where(back, self.completions, -1), token, log_prob)
 
@@ -256,20 +263,36 @@ class _Play:
         sizes = (*self.ladder.slots[:-1], self.call.rows.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
+    def _in_step(self, more: np.ndarray, width: int, least: int) -> bool:
+        """Whether all completions end side by side, with as many tokens to be read, and room in the ring behind them.
+
+        So it is in games whose turns have one length. Aligning moves all keys and values, which takes longer than to
+        read a few tokens.
+        """
+        alive = self.completions >= 0
+        ends = (self.starts + self.call.rows.lengths[self.completions] - 1)[alive]
+        fits = least <= self.slots and self.slot % self.slots + width <= self.slots
+        return bool(fits and (ends == self.slot).all() and (more[alive] == width).all() and self._next_layout() is None)
+
+    def _next_layout(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which completions go on in fewer places; None where there are too many."""
+        last = self.at + 1 == len(self.ladder.shapes)
+        return None if last else self.ladder.choose(self.at, self.completions >= 0)
+
     def _align(self, more: np.ndarray, *, least: int) -> None:
         """All completions side by side, so many tokens [B', G'] before the end of a ring with `least` slots.
 
         In fewer places, where few enough completions are left.
         """
-        alive, rows = self.completions >= 0, self.call.rows
-        chosen = None if self.at + 1 == len(self.ladder.shapes) else self.ladder.choose(self.at, alive)
-        everything = np.arange(alive.shape[0]), np.broadcast_to(np.arange(alive.shape[1]), alive.shape)
+        rows, chosen, shape = self.call.rows, self._next_layout(), self.completions.shape
+        everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = everything if chosen is None else chosen
         self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._slots(least))
         self.completions, more = (x[groups[:, None], order] for x in (self.completions, more))
         filled = np.where(self.completions >= 0, rows.lengths[self.completions] - 1, 0)
         given = tuple(x.astype(np.int32) for x in (groups, order, filled, more))
         self.stream, self.slot = align(self.stream, *given, slots=self.slots), self.slots
+        self.starts = self.slots - more - filled
 
 
 def _wait(promise: Future[Any], interrupt: Callable[[], None]) -> Any:

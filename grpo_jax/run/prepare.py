@@ -116,6 +116,7 @@ def prepare(
             num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
             longest_prompt=longest_of_all,
             context_length=None if shape is None else shape.max_position_embeddings,
+            num_experts=0 if shape is None else shape.num_experts,
         )
     else:
         lines = []

@@ -22,7 +22,7 @@ from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, merge_metrics, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import LossSettings
-from grpo_jax.types import Batch, Params
+from grpo_jax.types import Batch, Model, Params, is_cached
 from grpo_jax.update.state import TrainState, finish_update
 
 
@@ -42,6 +42,14 @@ def sampling_of(config: GRPOConfig) -> Sampling:
 def has_bonus(config: GRPOConfig) -> bool:
     """Whether the entropy enters the loss."""
     return config.entropy_coef > 0 or config.use_adaptive_entropy
+
+
+def router_coef(model: Model, config: GRPOConfig) -> float:
+    """The factor on the load-balancing loss: the config's, or else the checkpoint's own; 0 without experts."""
+    if not is_cached(model) or not model.config.num_experts:
+        return 0.0
+    own, given = model.config.router_loss_coef, config.router_aux_loss_coef
+    return own if given is None else given
 
 
 def correction_of(batch: Batch, config: GRPOConfig) -> jax.Array | None:
@@ -87,6 +95,8 @@ def loss_of(
     *,
     config: GRPOConfig,
     on_policy: bool,
+    aux_loss: jax.Array | None = None,
+    aux_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
     """Loss and metric sums of some completions of a minibatch.
 
@@ -96,6 +106,8 @@ def loss_of(
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config, on_policy: as in `train_step`.
+      aux_loss: [] load-balancing loss of these completions; None where there is none.
+      aux_coef: the factor on it.
     """
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[:-1])
@@ -114,6 +126,13 @@ def loss_of(
         importance_weights=correction_of(part, config),
         **totals,
     )
+    if aux_loss is not None:
+        # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
+        # part, so here, and only here, it matters how a batch is cut.
+        share = aux_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+        loss = loss + aux_coef * share
+        metrics.sums["loss"] = jax.lax.stop_gradient(loss)
+        metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
     l = jax.lax.stop_gradient(log_probs)
     gap = jnp.where(part.mask, jnp.abs(l - part.sampling_log_probs), 0)
     metrics.maxes["sampler_gap"] = gap.max()

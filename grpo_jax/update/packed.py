@@ -42,7 +42,7 @@ from grpo_jax.models.packing import BLOCK, PackedSequence, evenly, lengths_of, p
 from grpo_jax.models.scoring import score_packed
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, Params, Prompts
-from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, sampling_of
+from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import (
     Spread,
     add_prompts,
@@ -385,12 +385,15 @@ def _add_sequence(
 ):
     """Gradients of the params and of what was read from the prompts, with those of one packed sequence added."""
     own = jax.tree.map(sequence.of, batch.replace(prompts=None, counted=None))
-    own = own.replace(mask=own.mask & sequence.mask)
+    own, aux_coef = own.replace(mask=own.mask & sequence.mask), router_coef(model, config)
 
     def loss_fn(params, read):
         given = (read, batch.prompts.lengths, sequence, sampling_of(config))
-        log_probs, entropies = score_packed(model, params, *given, rngs=rngs_of(dropout, 1, number))
-        return loss_of(log_probs, entropies, own, state, totals, config=config, on_policy=on_policy)
+        counted = own.mask if aux_coef else None
+        scores = score_packed(model, params, *given, counted=counted, rngs=rngs_of(dropout, 1, number))
+        how: dict[str, Any] = {"aux_loss": scores.router_loss, "aux_coef": aux_coef}
+        of = (scores.log_probs, scores.entropies, own, state, totals)
+        return loss_of(*of, config=config, on_policy=on_policy, **how)
 
     more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
     total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), gradients, more)
@@ -401,7 +404,7 @@ def _add_sequence(
 @functools.partial(jax.jit, static_argnames=("sampling", "with_entropy", "spread"), donate_argnums=(0,))
 def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, spread):
     """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
-    new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)
+    new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)[:2]
     seen = sequence.of(mask)
     # A segment that only fills the shape adds zeros to the first completion.
     put = lambda old, x: constrain(sequence.put(old, jnp.where(seen, x, 0)), spread.mesh)

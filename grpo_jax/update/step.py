@@ -16,9 +16,9 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.metrics import MetricSums
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.scoring import score_completions
+from grpo_jax.models.scoring import Scores, score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, sampling_of
+from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState
 
 
@@ -60,7 +60,7 @@ def score_batch(
     """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure, as `train_step`."""
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
     score = functools.partial(_scored, params, model=model, sampling=sampling, with_entropy=False)
-    return join(jax.lax.map(lambda part: score(part)[0], cut(batch, *micro)), *tokens.shape[:2])
+    return join(jax.lax.map(lambda part: score(part).log_probs, cut(batch, *micro)), *tokens.shape[:2])
 
 
 def zeros_like(params: Params) -> Params:
@@ -162,20 +162,22 @@ def gradients(
     scored = functools.partial(_scored, model=model, sampling=sampling_of(config))
     entropies = None
     if config.top_entropy_quantile < 1:
-        parts = jax.lax.map(lambda part: scored(state.params, part)[1], cut(batch, *micro))
+        parts = jax.lax.map(lambda part: scored(state.params, part).entropies, cut(batch, *micro))
         entropies = join(parts, *batch.mask.shape[:2])
     totals = count_totals(batch, config, entropies)
-    dropout = dropout_key(model, state)
+    dropout, aux_coef = dropout_key(model, state), router_coef(model, config)
 
     def loss_fn(params, part, number):
         rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
-        log_probs, entropies = scored(params, part, rngs=rngs)
-        return loss_of(log_probs, entropies, part, state, totals, config=config, on_policy=on_policy)
+        scores = scored(params, part, rngs=rngs, with_router=aux_coef != 0)
+        how: dict[str, Any] = {"aux_loss": scores.router_loss, "aux_coef": aux_coef}
+        of = (scores.log_probs, scores.entropies, part, state, totals)
+        return loss_of(*of, config=config, on_policy=on_policy, **how)
 
     grads, sums = _accumulate(loss_fn, state.params, batch, micro)
     return grads, [sums]
 
 
-def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of a micro-batch."""
+def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> Scores:
+    """`Scores` of a micro-batch."""
     return score_completions(model, params, part.prompts, part.tokens, part.mask, **how)

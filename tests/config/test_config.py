@@ -104,6 +104,7 @@ BAD = [
     (dict(entropy_coef=-0.1), f"entropy_coef = -0.1: {FROM_0}"),
     (dict(entropy_coef_delta=0), f"entropy_coef_delta = 0: {ABOVE}"),
     (dict(entropy_target=-1), f"entropy_target = -1: {FROM_0}"),
+    (dict(router_aux_loss_coef=-1), f"router_aux_loss_coef = -1: {FROM_0}"),
     (
         dict(beta=-0.04),
         "beta = -0.04: must be at least 0; use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)",
@@ -583,6 +584,7 @@ TRL = dict(
     entropy_coef_max=1.0,
     entropy_coef_delta=0.005,
     entropy_target=0.2,
+    router_aux_loss_coef=None,
     beta=0.0,
     use_bias_correction_kl=True,
     sync_ref_model=False,
@@ -857,6 +859,12 @@ BAD_RUNS = [
         " lower it, or max_prompt_length",
     ),
     (
+        dict(router_aux_loss_coef=0.01),
+        dict(num_experts=0),
+        "router_aux_loss_coef = 0.01: the model is no mixture of experts, so there is no router to balance; leave it at"
+        " None",
+    ),
+    (
         dict(mesh={"data": 2, "tensor": 2}),
         dict(num_devices=8),
         "mesh = {'data': 2, 'tensor': 2}: 2 × 2 devices, and this run has 8; make the sizes multiply to that, or leave"
@@ -878,6 +886,8 @@ def test_a_run_that_fits_is_not_refused():
     check_run(GRPOConfig(reward_weights=[1, 2]), **RUN)
     check_run(GRPOConfig(eval_steps=5), **RUN, num_eval_rows=3, longest_prompt=512, context_length=1024)
     check_run(GRPOConfig(mesh={"data": 2, "tensor": 2}), **RUN | dict(num_devices=4))
+    check_run(GRPOConfig(router_aux_loss_coef=0.01), **RUN, num_experts=4)
+    check_run(GRPOConfig(router_aux_loss_coef=0), **RUN, num_experts=0)
 
 
 @pytest.mark.quick

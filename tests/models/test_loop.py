@@ -41,7 +41,7 @@ MASK = jnp.arange(8).reshape(1, 1, 8) < jnp.array([[8, 3, 5], [1, 8, 6]])[..., N
 def scores(model, params):
     """Log-probs side by side and packed, [2, 3, 8] each."""
     how = {"sampling": Sampling(), "with_entropy": False}
-    padded, _ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
+    padded, *_ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
     read = read_prompts(model, params, PROMPTS)
     found = jnp.zeros(MASK.shape)
     (sequence,) = pack(np.asarray(TOKENS), np.asarray(MASK), size=40, block=4)

@@ -65,7 +65,7 @@ def scores(**settings):
     model, how = Transformer(dataclasses.replace(SHAPE, **settings)), {"sampling": Sampling(), "with_entropy": False}
 
     def loss(params):
-        padded, _ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
+        padded, *_ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
         read, found = read_prompts(model, params, PROMPTS), jnp.zeros(MASK.shape)
         for sequence in pack(np.asarray(TOKENS), np.asarray(MASK), size=16, block=4):
             found = sequence.put(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])

@@ -120,7 +120,7 @@ def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
 def test_log_probs_are_those_of_the_whole_row_read_once():
     completions, _ = played()
     given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
-    log_probs, _ = score_completions(*given, sampling=Sampling(), with_entropy=False)
+    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
     np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
 
@@ -135,7 +135,7 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     monkeypatch.setattr(turns, "draw_turn", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
     given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
-    log_probs, _ = score_completions(*given, sampling=Sampling(), with_entropy=False)
+    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
     np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
     assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"

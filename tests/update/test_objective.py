@@ -10,7 +10,9 @@ import pytest
 from grpo_jax import Batch, GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of, sampling_of
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import create_state
 
 B, G, T = 3, 4, 5
@@ -79,6 +81,40 @@ def test_without_a_reference_there_is_no_kl():
         log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
     )
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
+
+
+@pytest.mark.quick
+def test_the_load_balancing_loss_is_weighed_by_tokens():
+    """Parts of 1/4 and 3/4 of the tokens, with losses 2 and 4: their mean is 3.5, of which a tenth is minimised."""
+    mask = jnp.array([[[True] * 2 + [False] * 3], [[True] * 5], [[True] + [False] * 4]])
+    batch, log_probs, entropies = case()
+    one = lambda x: x[:, :1]
+    batch = jax.tree.map(one, batch).replace(mask=mask)
+    config, state = GRPOConfig(max_completion_length=T), state_of()
+    totals = count_totals(batch, config, None)
+
+    def of(rows, **aux):
+        given = (one(log_probs)[rows], one(entropies)[rows], jax.tree.map(lambda x: x[rows], batch), state, totals)
+        return loss_of(*given, config=config, on_policy=True, **aux)
+
+    first, rest = jnp.array([0]), jnp.array([1, 2])
+    grad = jax.grad(lambda x, rows: of(rows, aux_loss=x, aux_coef=0.1)[0])
+    np.testing.assert_allclose((grad(2.0, first), grad(4.0, rest)), (0.1 / 4, 0.3 / 4), rtol=1e-6)
+    parts = [of(first, aux_loss=jnp.float32(2), aux_coef=0.1), of(rest, aux_loss=jnp.float32(4), aux_coef=0.1)]
+    metrics = finalize_metrics(merge_metrics(parts[0][1], parts[1][1]))
+    np.testing.assert_allclose(metrics["aux_loss"], 3.5, rtol=1e-6)
+    without = of(first)[0] + of(rest)[0]
+    np.testing.assert_allclose(parts[0][0] + parts[1][0], without + 0.35, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], without + 0.35, rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_the_factor_on_it_is_the_checkpoints_own_unless_it_is_given():
+    experts = TransformerConfig(24, 16, 32, 2, 2, 1, 8, num_experts=4, num_experts_per_token=2, router_loss_coef=0.001)
+    dense = TransformerConfig(24, 16, 32, 2, 2, 1, 8)
+    of = lambda shape, given: router_coef(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
+    assert [of(experts, given) for given in (None, 0.0, 0.5)] == [0.001, 0.0, 0.5]
+    assert of(dense, None) == of(dense, 0.0) == router_coef(lambda tokens: tokens, GRPOConfig()) == 0
 
 
 @pytest.mark.quick

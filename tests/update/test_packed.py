@@ -1,5 +1,6 @@
 """The packed update: the gradient of the plain `train_step`, whatever the lengths, the settings and the model."""
 
+import dataclasses
 import gc
 
 import chex
@@ -12,10 +13,11 @@ from tiny import scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
+from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.types import Prompts, as_argument
+from grpo_jax.types import Prompts, as_argument, join_rows
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.state import create_state
@@ -114,6 +116,35 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
 def test_every_kind_of_layer_is_packed(shape):
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, True)}
+
+
+@pytest.mark.parametrize("shape", [{}, {"loop_layers": True}, {"remat": True, "loop_layers": True}], ids=str)
+def test_experts_are_balanced_over_the_tokens_of_completions(monkeypatch, shape):
+    """Two roads to what the loss adds to the gradient: the update, and `router_loss` of whole rows read alone."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, as in one micro-batch
+    model, params = tiny_model(**EXPERTS, **shape)
+    b, coef = batch(), 0.7
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    (params_without, _), _ = both(model, params, b, config)
+    plain, packed_step = both(model, params, b, dataclasses.replace(config, router_aux_loss_coef=coef))
+    assert_same_step(plain, packed_step)
+
+    rows, start = join_rows(b.prompts, b.tokens)
+    at = start[:, None] + jnp.arange(T)[None]
+    counted = jnp.zeros(rows.shape, bool).at[jnp.arange(len(rows))[:, None], at].set(b.mask.reshape(-1, T))
+
+    def alone(params):
+        _, written = model.apply({"params": params}, rows, mutable=["router"])
+        return router_loss(written, counted, num_experts_per_token=2)
+
+    value, gradient = jax.value_and_grad(alone)(params)
+    assert float(plain[1]["aux_loss"]) == pytest.approx(float(value), rel=1e-5)
+    moved = jax.tree.map(jnp.subtract, params_without, plain[0])
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(moved)) > 1e-3
+    chex.assert_trees_all_close(moved, jax.tree.map(lambda x: coef * x, gradient), atol=1e-5)
 
 
 def test_rows_that_do_not_count_are_left_out():
