@@ -17,6 +17,10 @@ from grpo_jax.models.cache import State, empty_like, slots_of
 from grpo_jax.rollout.decode import draw_next, is_eos, read_prompts
 
 
+LEAD = 16
+"""The slot in which completions begin: before it there is room for what fills up a short text that is read."""
+
+
 class TurnStream(flax.struct.PyTreeNode):
     """Completions that take turns together, as they stand on the device.
 
@@ -56,7 +60,7 @@ def begin(model, params, prompts, keys, *, slots, sampling, mesh=None):
     """Read the prompts and draw the first token of every completion: the stream, tokens and log-probs [B, G]."""
     (b, g), (prefix, token, log_prob) = keys.shape, read_prompts(model, params, prompts, keys, sampling, mesh)
     cache = empty_like(prefix.layers, g, slots)
-    return TurnStream(prefix, cache, token, jnp.zeros((b, g), jnp.int32), keys), token, log_prob
+    return TurnStream(prefix, cache, token, jnp.full((b, g), LEAD, jnp.int32), keys), token, log_prob
 
 
 @shared

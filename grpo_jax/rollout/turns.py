@@ -37,7 +37,7 @@ from grpo_jax.rollout.decode import completion_keys, decode_variables, on_cpu
 from grpo_jax.rollout.generate import check_request
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
 from grpo_jax.rollout.layout import STREAM_COMPLETIONS, decode_step, places
-from grpo_jax.rollout.turn_programs import align, begin, draw_turn, read_chunk
+from grpo_jax.rollout.turn_programs import LEAD, align, begin, draw_turn, read_chunk
 from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached
 
 CHUNK = 256
@@ -144,8 +144,8 @@ class _Play:
         step = decode_step(call.model, call.params, p, length, cpu=on_cpu(call.params, call.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
         # The slot is the next one of those whose turn has not ended.
-        self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), 0
-        self.starts = np.zeros(self.completions.shape, int)  # the stream's, on the host
+        self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
+        self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host
         self.waiting: dict[int, Future[Sequence[int] | None] | None] = {}
         self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
         own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
@@ -228,9 +228,10 @@ class _Play:
         counts[list(texts)] = [len(text) for text in texts.values()]
         most = int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST
         least = max(width, min(most, rows.length))
-        if not self._in_step(counts[self.completions], width, least):
+        first = self._in_step(counts[self.completions], width, least)
+        if first is None:
             self._align(counts[self.completions], least=least)
-            self.slot = self.slots - width
+            first = self.slots - width
         for row, more in observed.items():
             rows.observe(row, more)
             self.begins[row] = rows.lengths[row]
@@ -244,10 +245,10 @@ class _Play:
         log_prob: Any = None
         for start in range(0, width, size):
             part = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
-            given = (self.stream.cache, self.stream.replace(cache=()), self.slot + start, *part)
+            given = (self.stream.cache, self.stream.replace(cache=()), first + start, *part)
             cache, token, log_prob = read_chunk(call.model, call.variables, *given, **call.how)
             self.stream = self.stream.replace(cache=cache)
-        self.slot += width
+        self.slot = first + width
         self.stream = self.stream.replace(token=jnp.where(split(back, call.mesh), token, self.stream.token))
         self._first(np.where(back, self.completions, -1), token, log_prob)
 
@@ -263,16 +264,19 @@ class _Play:
         sizes = (*self.ladder.slots[:-1], self.call.rows.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
-    def _in_step(self, more: np.ndarray, width: int, least: int) -> bool:
-        """Whether all completions end side by side, with as many tokens to be read, and room in the ring behind them.
+    def _in_step(self, more: np.ndarray, width: int, least: int) -> int | None:
+        """The slot from which `width` tokens can be read, of which each completion's last `more` [B', G'] are real.
 
-        So it is in games whose turns have one length. Aligning moves all keys and values, which takes longer than to
-        read a few tokens.
+        None, unless all completions end side by side and are told as many tokens, as in games whose turns have one
+        length, and the ring has room behind them. Aligning moves all keys and values, and takes longer than to read a
+        few tokens.
         """
         alive = self.completions >= 0
-        ends = (self.starts + self.call.rows.lengths[self.completions] - 1)[alive]
-        fits = least <= self.slots and self.slot % self.slots + width <= self.slots
-        return bool(fits and (ends == self.slot).all() and (more[alive] == width).all() and self._next_layout() is None)
+        ends, told = (self.starts + self.call.rows.lengths[self.completions] - 1)[alive], more[alive]
+        if (ends != ends[0]).any() or (told != told[0]).any() or least > self.slots or self._next_layout() is not None:
+            return None
+        first = int(ends[0] + told[0]) - width
+        return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _next_layout(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Which completions go on in fewer places; None where there are too many."""

@@ -141,6 +141,31 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
+class Echo(Script):
+    """After each turn two tokens, and the fifth is the last: with turns of one token, all are in step."""
+
+    def answer(self, completion, turn, room):
+        heard = self.heard.setdefault(completion, [])
+        heard.append(turn)
+        return None if len(heard) == 5 else [10, 11 + completion % 7]
+
+
+@pytest.mark.quick
+def test_turns_in_step_move_no_keys(monkeypatch):
+    """Where every token ends a turn nothing is aligned; where only some do, something is."""
+    moved, original = [], turns.align
+    monkeypatch.setattr(turns, "align", lambda *args, **how: moved.append(how) or original(*args, **how))
+    completions, _ = play(Echo(), eos_token_ids=range(SHAPE.vocab_size))
+    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
+    assert not moved
+    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
+    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
+    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+
+    play(Echo(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
+    assert moved, "turns of different lengths are aligned"
+
+
 @pytest.mark.quick
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
