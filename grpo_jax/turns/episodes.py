@@ -12,6 +12,7 @@ wrong in an environment ends the run or the episode, as `on_environment_error` s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,27 @@ class Setting:
     def schemas(self, name: Any) -> list[dict[str, Any]] | None:
         """What the chat template is told of the tools of such rows."""
         return schemas_of({**self.tools, **self.own_tools.get(name, {})})
+
+
+class Texts:
+    """A tokenizer that remembers what is short: games say the same again and again, in thousands of turns."""
+
+    short = 64
+
+    def __init__(self, tokenizer: Any):
+        decode = lambda ids, skip: tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
+        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._decode, self._encode = decode, encode
+        self._decode_short, self._encode_short = (functools.lru_cache(4096)(x) for x in (decode, encode))
+
+    def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        decode = self._decode_short if len(ids) <= self.short else self._decode
+        return decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text, and none beside."""
+        return (self._encode_short if len(text) <= self.short else self._encode)(text)
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
@@ -155,8 +177,8 @@ class Episode:
       over: whether an error has ended it.
     """
 
-    def __init__(self, setting: Setting, row: Row, where: str):
-        self._setting, self.where = setting, where
+    def __init__(self, setting: Setting, row: Row, where: str, texts: Texts):
+        self._setting, self.where, self._texts = setting, where, texts
         self._talks = is_conversation(row["prompt"])
         self.environment: Any = None
         self.tools: Mapping[str, Tool] = dict(setting.tools)
@@ -219,8 +241,8 @@ class Episode:
 
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
         """The text of a turn, and what it says."""
-        decode, form = self._setting.tokenizer.decode, self._setting.format
-        text = decode(ids, skip_special_tokens=True)
+        decode, form = self._texts.decode, self._setting.format
+        text = decode(ids)
         if form is None or not self._talks or not self.tools:
             return text, Parsed(text, (), ())
         whole = decode(ids, skip_special_tokens=False) if form.keeps_special_tokens else text
@@ -279,7 +301,7 @@ class Episode:
         if sum(map(len, _texts(said))) > 1000 + LONGEST_TEXT * room:
             return range(room + 1)
         if isinstance(said, str):
-            return self._setting.tokenizer(said, add_special_tokens=False)["input_ids"]
+            return self._texts.encode(said)
         return observation_ids(
             self._setting.tokenizer,
             said,
@@ -334,7 +356,8 @@ class Episodes:
         places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
-        self.all = [Episode(setting, row, f"row {n} of the dataset, completion {g}") for (row, n), g in places]
+        texts, where = Texts(setting.tokenizer), "row {} of the dataset, completion {}"
+        self.all = [Episode(setting, row, where.format(n, g), texts) for (row, n), g in places]
 
     def __enter__(self) -> Episodes:
         return self

@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, metrics_of
+from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, Texts, metrics_of
 from grpo_jax.turns.formats import Call, Parsed, assistant_message
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
@@ -76,12 +76,37 @@ def ids(tokenizer, text):
 
 
 def begun(setting, row=ROW):
-    episode = Episode(setting, row, "row 3 of the dataset, completion 1")
+    episode = Episode(setting, row, "row 3 of the dataset, completion 1", Texts(setting.tokenizer))
     episode.reset(row)
     return episode
 
 
 # Environments that speak text ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_what_is_said_again_is_not_tokenized_again():
+    asked, tokenizer = [], tiny_tokenizer()
+
+    class Counting:
+        def __call__(self, text, **how):
+            asked.append(text)
+            return tokenizer(text, **how)
+
+        def decode(self, ids, **how):
+            asked.append(len(ids))
+            return tokenizer.decode(ids, **how)
+
+    texts, long = Texts(Counting()), "1 " * 40
+    for _ in range(3):
+        for text in ("5 7", "", long):
+            own = ids(tokenizer, text)
+            assert list(texts.encode(text)) == own.tolist()
+            assert texts.decode(np.append(own, 1)) == tokenizer.decode(np.append(own, 1), skip_special_tokens=True)
+            whole = tokenizer.decode(np.append(own, 1), skip_special_tokens=False)
+            assert texts.decode(np.append(own, 1), skip_special_tokens=False) == whole
+    assert asked.count("5 7") == asked.count("") == 1 and asked.count(len(ids(tokenizer, "5 7")) + 1) == 2
+    assert asked.count(long) == 3, "what is long is not kept"
 
 
 @pytest.mark.quick
