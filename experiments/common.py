@@ -211,7 +211,13 @@ def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str
 
 
 def supervise(
-    policy: Policy, tokens: np.ndarray, mask: np.ndarray, *, batch: int, learning_rate: float = 3e-3
+    policy: Policy,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    *,
+    batch: int,
+    learning_rate: float = 3e-3,
+    adam_beta2: float = 0.999,
 ) -> Policy:
     """Learn lessons, each once: cross entropy under the mask, AdamW, warm-up and cosine to 0, all in one jit.
 
@@ -221,11 +227,12 @@ def supervise(
       mask: [N, L], True on what is learnt.
       batch: texts of a step; it divides N.
       learning_rate: the highest.
+      adam_beta2: the second moments' decay.
     """
     steps = len(tokens) // batch
     lessons = tokens.reshape(steps, batch, -1), mask.reshape(steps, batch, -1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=adam_beta2, weight_decay=0.0))
 
     def loss_fn(params, tokens, mask):
         logits = policy.model.apply({"params": params}, tokens[:, :-1])

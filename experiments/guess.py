@@ -59,11 +59,14 @@ BATCH = 32
 """Games of a supervised step."""
 LONGEST = 3 * LIMIT
 """Tokens of a completion: a guess, the end of the turn, and the answer."""
-STEPS = 400
+STEPS = 320
 """Optimizer steps of GRPO; there are SLICES · PASSES to an iteration."""
 SLICES, PASSES = 2, 2
 """Minibatches of an iteration, and how often each is gone through."""
 LEARNING_RATE = 2e-3
+"""The highest, of lessons and of GRPO."""
+BETA2 = 0.95
+"""Of Adam, in both: the gradient of a game changes as fast as the game."""
 PROMPT = "guess: "
 HIGHER, LOWER = " higher ", " lower "
 
@@ -176,8 +179,8 @@ def make_tokenizer() -> Any:
 def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
     """A language model with Llama's layout and fresh weights.
 
-    Its heads are wide, and there is no norm on queries and keys: what is still possible is found by attending to
-    the highest "higher" and the lowest "lower" alone, which takes large logits.
+    It has many heads, and no norm on queries and keys: what is still possible is found by attending to the highest
+    "higher" and the lowest "lower" alone, which takes large logits.
     """
     tokenizer = make_tokenizer()
     config = {
@@ -186,9 +189,9 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": width,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": width // 2,
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
@@ -237,7 +240,11 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
         num_iterations=PASSES,
         max_completion_length=LONGEST,
         max_steps=arguments.steps,
+        scale_rewards="none",  # late, groups differ by a guess or two: scaled up, such luck would drown what is learnt
+        epsilon=0.4,
         learning_rate=LEARNING_RATE,
+        adam_beta2=BETA2,
+        max_grad_norm=0.3,
         lr_scheduler_type="linear",
         environment_timeout=None,  # the game is ours, and a thread for each call takes longer than the call
         gradient_checkpointing=False,
@@ -311,7 +318,8 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     """One seed, from fresh weights to the last game: rates before and after of each arm."""
     with watch("warm_up"):
         new = make_policy(seed)
-        taught = supervise(new, *lessons(new, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
+        games = lessons(new, arguments.warm_up_steps * BATCH, seed)
+        taught = supervise(new, *games, batch=BATCH, learning_rate=LEARNING_RATE, adam_beta2=BETA2)
         save_pretrained(run_dir / "base", taught)
         base = from_pretrained(run_dir / "base")
     with watch("evaluation"):
@@ -350,7 +358,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--control", action="store_true", help="also GRPO by coin flips")
     add("--steps", type=int, default=STEPS, help="GRPO steps (default %(default)s)")
     add("--prompts", type=int, default=64, help=f"numbers of an iteration, × {GROUP} games (default 64)")
-    add("--warm-up-steps", type=int, default=3500, help="supervised steps (default 3500)")
+    add("--warm-up-steps", type=int, default=3000, help="supervised steps (default 3000)")
     add("--games", type=int, default=16, help="to test with, for each of the numbers (default 16)")
     add("--picture", type=Path, metavar="FILE", help="where to copy the picture of the first seed, docs/guess.png say")
     add("--run-dir", help="an empty or new directory (default runs/guess-<seed>-<time>)")
