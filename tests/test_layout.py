@@ -167,7 +167,6 @@ def test_what_a_type_checker_reads_is_what_the_program_finds():
     assert sorted(read) == grpo_jax.__all__
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "code",
     [

@@ -37,7 +37,6 @@ def dist(tmp_path_factory):
     return out
 
 
-@pytest.mark.quick
 def test_the_wheel_holds_the_library_alone_and_all_of_it(dist):
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

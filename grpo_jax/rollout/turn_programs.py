@@ -16,7 +16,6 @@ from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.cache import State, empty_like, slots_of
 from grpo_jax.rollout.decode import draw_next, is_eos, read_prompts
 
-
 LEAD = 16
 """The slot in which completions begin: before it there is room for what fills up a short text that is read."""
 

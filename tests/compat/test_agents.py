@@ -136,7 +136,6 @@ def varied(completions, **kwargs):
 ROWS = [ask(topic="sums"), ask(topic="more sums")]
 
 
-@pytest.mark.quick
 def test_training_with_tools(model, tmp_path):
     def right(completions, topic, **kwargs):
         assert topic == ["sums"] * 4 + ["more sums"] * 4
@@ -184,7 +183,6 @@ def test_training_with_an_async_tool(model):
     assert len(heard) == line["tools/calls"] - line["tools/failures"] > 2
 
 
-@pytest.mark.quick
 def test_training_with_an_environment(model):
     class Counter(Adder):
         def reset(self, topic, **row):
@@ -247,7 +245,6 @@ def test_reset_adds_to_the_prompt(model, tmp_path):
     assert rows[0]["prompt"][-1]["content"] == "Count.", "the dataset stays as it is"
 
 
-@pytest.mark.quick
 def test_get_reward_is_the_only_reward_and_evaluations_have_it_too(model, tmp_path):
     args = config(tmp_path, per_device_eval_batch_size=8)
     trainer = GRPOTrainer(model, [], args, ROWS, eval_dataset=ROWS, environment_factory=Adder)
@@ -319,7 +316,6 @@ def test_a_tool_that_raises(model):
     assert line["environment/errors"] == 0, "the policy is told, and the run goes on"
 
 
-@pytest.mark.quick
 def test_calls_that_are_malformed_or_of_no_tool(model):
     def subtract(n: int) -> int:
         """Subtract.

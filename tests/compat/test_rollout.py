@@ -87,7 +87,6 @@ def test_with_vllm_and_with_configs_of_ours_it_is_corrected_for():
     assert make(grpo_jax.GRPOConfig()) == "sequence_mask"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("spoiled", "message"),
     [
@@ -121,7 +120,6 @@ def test_a_field_that_does_not_come_is_named():
         trainer_of(Engine(), needs)[0].train()
 
 
-@pytest.mark.quick
 def test_a_sampler_in_the_form_of_train_is_handed_on():
     seen = []
 

@@ -122,7 +122,6 @@ def test_a_shared_program_is_let_go_when_it_is_dispatched():
     assert [steps for steps, _ in ended] == [1, 20_000], "the short one did not wait for the long one"
 
 
-@pytest.mark.quick
 def test_streams_compile_a_program_once(monkeypatch):
     """Fresh shapes, two streams: as many programs as one stream of the same shape needs."""
     model, params = tiny_model(vocab=29)

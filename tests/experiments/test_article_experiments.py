@@ -184,7 +184,6 @@ def test_reuse_pays_with_the_clip(reused):
     assert reused[16, "clipped"]["final_reward"] > reused[1, "clipped"]["final_reward"] + 0.1
 
 
-@pytest.mark.quick
 def test_runs_are_deterministic():
     run = functools.partial(old_and_new_policy.run, "clipped", 4, iterations=2)
     first, again, other = run(seed=5), run(seed=5), run(seed=6)

@@ -28,7 +28,6 @@ def test_prompts_are_those_of_the_peers():
     assert len(benchmark.make_rows(benchmark.WORKLOAD, "S", "fixed", 1)[0]["prompt"].split()) == 128
 
 
-@pytest.mark.quick
 def test_a_run_says_what_it_measured(tmp_path, capsys):
     save_pretrained(tmp_path / "ckpt-tiny", tiny_policy())
     (tmp_path / "workload.json").write_text(json.dumps(WORKLOAD))

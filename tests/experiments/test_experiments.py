@@ -222,7 +222,6 @@ def test_stories_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, 
         assert (tmp_path / "run" / name).stat().st_size > 0, name
 
 
-@pytest.mark.quick
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/stories260K is not there")
 def test_stories_without_a_model_fetches_and_converts_it(tmp_path, monkeypatch):
     asked = []

@@ -108,7 +108,6 @@ def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
         assert own.sum() + len(game) - 1 <= guess.LONGEST
 
 
-@pytest.mark.quick
 def test_first_guesses_are_probabilities():
     policy = guess.make_policy(0, width=16, layers=1)
     first = guess.first_guesses(policy, policy.params)

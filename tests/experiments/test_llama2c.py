@@ -98,7 +98,6 @@ def run_c_encode(pieces: list[tuple[str, float]], text: str) -> list[int]:
         ids[i : i + 2] = [vocab[joined[i]]]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("tied", [True, False], ids=["shared embedding", "own output matrix"])
 def test_converted_model_computes_what_run_c_computes(tmp_path, tied):
     weights = write_checkpoint(tmp_path / "model.bin", tied=tied)

@@ -467,7 +467,6 @@ def test_greedy_tokens_equal_generate(case, greedy_of_case):
         np.testing.assert_array_equal(greedy_of_case[0][b], out[0, n:].numpy())
 
 
-@pytest.mark.quick
 def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
     _, directory, policy = case
     before = torch_model(directory).state_dict()
@@ -532,7 +531,6 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
         np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
 
 
-@pytest.mark.quick
 def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_path):
     from safetensors.numpy import load_file, save_file
 

@@ -114,7 +114,6 @@ def test_a_fresh_policy_makes_the_round_trip(policy, tmp_path):
     assert (loaded.eos_token_ids, loaded.pad_token_id) == ((2,), 0)
 
 
-@pytest.mark.quick
 def test_tokenizer_and_generation_files_are_kept_as_they_came(policy, tmp_path):
     save_pretrained(tmp_path / "a", policy)
     odd = b'{"eos_token_id": [2, 5], "temperature":0.6,  "top_p": 0.95}'
@@ -157,7 +156,6 @@ def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path
     )
 
 
-@pytest.mark.quick
 def test_the_older_name_of_the_dtype_is_kept(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")

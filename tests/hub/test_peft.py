@@ -35,7 +35,6 @@ def peft_and_base(kind, tmp_path):
     return torch, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")  # peft's own
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 @pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])

@@ -146,7 +146,6 @@ def test_the_shape_is_known_before_anything_is_read(method, fan_in):
     assert sizes(said) == sizes(made)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
     plain = from_pretrained(checkpoint)
@@ -161,7 +160,6 @@ def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
     assert not isinstance(held.params["lm_head"]["kernel"], Quantized)
 
 
-@pytest.mark.quick
 def test_a_checkpoint_of_bitsandbytes_is_the_weights_that_pytorch_makes_of_it(stored_nf4):
     policy = from_pretrained(stored_nf4)
     for name in ("k_proj", "o_proj", "v_proj"):
@@ -220,7 +218,6 @@ def head_in_nf4(tensors):
     return tensors | moved
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
@@ -250,7 +247,6 @@ def test_a_wrong_method_is_refused_and_nothing_is_rounded_twice(stored_nf4):
         from_pretrained(stored_nf4, quantize="int8")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_quantized_where_that_is_asked_for(tmp_path, method, tied):
@@ -285,7 +281,6 @@ def test_embedding_and_head_are_quantized_where_that_is_asked_for(tmp_path, meth
     np.testing.assert_allclose(columns(merged), columns(policy), atol=2e-5)
 
 
-@pytest.mark.quick
 def test_an_embedding_whose_rows_are_no_whole_blocks_is_in_eight_bits(tmp_path):
     save_pretrained(tmp_path / "model", init_policy({**QWEN3, "hidden_size": 48}, jax.random.key(0)))
     held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True)
@@ -379,7 +374,6 @@ def test_a_run_on_a_quantized_base_is_that_on_the_weights_it_stands_for(tmp_path
         run(plain, 2, tmp_path / "run")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "tensor": 2}])
 def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path, mesh):
     raw = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}

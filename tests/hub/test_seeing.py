@@ -94,7 +94,6 @@ def bytes_of(directory):
     return {name: tensor.mapped().tobytes() for name, tensor in stored_tensors(directory).items()}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("layout", [0, 1])
 @pytest.mark.parametrize("name", list(TEXT))
 def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout):
@@ -114,7 +113,6 @@ def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout
     assert all(half[n] == before[n] for n in policy.beside)
 
 
-@pytest.mark.quick
 def test_stacked_experts_are_read_and_written_as_they_are_stored(tmp_path):
     """As the hub's files have them: gate and up of all experts of a layer in one tensor."""
     from safetensors.numpy import load_file, save_file

@@ -271,7 +271,6 @@ def lora(scale):
     return LoraModel({"w": np.ones((2, 2), np.float32)}, shaped(), scale=scale)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GRPOConfig)])
 def test_each_field_is_harmless_or_refused_by_its_name(name):
     saved, present = about(), about()

@@ -160,7 +160,6 @@ def expected_loss(mode, old=PARAMS, explicit=True, one_token=False):
 ON_POLICY = -complex_gradient(objective, PARAMS)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("explicit", [True, False])
 def test_with_the_sequence_weights_the_expected_gradient_is_the_on_policy_one(dtype, explicit):
@@ -174,7 +173,6 @@ def test_so_it_is_after_further_updates(dtype):
     assert_gradient(expected_loss("sequence_truncate", old=PARAMS[::-1]), PARAMS, ON_POLICY, dtype)
 
 
-@pytest.mark.quick
 def test_without_a_correction_it_is_another_and_by_token_it_is_nearer():
     gradient = lambda mode: np.asarray(jax.grad(expected_loss(mode))(jnp.asarray(PARAMS, jnp.float32)))
     off = {
@@ -184,7 +182,6 @@ def test_without_a_correction_it_is_another_and_by_token_it_is_nearer():
     assert 1e-2 < off["token_mask"] < off[None], "token weights leave out the tokens before: near, and not exact"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_for_completions_of_one_token_the_token_weights_are_exact(dtype):
     theta, reward = PARAMS[3], np.array([1.0, -0.5, 2.0])

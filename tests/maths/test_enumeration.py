@@ -151,7 +151,6 @@ def test_off_policy_only_the_corrected_estimators_follow_a_kl():
         assert np.abs(gradient - FORWARD).max() > 1e-2
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
 def test_default_correction_is_right_at_every_level_for_one_token(level, dtype):

@@ -557,7 +557,6 @@ def test_old_log_probs_of_none_are_the_constant_log_probs(loss_type, level):
     assert float(none[2]["approx_kl_old"]) == 0.0
 
 
-@pytest.mark.quick
 def test_at_ratio_one_the_surrogates_have_one_gradient():
     gradients = {}
     for loss_type in TYPES:

@@ -59,7 +59,6 @@ def test_chunks_are_one_token_after_another(n, forgets):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), slow, fast)
 
 
-@pytest.mark.quick
 def test_segments_in_a_row_begin_with_their_own_memory():
     """Segments of 3, 6, 1 and 4 tokens in chunks of 4: one spans three chunks, two begin in one chunk."""
     lengths, chunk = (3, 6, 1, 4), 4
@@ -75,7 +74,6 @@ def test_segments_in_a_row_begin_with_their_own_memory():
         np.testing.assert_allclose(reads[:, :, start : start + length], wanted, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_equal_keys_that_are_wholly_replaced_lose_no_digits():
     """The worst case of a triangular inverse by powers: they would grow like binomials, and cancel."""
     n = 64
@@ -85,7 +83,6 @@ def test_equal_keys_that_are_wholly_replaced_lose_no_digits():
     np.testing.assert_allclose(reads, v, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_the_inverse_of_a_lower_triangle():
     lower = np.tril(np.random.default_rng(0).standard_normal((2, 16, 16)), -1).astype(np.float32) * 0.3
     wanted = np.linalg.inv(lower.astype(float) + np.eye(16))

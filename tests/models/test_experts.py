@@ -32,7 +32,6 @@ def value_and_gradients(shape, params, x):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize(("rows", "shape"), [(8, SHAPE), (3, BIASED)], ids=["even", "odd, with biases"])
 def test_experts_on_a_mesh_are_those_of_one_device(axes, rows, shape):

@@ -68,7 +68,6 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sink
     assert_same(ours, plain, given)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 4])
 def test_packed_sequences(kind, window):
@@ -177,7 +176,6 @@ def test_the_devices_choose_the_implementation():
     assert [compute_dtype("auto", [x]) for x in (h100, t4, tpu)] == ["bfloat16", "float32", "bfloat16"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}, {"tensor": 4}])
 def test_each_device_of_a_mesh_computes_its_own(axes):
     """Eight rows and two key heads: where four devices can't share these they are whole; nothing is gathered."""
@@ -201,7 +199,6 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
     assert "all-gather" not in text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sink_of_minus_infinity_is_none(kind):
     given = arrays((1, 2, 2, 5, 1, 8), (1, 2, 2, 5, 8), (1, 2, 2, 5, 8))

@@ -49,7 +49,6 @@ def scores(model, params):
     return padded, found
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_loop_has_the_numbers_of_its_layers(name):
     shape = SHAPES[name]
@@ -74,7 +73,6 @@ def test_a_loop_has_the_numbers_of_its_layers(name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance * scale), gradient, of_layers)
 
 
-@pytest.mark.quick
 def test_adapters_in_a_loop():
     base = random_params(Transformer(PLAIN))
     adapters = init_adapters(jax.random.key(1), base, rank=2)
@@ -86,7 +84,6 @@ def test_adapters_in_a_loop():
     assert np.abs(values[0] - of(Transformer(PLAIN), base)).max() > 0.05, "the adapters do something"
 
 
-@pytest.mark.quick
 def test_the_program_of_a_loop_does_not_grow_with_its_layers():
     @functools.cache
     def products(layers, looped):

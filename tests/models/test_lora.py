@@ -74,7 +74,6 @@ def test_fresh_adapters_and_none_are_the_base(kind):
     assert np.abs(logits(lora_policy(kind)) - logits(policy)).max() > 0.1
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_merged_weights_compute_the_same(kind, tmp_path):
     policy = lora_policy(kind)
@@ -93,7 +92,6 @@ def test_one_projection_by_hand():
     np.testing.assert_allclose(merged["q_proj"]["kernel"], [[2.5, 2.0], [3.0, 5.0]])
 
 
-@pytest.mark.quick
 def test_a_shared_prompt_goes_through_the_adapters_too():
     policy = lora_policy()
     merged = merge_lora(policy)

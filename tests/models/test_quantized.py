@@ -41,7 +41,6 @@ def by_hand(w):
     return np.array(rows, np.float32).reshape(fan_out, fan_in)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("kind", "fan_in"), [("nf4", 128), ("plain scales", 128), ("flat", 40), ("int8", 40)])
 def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, fan_in):
     w = held(kind, fan_in)
@@ -52,7 +51,6 @@ def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, f
     assert w.matrix().shape == w.shape
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["nf4", "plain scales", "int8"])
 def test_rows_that_are_looked_up_are_those_of_the_matrix_to_the_last_bit(kind):
     w, at = held(kind, fan_in=192), jnp.array([[0, 95, 17], [17, 64, 1]])
@@ -71,7 +69,6 @@ def test_a_tree_knows_whether_anything_in_it_is_quantized():
     assert not is_quantized({"a": {"kernel": jnp.ones((2, 2))}})
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_product_and_its_gradients_are_those_of_the_matrix(dtype):
     w, x = held("nf4"), jax.random.normal(jax.random.key(0), (5, 128)).astype(dtype)

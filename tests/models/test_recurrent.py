@@ -65,7 +65,6 @@ def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
                 np.testing.assert_allclose(log_probs(kind, ours), log_probs(kind, theirs), atol=1e-5)
 
 
-@pytest.mark.quick
 @of_each_kind
 def test_padding_of_a_prompt_leaves_its_state_alone(kind):
     prompt, _ = batch()

@@ -74,7 +74,6 @@ def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeyp
     jax.tree.map(close, grads, expected_grads)
 
 
-@pytest.mark.quick
 def test_a_model_of_ones_own_is_scored_the_same():
     model, params = tiny_model()
 
@@ -87,7 +86,6 @@ def test_a_model_of_ones_own_is_scored_the_same():
     np.testing.assert_allclose(other(params), one(params), atol=1e-5)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("chunk", [1024, 7])
 def test_log_probs_in_bfloat16_are_of_unrounded_logits(chunk, monkeypatch):
     """Whatever the chunks: logits of about 100 would lie on a grid of 1/2."""

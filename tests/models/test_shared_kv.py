@@ -75,7 +75,6 @@ def scores(**settings):
     return values, gradient
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("settings", [{"attention": "tiles"}, {"loop_layers": True}])
 def test_every_way_of_reading_gives_the_same(settings):
     (padded, packed), gradient = scores()
@@ -114,7 +113,6 @@ def test_a_layer_over_others_keys_keeps_nothing():
     assert names == {"q_proj", "q_norm", "o_proj"}
 
 
-@pytest.mark.quick
 def test_a_prompt_is_read_by_the_layers_over_others_keys_at_its_last_token_only():
     """By XLA's count, a prompt of 96 tokens more costs them next to nothing."""
 
@@ -145,7 +143,6 @@ def test_weights_keys_and_scores_are_counted():
     assert longer - shorter == 6 * (kernels + 2 * 3 * 4 * (6 + 10) * 102)
 
 
-@pytest.mark.quick
 def test_what_is_not_trained_stays_as_it_is():
     """Neither a gradient nor the decay of weights moves it, whatever the optimizer."""
     optimizer = optax.adamw(0.1, weight_decay=0.5)

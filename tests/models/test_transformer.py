@@ -191,7 +191,6 @@ def test_one_state_a_row_where_keys_stand_already(config):
     np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
 
 
-@pytest.mark.quick
 def test_columns_of_logits_are_its_rows(config):
     model, params = make(config)
     hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
@@ -222,7 +221,6 @@ def test_a_shared_prompt_has_the_gradients_of_concatenated_sequences(config):
         np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.quick
 def test_rows_of_a_group_do_not_see_each_other(config):
     model, params = make(config)
     prompt, rows = batch()
@@ -289,7 +287,6 @@ def test_layers_that_are_traced_once_are_the_layers(config):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), once, each)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
 def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
     traced = []

@@ -72,7 +72,6 @@ def test_a_base_is_held_in_the_bits_it_is_quantized_to():
         assert each["optimizer"] == pytest.approx(2 * adapters, abs=64)
 
 
-@pytest.mark.quick
 def test_a_base_of_seven_billion_weights_is_held_in_four_gigabytes():
     """Qwen2.5-7B, of which embedding and head are a seventh each: plain they weigh 2.2 GB."""
     raw = {**MODEL, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
@@ -103,7 +102,6 @@ def test_a_quantized_base_is_planned_for_adapters_only(monkeypatch):
         plan(MODEL, config_of(), prompt_length=8, lora=0)
 
 
-@pytest.mark.quick
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
     found = _at_batch(model, config_of(max_completion_length=8), 8, Loaded())

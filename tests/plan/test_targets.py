@@ -106,7 +106,6 @@ def test_a_target_smaller_than_the_mesh_is_refused_before_a_process_starts(monke
         plan(MODEL, GRPOConfig(mesh={"fsdp": 8}), prompt_length=8, device="v5e-4")
 
 
-@pytest.mark.quick
 def test_without_its_compiler_the_plan_says_whose_it_is(monkeypatch):
     if Target.read("H100").missing is None:
         pytest.skip("it is installed")

@@ -184,7 +184,6 @@ def test_solutions_in_the_form_of_gsm8k_are_read(solution, number):
     assert final_number(solution) == number
 
 
-@pytest.mark.quick
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not(split, count):

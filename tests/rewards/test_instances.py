@@ -132,7 +132,6 @@ def test_what_it_started_ends_with_it(games, tmp_path):
     assert wait_for(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
-@pytest.mark.quick
 def test_processes_end_when_nobody_needs_them(desks):
     desk = desks()
     pid = desk.process()[0]
@@ -202,7 +201,6 @@ def test_what_cannot_be_made_is_told(factory, error, message):
     own.close()
 
 
-@pytest.mark.quick
 def test_what_does_not_go_with_environments_is_refused():
     class Local:
         pass

@@ -26,7 +26,6 @@ def dimensions(shapes):
     return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
@@ -56,7 +55,6 @@ def test_blocks_cover_a_vocabulary_whatever_the_devices(vocab):
         assert blocks % 8 == 0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("vocab", [24, 258, 4096])
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_block_found_by_a_sum_is_the_one_found_by_its_index(vocab, axis):
@@ -76,7 +74,6 @@ def stream_of(model, params, groups=4, width=2, slots=20):
     return prompts, keys, how, prefill(as_argument(model), params, prompts, keys, 0, slots=slots, **how)[0]
 
 
-@pytest.mark.quick
 def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood():
     model, params = tiny_model()
     prompts, keys, how, stream = stream_of(model, params)
@@ -90,7 +87,6 @@ def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood()
     assert new.cache == ()
 
 
-@pytest.mark.quick
 def test_the_cache_is_a_ring():
     """Slots from 20 on are the first again: a group that began at slot 15 reads what it wrote on both sides."""
     model, params = tiny_model()
@@ -109,7 +105,6 @@ def test_the_cache_is_a_ring():
     np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
-@pytest.mark.quick
 def test_a_fixed_burst_draws_what_a_watched_one_does():
     model, params = tiny_model()
     *_, how, stream = stream_of(model, params)

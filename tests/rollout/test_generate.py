@@ -66,7 +66,6 @@ def test_the_rows_of_this_test_end_at_very_different_times():
     assert 0 < np.asarray(sampled().ended).mean() < 1
 
 
-@pytest.mark.quick
 def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
     c = jax.device_get(sampled())
     for tokens, mask, log_probs, ended in zip(
@@ -107,7 +106,6 @@ def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
     np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("tied", "top_k", "columns"), [(True, 0, True), (True, 2, False), (False, 0, False)])
 def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns):
     shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)

@@ -91,7 +91,6 @@ def turns_of(completions, i):
     return runs
 
 
-@pytest.mark.quick
 def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
     completions, script = played()
     several = 0
@@ -116,7 +115,6 @@ def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
     assert several > 8, "most have several turns, or this test sees little"
 
 
-@pytest.mark.quick
 def test_log_probs_are_those_of_the_whole_row_read_once():
     completions, _ = played()
     given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
@@ -125,7 +123,6 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
@@ -150,7 +147,6 @@ class Echo(Script):
         return None if len(heard) == 5 else [10, 11 + completion % 7]
 
 
-@pytest.mark.quick
 def test_turns_in_step_move_no_keys(monkeypatch):
     """Where every token ends a turn nothing is aligned; where only some do, something is."""
     moved, original = [], turns.align
@@ -166,7 +162,6 @@ def test_turns_in_step_move_no_keys(monkeypatch):
     assert moved, "turns of different lengths are aligned"
 
 
-@pytest.mark.quick
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
@@ -184,7 +179,6 @@ def test_those_that_wait_keep_their_slots():
         np.testing.assert_array_equal(own, active)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("chunk", [4, 256])
 @pytest.mark.parametrize("batch_size", [None, 4, 9])
 def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch, chunk, batch_size):
@@ -201,7 +195,6 @@ def test_the_bytes_do_not_depend_on_the_clock():
     np.testing.assert_array_equal(slow.log_probs, played()[0].log_probs)
 
 
-@pytest.mark.quick
 def test_one_turn_is_generate():
     completions, _ = play(Script(most=1))
     how = {"num_generations": 4, "max_completion_length": T, "eos_token_ids": EOS, "pad_token_id": PAD}
@@ -212,7 +205,6 @@ def test_one_turn_is_generate():
     np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_a_group_of_its_own_and_greedy_draws_are_the_same():
     """The first prompt alone, in a cache of another size: as with its neighbours."""
     alone, _ = play(prompts=jax.tree.map(lambda x: x[:1], PROMPTS), temperature=0.0)
@@ -256,7 +248,6 @@ def test_the_interrupt_is_looked_at_while_answers_are_waited_for():
         play(lambda *_: Future(), interrupt=interrupt)
 
 
-@pytest.mark.quick
 def test_an_answer_of_no_tokens_goes_on_and_one_that_just_fits_leaves_a_token():
     lengths = []
 

@@ -51,7 +51,6 @@ def test_rows_rewards_and_advantages_belong_together():
     assert experience.cursor == 4
 
 
-@pytest.mark.quick
 def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
     seen = {}
 
@@ -64,7 +63,6 @@ def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
     assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
 
 
-@pytest.mark.quick
 def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
     run = run_of(beta=0.1)
     batch = collected(run, keep_reference=True).batch

@@ -28,7 +28,6 @@ def only_first(completions, answer):
     return [1.0 if truth == "ab" else None for truth in answer]
 
 
-@pytest.mark.quick
 def test_means_rows_and_lengths_agree():
     metrics, rows = evaluate(
         tiny_policy(), ROWS, [length, only_first], temperature=1.0, num_generations=3, max_completion_length=6
@@ -103,7 +102,6 @@ def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
     assert sizes == [8, 8], "before the first step and after the last"
 
 
-@pytest.mark.quick
 def test_other_params_and_another_seed_give_other_samples():
     policy = tiny_policy()
     settings = {"temperature": 1.0, "max_completion_length": 6}

@@ -99,7 +99,6 @@ def test_a_run_goes_on_on_other_devices(tmp_path):
     chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, on_one_device()[0].opt_state), atol=1e-6)
 
 
-@pytest.mark.quick
 def test_a_mesh_of_the_users_own_is_that_of_the_policy():
     policy = tiny_policy()
     mesh = make_mesh({"data": 2, "fsdp": 2})

@@ -99,7 +99,6 @@ def test_what_looks_wrong_is_said():
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
 
 
-@pytest.mark.quick
 def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
@@ -127,7 +126,6 @@ def test_numbers_that_look_wrong(monkeypatch):
     ]
 
 
-@pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
     update = updater().lower(state(), batch())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))

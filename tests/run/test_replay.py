@@ -52,7 +52,6 @@ def states(monkeypatch):
     return seen
 
 
-@pytest.mark.quick
 def test_a_skipped_update_is_kept_and_replayed(tmp_path, states, capsys):
     calls = itertools.count(1)
 

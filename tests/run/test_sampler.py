@@ -75,7 +75,6 @@ def run(sampler=None, run_dir=None, callbacks=(), policy=POLICY, optimizer=None,
 # What it is given and may return -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_a_sampler_is_given_what_its_signature_takes():
     seen = []
 
@@ -108,7 +107,6 @@ def test_a_sampler_that_cannot_be_called_is_refused_at_the_door(sampler, message
         prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
 
 
-@pytest.mark.quick
 def test_an_evaluation_by_an_engine():
     """An exact one gives what `generate` does; it has the params and the settings, and is checked like any other."""
     seen = []
@@ -262,7 +260,6 @@ def batch_of(sampler, params=None, **settings):
     return collect(made.task, state, 0, count=made.sizes.prompts, updater=made.updater), made, state
 
 
-@pytest.mark.quick
 def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     other = tiny_policy(seed=3).params
     experience, made, state = batch_of(hot, params=other, num_iterations=2, temperature=0.8)
@@ -336,14 +333,12 @@ def test_a_run_goes_on_to_the_same_bytes(tmp_path):
         run(None, tmp_path / "cut", **settings)
 
 
-@pytest.mark.quick
 def test_without_a_sampler_a_batch_is_as_it_was():
     experience, made, _ = batch_of(None)
     assert experience.batch.old_log_probs is None
     assert mismatch(experience.batch, made.task.config) == {}
 
 
-@pytest.mark.quick
 def test_a_rehearsal_calls_the_engine_and_tells_what_is_wrong_with_it():
     calls = []
 
@@ -437,7 +432,6 @@ def test_transformers_with_pytorch_samples_from_the_exported_weights(tmp_path):
     assert int(state.step) == 2
 
 
-@pytest.mark.quick
 def test_old_log_probs_are_padded_where_the_scorer_cuts_them():
     """The padded updater's columns are as many as the longest completion asks for."""
 

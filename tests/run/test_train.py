@@ -67,7 +67,6 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_another_seed_does_not(
     assert not np.array_equal(one.params["norm"]["scale"], other.params["norm"]["scale"])
 
 
-@pytest.mark.quick
 def test_a_policy_with_recurrent_layers_scores_what_it_has_drawn():
     """Decoding goes token by token, the update chunk by chunk: their log-probs are the same but for rounding."""
     hybrid = {
@@ -86,7 +85,6 @@ def test_a_policy_with_recurrent_layers_scores_what_it_has_drawn():
     assert max(gaps) <= 2e-5, gaps
 
 
-@pytest.mark.quick
 def test_the_callers_policy_is_left_as_it_was():
     policy = tiny_policy()
     before = jax.tree.map(np.array, policy.params)
@@ -167,7 +165,6 @@ def test_files_of_a_run(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
-@pytest.mark.quick
 def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     refused = []
 

@@ -87,7 +87,6 @@ def test_a_model_of_ones_own_learns_by_the_same_loop():
     assert np.mean(rewards[-3:]) > 0.8
 
 
-@pytest.mark.quick
 def test_a_function_as_a_model():
     """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
     base = tiny_policy()

@@ -68,7 +68,6 @@ def experience_of(factory=Game, rows=ROWS, fns=(), **settings):
     return found, state, collect(found.task, state, 0, count=found.sizes.prompts, updater=found.updater)
 
 
-@pytest.mark.quick
 def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
     def heard(environments, completions, environment_rewards):
         assert all(isinstance(environment, Game) for environment in environments)
@@ -92,7 +91,6 @@ def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
         assert "".join(turn["text"] for turn in row["turns"]) == row["completion"]
 
 
-@pytest.mark.quick
 def test_observations_carry_no_gradient():
     """Other log-probs, weights and advantages where something was observed change nothing."""
     found, state, experience = experience_of(beta=0.1)
@@ -139,14 +137,12 @@ def test_prompts_that_environments_make_longer_and_groups_that_are_refilled():
     assert all(line["sampler_gap"] < 2e-5 for line in lines)
 
 
-@pytest.mark.quick
 def test_weights_of_environments_are_one():
     one, half = (lambda completions: [1.0] * len(completions)), [0.5]
     _, lines = run(fns=[one], reward_weights=half, max_steps=1)
     assert lines[0]["reward"] == pytest.approx(0.5 + lines[0]["rewards/Game/mean"], abs=1e-5)
 
 
-@pytest.mark.quick
 def test_evaluation_and_rehearsal_play_too():
     metrics, rows = evaluate(POLICY, ROWS, [], environment_factory=Game, max_completion_length=40, temperature=1.0)
     assert set(metrics) == {"Game", "mean_length", "clipped_ratio"}

@@ -105,7 +105,8 @@ def test_what_is_said_again_is_not_tokenized_again():
             assert texts.decode(np.append(own, 1)) == tokenizer.decode(np.append(own, 1), skip_special_tokens=True)
             whole = tokenizer.decode(np.append(own, 1), skip_special_tokens=False)
             assert texts.decode(np.append(own, 1), skip_special_tokens=False) == whole
-    assert asked.count("5 7") == asked.count("") == 1 and asked.count(len(ids(tokenizer, "5 7")) + 1) == 2
+    assert asked.count("5 7") == asked.count("") == 1
+    assert asked.count(len(ids(tokenizer, "5 7")) + 1) == 2
     assert asked.count(long) == 3, "what is long is not kept"
 
 

@@ -250,7 +250,6 @@ def test_what_an_end_depends_on_is_remembered_apart():
         assert lib.observation_ids(tokenizer, messages) == lib.observation_ids(family("hermes")[0], messages)
 
 
-@pytest.mark.quick
 def test_what_does_not_depend_on_messages_is_rendered_once_and_forgotten_with_the_tokenizer(monkeypatch):
     tokenizer = tokenizer_of(HERMES)
     rendered = []

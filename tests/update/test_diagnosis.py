@@ -77,7 +77,6 @@ CASES = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("term", CASES)
 def test_the_first_term_that_is_not_finite_is_named(term):
     spoilt, of_params, reward, place, words = CASES[term]

@@ -73,7 +73,6 @@ def test_parts_add_up_to_the_whole(settings, counted):
     chex.assert_trees_all_close(merged, finalize_metrics(sums), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.quick
 def test_without_a_reference_there_is_no_kl():
     batch, log_probs, entropies = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
@@ -83,7 +82,6 @@ def test_without_a_reference_there_is_no_kl():
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
 
 
-@pytest.mark.quick
 def test_the_load_balancing_loss_is_weighed_by_tokens():
     """Parts of 1/4 and 3/4 of the tokens, with losses 2 and 4: their mean is 3.5, of which a tenth is minimised."""
     mask = jnp.array([[[True] * 2 + [False] * 3], [[True] * 5], [[True] + [False] * 4]])

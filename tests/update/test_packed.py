@@ -190,7 +190,6 @@ def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again()
     assert optax.tree.norm(optax.tree.sub(steps[0], steps[2])) > 1e-3
 
 
-@pytest.mark.quick
 def test_what_stands_behind_the_end_of_a_row_is_never_seen():
     b = batch()
     poison = lambda x: jnp.where(b.mask, x, jnp.nan)

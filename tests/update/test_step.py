@@ -152,7 +152,6 @@ def test_groups_that_only_fill_the_batch_change_nothing(loss_type):
     assert float(others["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
-@pytest.mark.quick
 def test_score_gives_the_log_probs_of_any_params():
     model, params = model_and_params()
     b = batch()
@@ -176,7 +175,6 @@ def test_on_policy_is_the_ratio_of_one():
     assert float(others["ratio_max"]) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.quick
 def test_sampler_gap_is_the_largest_distance_of_log_probs():
     _, params = model_and_params()
     b = batch()

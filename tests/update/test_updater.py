@@ -39,7 +39,6 @@ def test_what_is_packed(bare, devices, kind):
     assert choose_updater(model, GRPOConfig(num_iterations=2), micro=(4, G)).on_policy is False
 
 
-@pytest.mark.quick
 def test_both_kinds_have_the_same_numbers():
     model, params = tiny_model()
     b, results = batch(), []

@@ -232,7 +232,6 @@ def test_the_gap_that_rounding_explains_is_that_of_the_products(monkeypatch, dty
         assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
-@pytest.mark.quick
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):

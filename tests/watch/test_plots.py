@@ -64,7 +64,6 @@ def png(figure):
     return buffer.getvalue()
 
 
-@pytest.mark.quick
 def test_every_panel_of_a_full_run_is_there_with_its_curves():
     figure = draw_report(run(), title="demo")
     assert panels(figure) == {
@@ -152,7 +151,6 @@ def test_ratios_that_nothing_clips_leave_no_empty_panel():
     assert "Reward" in panels(draw_report([{**line, "reward": 0.0} for line in run()]))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("count", [1, 5, 8])
 def test_panels_fill_their_rows_and_legends_lie_off_the_curves(count):
     names = list(panels(draw_report(run())))[:count]
