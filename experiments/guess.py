@@ -318,8 +318,8 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     """One seed, from fresh weights to the last game: rates before and after of each arm."""
     with watch("warm_up"):
         new = make_policy(seed)
-        games = lessons(new, arguments.warm_up_steps * BATCH, seed)
-        taught = supervise(new, *games, batch=BATCH, learning_rate=LEARNING_RATE, adam_beta2=BETA2)
+        shown = lessons(new, arguments.warm_up_steps * BATCH, seed)
+        taught = supervise(new, *shown, batch=BATCH, learning_rate=LEARNING_RATE, adam_beta2=BETA2)
         save_pretrained(run_dir / "base", taught)
         base = from_pretrained(run_dir / "base")
     with watch("evaluation"):
