@@ -12,10 +12,10 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 read together        (only EOS)  EOS  x  y  z
 ```
 
-A completion whose turn has ended is answered while the others still draw, and when half of a stream's completions wait,
-their observations are read together and they go on. So which programs run, on which shapes, follows from the tokens
-alone and not from how long an answer takes; a run that is resumed comes to the same bytes. While one stream waits for
-answers, others decode.
+A completion whose turn has ended is answered while the others still draw. When half of a stream's completions wait,
+the others draw for two bursts more, in which most answers arrive; then the observations are read together and all go
+on. So which programs run, on which shapes, follows from the tokens alone and not from how long an answer takes; a run
+that is resumed comes to the same bytes. While one stream waits for answers, others decode.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ CHUNK = 256
 TOGETHER = 0.5
 """Share of a stream's completions whose observations are read together: those that wait for the others draw nothing,
 and reading costs as much for one as for all."""
+
+PATIENCE = 2
+"""Bursts that the others draw after so many have come to wait. Without them every reading would wait for an answer that
+was asked for only just now, as long as an environment takes; with many, one long turn would hold up all others."""
 
 
 class Answers(Protocol):
@@ -147,6 +151,7 @@ class _Play:
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
         self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host
         self.waiting: dict[int, Future[Sequence[int] | None] | None] = {}
+        self.more = 0  # bursts drawn since enough have come to wait
         self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
         own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
         given = split(own, call.mesh)
@@ -158,7 +163,12 @@ class _Play:
         while (self.completions >= 0).any():
             if self.active.any():
                 self._draw()
-            if self.waiting and len(self.waiting) >= TOGETHER * (self.completions >= 0).sum():
+            if not self.waiting or len(self.waiting) < TOGETHER * (self.completions >= 0).sum():
+                continue
+            if self.active.any() and self.more < PATIENCE:
+                self.more += 1
+            else:
+                self.more = 0
                 self._read(self._answers())
 
     @property

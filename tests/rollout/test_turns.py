@@ -138,6 +138,27 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
+@pytest.mark.parametrize("patience", [0, 2])
+def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch, patience):
+    """Three of four completions end their turn at once; the fourth draws on, until the three are read."""
+    happened = []
+    monkeypatch.setattr(turns, "PATIENCE", patience)
+
+    def watch(name):
+        original = getattr(turns, name)
+        monkeypatch.setattr(turns, name, lambda *args, **how: happened.append(name) or original(*args, **how))
+
+    watch("draw_turn")
+    watch("read_chunk")
+    how = {"length": 60, "group": 1, "temperature": 0.0}
+    rows = play(eos_token_ids=(), **how)[0].tokens.reshape(4, -1).tolist()
+    long = min(rows, key=lambda row: len(set(row[:48])))
+    ends = [next(token for token in row[:16] if token not in long[:48]) for row in rows if row is not long]
+    happened.clear()
+    play(lambda completion, turn, room: promise([9] if room > 30 else None), eos_token_ids=ends, **how)
+    assert happened.index("read_chunk") == 1 + patience
+
+
 class Echo(Script):
     """After each turn two tokens, and the fifth is the last: with turns of one token, all are in step."""
 
