@@ -28,14 +28,34 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM", "recurrent": "Lfm2ForCausalLM"}
+ARCHITECTURES = {
+    "plain": "Qwen2ForCausalLM",
+    "fused": "Phi3ForCausalLM",
+    "recurrent": "Lfm2ForCausalLM",
+    "shared": "Gemma4ForCausalLM",
+}
+OWN = {
+    "recurrent": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "shared": {  # the last two layers are over the keys and values of the first two
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 40,
+    },
+}
+"""What the keys of a kind add to SHAPE."""
+
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
 
 
 @functools.cache
 def base_policy(kind="plain"):
-    recurrent = {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False} if kind == "recurrent" else {}
-    return init_policy({**SHAPE, "architectures": [ARCHITECTURES[kind]], **recurrent}, jax.random.key(0))
+    return init_policy({**SHAPE, "architectures": [ARCHITECTURES[kind]], **OWN.get(kind, {})}, jax.random.key(0))
 
 
 def lora_policy(kind="plain", **options):
