@@ -143,7 +143,7 @@ class Attention(nn.Module):
             init = nn.initializers.normal(c.initializer_range)
             sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
         if context.sight is not None:
-            fused = How.of(implementation(c.attention), d)._replace(**how)
+            fused = How.of(implementation(c.attention), d, c.dtype)._replace(**how)
             return attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
         if context.segments is None:
             index = context.index if last is None else context.index + last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig, unit_rms
 from grpo_jax.models.quantized import quantized_kernel, rows_for
+from grpo_jax.models.ragged import ragged_dot
+from grpo_jax.models.sight import implementation
 
 
 class Experts(nn.Module):
@@ -54,16 +57,17 @@ class Experts(nn.Module):
 
     def _sums(self, groups: int, *given: jax.Array) -> jax.Array:
         """`_expert_sums` of the rows of so many groups, on the devices that have them."""
-        c, gated = self.config, gate_of(self.config)
+        c = self.config
+        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=implementation(c.attention))
         if c.mesh is None:
-            return _expert_sums(*given, gated=gated)
+            return sums(*given)
         # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
         along = lambda *axes: tuple(name for name in axes if name in c.mesh.shape)
         cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
         rows, inner = cut(along("data", "fsdp"), groups), cut(along("tensor"), c.expert_size)
 
         def of_each(*given: jax.Array) -> jax.Array:
-            own = _expert_sums(*given, gated=gated)
+            own = sums(*given)
             return jax.lax.psum(own, inner) if inner else own
 
         of_rows, wide, deep = PartitionSpec(rows), PartitionSpec(None, None, inner), PartitionSpec(None, inner)
@@ -97,18 +101,19 @@ def _expert_sums(
     up_bias: jax.Array | None = None,
     *,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
+    implementation: str,
 ) -> jax.Array:
     """What the chosen experts make of rows [N, D], weighed and added up; but for the last bias."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]
     y = jnp.take(x, row, axis=0)
-    wide = [jax.lax.ragged_dot(y, kernel, sizes) for kernel in (gate, up)]
+    wide = [ragged_dot(y, kernel, sizes, implementation) for kernel in (gate, up)]
     if gate_bias is not None and up_bias is not None:
         expert = jnp.take(chosen.reshape(-1), order)
         wide = [x + jnp.take(bias, expert, axis=0) for x, bias in zip(wide, (gate_bias, up_bias), strict=True)]
     y = gated(*wide)
-    y = jax.lax.ragged_dot(y, down, sizes) * jnp.take(weights.reshape(-1), order)[:, None]
+    y = ragged_dot(y, down, sizes, implementation) * jnp.take(weights.reshape(-1), order)[:, None]
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from grpo_jax.models.matmul import tile_product
 from grpo_jax.models.sight import NOBODY, How, Marks, Sight, padded, repeated
 
 MASKED = -1e30
@@ -68,15 +69,8 @@ def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], how: How) ->
     return seen if how.window is None else seen & (distance < how.window)
 
 
-def _product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Σ over one axis of each, in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, how: How) -> jax.Array:
-    scores = _product(q, k, (1, 1)) * how.scale
+    scores = tile_product(q, k, (1, 1)) * how.scale
     if how.soft_cap is not None:
         scores = how.soft_cap * jnp.tanh(scores / how.soft_cap)
     return jnp.where(seen, scores, MASKED)
@@ -89,7 +83,7 @@ def _add_tile(sums, q, k, v, seen, how):
     higher = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp(top - higher)
     weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
-    values = values * fade[:, None] + _product(weights.astype(v.dtype), v, (1, 0))
+    values = values * fade[:, None] + tile_product(weights.astype(v.dtype), v, (1, 0))
     return values, higher, total * fade + weights.sum(axis=1)
 
 
@@ -106,7 +100,7 @@ def _tile_gradients(q, k, v, g, lse, delta, seen, *, how):
     """Weights of a tile, and the gradient of its products q kᵀ, both in float32."""
     scores = _scores(q, k, seen, how)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
-    slope = weights * (_product(g, v, (1, 1)) - delta[:, None])
+    slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
     if how.soft_cap is not None:
         slope = jnp.where(seen, slope * (1 - (scores / how.soft_cap) ** 2), 0.0)
     return weights, slope * how.scale
@@ -164,7 +158,7 @@ def _plain_forward(how, q, k, v, rows, keys, tiles):
 def _plain_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
     a, h, _, d = q.shape
     gradients = _over_heads(functools.partial(_tile_gradients, how=how), *[False] * 6, True)
-    product = lambda x, y, contract: _over_heads(lambda x, y: _product(x, y, contract), False, False)(x, y)
+    product = lambda x, y, contract: _over_heads(lambda x, y: tile_product(x, y, contract), False, False)(x, y)
 
     def of_rows(x):
         at = jnp.full(a, x)
@@ -224,7 +218,7 @@ def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, c
         tile = k[at, :]
         seen = _seen(marks, (key[at], key_position[at]), how)
         _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, how=how)
-        return total + _product(slope.astype(tile.dtype), tile, (1, 0))
+        return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
 
     dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
 
@@ -237,8 +231,8 @@ def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, cou
         queries, upstream = q[at, :], g[at, :]
         seen = _seen((number[at], prompt[at], position[at]), marks, how)
         weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, how=how)
-        more = _product(slope.astype(queries.dtype), queries, (0, 0))
-        return sums[0] + more, sums[1] + _product(weights.astype(upstream.dtype), upstream, (0, 0))
+        more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
+        return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
     sums = jax.lax.fori_loop(0, count[...], add, (jnp.zeros(own[0].shape),) * 2)
     dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)

@@ -124,11 +124,12 @@ class How(NamedTuple):
     soft_cap: float | None = None
 
     @classmethod
-    def of(cls, implementation: str, head_dim: int) -> How:
-        """With tiles that the implementation can hold."""
+    def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> How:
+        """With tiles that the implementation can hold: of a GPU, in the memory that a program has for itself."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
-        return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32)))
+        size = head_dim * jnp.dtype(dtype).itemsize
+        return cls(implementation, *((128, 64) if size <= 256 else (64, 32) if size <= 512 else (32, 16)))
 
 
 def look(queries: Marks, keys: Marks, how: How, windows: Iterable[int | None], group: int) -> Sight:

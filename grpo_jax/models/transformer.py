@@ -184,7 +184,7 @@ class Transformer(nn.Module):
             return None
         for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):
             windows = {kind.window for kind in c.layer_kinds if c.heads_of(kind) == (heads, width)}
-            how = How.of(chosen, width)
+            how = How.of(chosen, width, c.dtype)
             found = see(tokens, prefix, segments, how, windows=windows, group=c.num_heads // heads)
             sight = found if sight is None else found.replace(tiles={**sight.tiles, **found.tiles})
         return sight

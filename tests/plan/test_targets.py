@@ -23,6 +23,8 @@ MODEL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+EXPERTS = {**MODEL, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 4}
+EXPERTS |= {"moe_intermediate_size": 128, "head_dim": 64}
 PYTHON = os.environ.get("GRPO_JAX_TARGETS_PYTHON", sys.executable)
 """With the compilers of TPUs and GPUs beside jax; an environment of their own, because they are large."""
 
@@ -52,12 +54,12 @@ print(json.dumps(found))
 """
 
 
-def compiled(device, lengths, phase="update", **config):
+def compiled(device, lengths, phase="update", model=MODEL, **config):
     """(bytes of temporaries, collectives, kernels, copies) of a phase's largest program, for each T."""
     module = "libtpu" if device.startswith("v") else "jax_cuda12_plugin"
     if not has(module):
         pytest.skip(f"{module} is not installed for {PYTHON}")
-    request = {"model": MODEL, "config": config, "device": device, "lengths": lengths, "phase": phase}
+    request = {"model": model, "config": config, "device": device, "lengths": lengths, "phase": phase}
     done = subprocess.run([PYTHON, "-c", PROGRAM], input=json.dumps(request), **CAPTURED)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,6 +73,23 @@ def test_an_update_takes_memory_that_grows_as_its_completions(device):
     assert 1.5 * short < long < 2.3 * short
     if device == "H100":
         assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention is a fused kernel"
+
+
+def test_experts_on_a_gpu_are_kernels_and_no_row_meets_them_all():
+    """What 4 of 64 experts make of a row: XLA's own program would hold the rows of every expert, 16 times as many."""
+    group = {"num_generations": 4, "per_device_train_batch_size": 4}
+    ((temporaries, _, kernels, _),) = compiled("H100", [1024], model=EXPERTS, **group)
+    ((of_dense, _, attention, _),) = compiled("H100", [1024], **group)
+    of_each = 3 + 3 + 6  # products of a layer, once more where it is recomputed, and two gradients of each
+    assert kernels["__gpu$xla.gpu.triton"] - attention["__gpu$xla.gpu.triton"] >= of_each * MODEL["num_hidden_layers"]
+    rows_of_all = 2 * 64 * 4 * (4 * 1024 + 256) * 256  # bytes
+    assert temporaries - of_dense < rows_of_all / 4
+
+
+def test_kernels_in_float32_fit_a_gpu():
+    """Heads of 128 in float32: the tiles of both kernels, attention's and experts', in the memory of one program."""
+    ((_, _, kernels, _),) = compiled("A100", [512], model={**EXPERTS, "head_dim": 128}, compute_dtype="float32")
+    assert kernels["__gpu$xla.gpu.triton"] > 0
 
 
 @pytest.mark.parametrize(("device", "mesh"), [("v5e-4", {"fsdp": 4}), ("H100-4", {"data": 2, "fsdp": 2})])

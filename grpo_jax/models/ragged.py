@@ -1,0 +1,187 @@
+"""Products of rows by the matrix of the group that they are in: those of a mixture's experts.
+
+XLA makes `jax.lax.ragged_dot` one product of a group on TPUs and CPUs. On GPUs it multiplies every row by every
+group's matrix and keeps what was asked for: with 128 experts, of which a token uses 8, 16 times the operations and an
+array of all rows for each expert. So there the products are kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from grpo_jax.models.matmul import tile_product
+
+LEAST_SIDE = 16
+"""Of a tile: a product of tensor cores has no less."""
+
+
+def ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla") -> jax.Array:
+    """Row n times the matrix of its group, x_n w_e(n); the rows of group 0 come first, then those of group 1.
+
+    Held constant in the gradient: `sizes`. The kernels have gradients backwards only: forward mode raises.
+
+    Args:
+      x: [N, I].
+      w: [E, I, O], in the dtype of x.
+      sizes: [E] int32, rows of each group, which sum to N; a group may have none.
+      implementation: "triton" is kernels for NVIDIA GPUs from Ampere on, and "interpreted" the same, step by step on
+        any platform; any other is `jax.lax.ragged_dot`, which also does what no kernel can: I or O that is no
+        multiple of 16, arrays of 2³¹ elements or more.
+
+    Returns:
+      [N, O] in the dtype of x, summed in float32.
+
+    Example:
+      >>> x, w = jnp.ones((3, 16)), jnp.stack([jnp.eye(16), 2 * jnp.eye(16)])
+      >>> ragged_dot(x, w, jnp.array([1, 2]), "interpreted")[:, 0].tolist()
+      [1.0, 2.0, 2.0]
+    """
+    e, *sides = w.shape
+    chex.assert_shape([x, sizes], [(None, sides[0]), (e,)])
+    # A kernel's places in memory are numbers of 32 bits.
+    large = max(w.size, len(x) * max(sides)) >= 2**31
+    if implementation not in ("triton", "interpreted") or large or any(side % LEAST_SIDE for side in sides):
+        return jax.lax.ragged_dot(x, w, sizes)
+    return _ragged_dot(implementation, x, w, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_dot(implementation, x, w, sizes):
+    return _by_rows(implementation, x, w, sizes, turned=False)
+
+
+def _forward(implementation, x, w, sizes):
+    return _ragged_dot(implementation, x, w, sizes), (x, w, sizes)
+
+
+def _backward(implementation, kept, g):
+    x, w, sizes = kept
+    return _by_rows(implementation, g, w, sizes, turned=True), _by_groups(implementation, x, g, sizes), None
+
+
+_ragged_dot.defvjp(_forward, _backward)
+
+
+def _by_rows(implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, *, turned: bool) -> jax.Array:
+    """Rows [N, I] times w [E, I, O], or if `turned` [N, O] times its transposes: one program a tile of the result.
+
+    The rows of a tile are of one group, or of several that lie side by side; each counts for its own rows only.
+    """
+    n, inner = x.shape
+    outer = w.shape[1 if turned else 2]
+    most = _longest_side(x)
+    rows, columns, part = min(most, _row_tile(n, len(sizes))), _tile(outer, most), _tile(inner, most // 2)
+    count = -(-n // rows)
+    x = jnp.pad(x, ((0, -n % rows), (0, 0)))
+    ends, begins = jnp.cumsum(sizes), jnp.arange(count) * rows
+    group_of = lambda row: jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
+    # A group without rows has nothing to add, and its matrix need not be read.
+    parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
+
+    def kernel(first, last, starts, parts, x, w, out):
+        number = pl.program_id(0) * rows + jnp.arange(rows)
+
+        def of_group(e, total):
+            mine = ((number >= starts[e]) & (number < starts[e + 1]))[:, None]
+
+            def of_part(i, total):
+                at = pl.ds(i * part, part)
+                own, matrix = jnp.where(mine, x[:, at], 0), w[e, :, at] if turned else w[e, at, :]
+                return total + tile_product(own, matrix, (1, 1) if turned else (1, 0))
+
+            return jax.lax.fori_loop(0, parts[e], of_part, total)
+
+        total = jax.lax.fori_loop(first[...], last[...] + 1, of_group, jnp.zeros((rows, columns), jnp.float32))
+        out[...] = total.astype(out.dtype)
+
+    matrices = (len(sizes), columns, inner) if turned else (len(sizes), inner, columns)
+    call = pl.pallas_call(
+        kernel,
+        grid=(count, outer // columns),
+        in_specs=[
+            pl.BlockSpec((None,), lambda i, j: (i,)),
+            pl.BlockSpec((None,), lambda i, j: (i,)),
+            pl.BlockSpec((len(sizes) + 1,), lambda i, j: (0,)),
+            pl.BlockSpec((len(sizes),), lambda i, j: (0,)),
+            pl.BlockSpec((rows, inner), lambda i, j: (i, 0)),
+            pl.BlockSpec(matrices, lambda i, j: (0, j, 0) if turned else (0, 0, j)),
+        ],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((count * rows, outer), x.dtype),
+        name="ragged_rows_turned" if turned else "ragged_rows",
+        **_how(implementation, rows),
+    )
+    return call(first, last, _starts(sizes), parts, x, w)[:n]
+
+
+def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+    """[E, I, O], of each group the sum over its rows of x_n g_nᵀ: one program a tile of a group's matrix."""
+    n, inner, outer = *x.shape, g.shape[1]
+    most = _longest_side(x)
+    rows, height, width = min(most, _row_tile(n, len(sizes))), _tile(inner, most), _tile(outer, most)
+    x, g = (jnp.pad(y, ((0, -n % rows), (0, 0))) for y in (x, g))
+
+    starts = _starts(sizes)
+    first = starts[:-1] // rows
+    last = jnp.where(sizes > 0, (starts[1:] - 1) // rows, first - 1)
+
+    def kernel(first, last, start, end, x, g, out):
+        def of_tile(i, total):
+            number, at = i * rows + jnp.arange(rows), pl.ds(i * rows, rows)
+            mine = ((number >= start[...]) & (number < end[...]))[:, None]
+            return total + tile_product(jnp.where(mine, x[at, :], 0), g[at, :], (0, 0))
+
+        zeros = jnp.zeros((height, width), jnp.float32)
+        out[...] = jax.lax.fori_loop(first[...], last[...] + 1, of_tile, zeros).astype(out.dtype)
+
+    of_group = pl.BlockSpec((None,), lambda e, i, j: (e,))
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(len(sizes), inner // height, outer // width),
+        in_specs=[
+            *[of_group] * 4,
+            pl.BlockSpec((len(x), height), lambda e, i, j: (0, i)),
+            pl.BlockSpec((len(x), width), lambda e, i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((None, height, width), lambda e, i, j: (e, i, j)),
+        out_shape=jax.ShapeDtypeStruct((len(sizes), inner, outer), x.dtype),
+        name="ragged_groups",
+        **_how(implementation, height),
+    )
+    return call(first, last, starts[:-1], starts[1:], x, g)
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    """[E + 1] int32: where the rows of each group begin, and where those of the last end."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
+
+
+def _longest_side(x: jax.Array) -> int:
+    """Of a tile: as much of it as the memory that a program shares can hold, 128 in bfloat16 and 64 in float32."""
+    return 256 // x.dtype.itemsize
+
+
+def _tile(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides the size."""
+    return min(most, size & -size)
+
+
+def _row_tile(n: int, groups: int) -> int:
+    """Rows of a tile: about those of a group, so that the few rows of a decode step are spread over many programs."""
+    return min(128, max(LEAST_SIDE, 1 << (n // groups).bit_length() - 1 if n >= groups else 0))
+
+
+def _how(implementation: str, side: int) -> dict[str, Any]:
+    if implementation == "interpreted":
+        return {"interpret": True}
+    from jax.experimental.pallas import triton
+
+    return {"compiler_params": triton.CompilerParams(num_warps=8 if side == 128 else 4, num_stages=2)}

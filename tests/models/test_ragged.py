@@ -1,0 +1,89 @@
+"""Products of rows by their group's matrix: the kernels are `jax.lax.ragged_dot`, in values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models import ragged
+from grpo_jax.models.experts import MixtureOfExperts
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.ragged import ragged_dot
+
+
+def arrays(*shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def one_by_one(x, w, sizes):
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    return np.stack([np.asarray(row) @ np.asarray(w[e]) for row, e in zip(x, group, strict=True)])
+
+
+def value_and_gradients(implementation, x, w, sizes, upstream):
+    weighted = lambda x, w: (ragged_dot(x, w, jnp.asarray(sizes), implementation) * upstream).sum()
+    value = ragged_dot(x, w, jnp.asarray(sizes), implementation)
+    return value, *jax.jit(jax.grad(weighted, argnums=(0, 1)))(x, w)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inner", "outer"),
+    [
+        pytest.param([5, 0, 17, 40], 16, 32, id="an expert without rows, tiles of several groups"),
+        pytest.param([0, 0, 64, 0], 48, 16, id="all rows of one expert, a side that is no power of two"),
+        pytest.param([1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], 32, 48, id="fewer rows than experts"),
+        pytest.param([200, 56], 96, 160, id="groups of several tiles, sides of several tiles"),
+        pytest.param([3], 16, 16, id="one expert"),
+    ],
+)
+def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
+    n, e = sum(sizes), len(sizes)
+    x, w, upstream = arrays((n, inner), (e, inner, outer), (n, outer))
+    found = value_and_gradients("interpreted", x, w, sizes, upstream)
+    np.testing.assert_allclose(found[0], one_by_one(x, w, sizes), atol=1e-4)
+    for ours, plain in zip(found, value_and_gradients("xla", x, w, sizes, upstream), strict=True):
+        np.testing.assert_allclose(ours, plain, atol=1e-4)
+
+
+@pytest.mark.quick
+def test_an_expert_without_rows_has_no_gradient():
+    x, w, upstream = arrays((40, 16), (4, 16, 16), (40, 16))
+    *_, grad = value_and_gradients("interpreted", x, w, [20, 0, 20, 0], upstream)
+    assert (np.abs(grad).max(axis=(1, 2)) > 0).tolist() == [True, False, True, False]
+
+
+def test_rows_in_bfloat16_are_summed_in_float32():
+    """Of a row of ones and a column of ones, 512 products of 1: in bfloat16 a sum of ones stays at 256."""
+    x, w = jnp.ones((16, 512), jnp.bfloat16), jnp.ones((1, 512, 16), jnp.bfloat16)
+    out = ragged_dot(x, w, jnp.array([16]), "interpreted")
+    assert out.dtype == jnp.bfloat16
+    assert (out == 512).all()
+
+
+def test_what_no_tile_divides_is_left_to_jax(monkeypatch):
+    monkeypatch.setattr(ragged, "_ragged_dot", lambda *_: pytest.fail("a kernel"))
+    x, w = arrays((6, 12), (2, 12, 16))
+    np.testing.assert_allclose(ragged_dot(x, w, jnp.array([2, 4]), "triton"), one_by_one(x, w, [2, 4]), atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "with biases"])
+def test_a_mixture_by_kernels(tokens, biases):
+    """A few tokens, as in a decode step, and more than a tile of each expert."""
+
+    def shape(attention):
+        expert = {"expert_bias": True, "expert_swiglu": (1.7, 1.5)} if biases else {}
+        sizes = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 32, "expert_layers": (True,)}
+        return TransformerConfig(*(32, 16, 32, 1, 2, 1, 8), attention=attention, **sizes, **expert)
+
+    (x,) = arrays((1, 1, tokens, 16))
+    params = MixtureOfExperts(shape("einsum")).init(jax.random.key(1), x)["params"]
+    params = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) * 0.3, params)
+
+    def of(attention):
+        loss = lambda params, x: jnp.sin(MixtureOfExperts(shape(attention)).apply({"params": params}, x)).sum()
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+
+    same = lambda ours, plain: np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-5)
+    jax.tree.map(same, of("interpreted"), of("einsum"))
