@@ -196,8 +196,8 @@ TAIL = """
 
 - **Attention**: on GPUs from Ampere on a fused kernel (Pallas, Triton), on TPUs and older GPUs a loop over tiles; both
   take memory linear in T, and read each prompt once for its whole group. On CPUs einsum.
-- **Experts** of a mixture are one ragged product on TPUs and CPUs; on GPUs from Ampere on kernels (Pallas, Triton), as
-  XLA's own program would multiply each row by the matrices of all experts there.
+- **Experts** of a mixture are ragged products: on TPUs by XLA's program for them, on GPUs from Ampere on by kernels
+  (Pallas, Triton). Elsewhere, CPUs included, XLA multiplies each row by the matrices of all experts.
 - **Layers** are one loop on TPUs, so that a deep model compiles in the time of a shallow one, and one after another on
   GPUs and CPUs.
 - **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at which

@@ -165,7 +165,7 @@ class TransformerConfig:
       remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
       attention: "auto", or how attention to whole sequences is computed: "einsum" writes the scores out, "tiles" and
         "triton" are those of `fused`, which cannot be differentiated forwards. Steps with a cache always write them
-        out: they are small.
+        out: they are small. With "triton" the products of experts are kernels too, those of `ragged`.
       mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
       loop_layers: layers of one kind, or of a pattern that comes again, are one loop where there is no cache. Compiled
         once for all of them, and at run time they cost a copy of their weights.

@@ -1,8 +1,8 @@
 """Products of rows by the matrix of the group that they are in: those of a mixture's experts.
 
-XLA makes `jax.lax.ragged_dot` one product of a group on TPUs and CPUs. On GPUs it multiplies every row by every
-group's matrix and keeps what was asked for: with 128 experts, of which a token uses 8, 16 times the operations and an
-array of all rows for each expert. So there the products are kernels.
+For `jax.lax.ragged_dot` a TPU's compiler has a program of its own. On GPUs and CPUs XLA multiplies every row by every
+group's matrix and keeps what was asked for: with 128 experts, of which a token uses 8, 128 times the operations,
+and an array of all rows for each expert. So on GPUs the products are kernels.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _by_rows(implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, 
     n, inner = x.shape
     outer = w.shape[1 if turned else 2]
     most = _longest_side(x)
-    rows, columns, part = min(most, _row_tile(n, len(sizes))), _tile(outer, most), _tile(inner, most // 2)
+    rows, columns, part = _row_tile(n, len(sizes), most), _tile(outer, most), _tile(inner, most // 2)
     count = -(-n // rows)
     x = jnp.pad(x, ((0, -n % rows), (0, 0)))
     ends, begins = jnp.cumsum(sizes), jnp.arange(count) * rows
@@ -125,7 +125,7 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
     """[E, I, O], of each group the sum over its rows of x_n g_nᵀ: one program a tile of a group's matrix."""
     n, inner, outer = *x.shape, g.shape[1]
     most = _longest_side(x)
-    rows, height, width = min(most, _row_tile(n, len(sizes))), _tile(inner, most), _tile(outer, most)
+    rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
     x, g = (jnp.pad(y, ((0, -n % rows), (0, 0))) for y in (x, g))
 
     starts = _starts(sizes)
@@ -174,9 +174,9 @@ def _tile(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def _row_tile(n: int, groups: int) -> int:
+def _row_tile(n: int, groups: int, most: int) -> int:
     """Rows of a tile: about those of a group, so that the few rows of a decode step are spread over many programs."""
-    return min(128, max(LEAST_SIDE, 1 << (n // groups).bit_length() - 1 if n >= groups else 0))
+    return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)
 
 
 def _how(implementation: str, side: int) -> dict[str, Any]:
