@@ -1,22 +1,41 @@
 """Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
 
-import atexit
 import functools
 import gc
+import hashlib
 import os
-import shutil
+import platform
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# What one test has compiled, another finds, also in another process: a directory for this run of the tests alone.
+
+def _programs() -> Path:
+    """Where compiled programs are kept, from one run of the tests to the next: about half of a run is compiling.
+
+    XLA's key says what a program is and which jaxlib made it; the processor, whose instructions it uses, is in the
+    name of the directory. What is a week old is compiled again.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    able = sorted({line for line in lines if line.startswith(("flags", "Features"))}) or lines[:1]
+    name = f"programs-{hashlib.sha256(repr(able).encode()).hexdigest()[:12]}"
+    kept = Path(__file__).parent.parent / ".pytest_cache" / name
+    kept.mkdir(parents=True, exist_ok=True)
+    for program in kept.iterdir():
+        if program.stat().st_mtime < time.time() - 7 * 86400:
+            program.unlink(missing_ok=True)
+    return kept
+
+
+# What one test has compiled, another finds, also in another process and in the next run. To compile everything anew:
+# rm -r .pytest_cache
 if "GRPO_JAX_TEST_PROGRAMS" not in os.environ:
-    os.environ["GRPO_JAX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="grpo_jax-tests-")
-    atexit.register(shutil.rmtree, os.environ["GRPO_JAX_TEST_PROGRAMS"], ignore_errors=True)
+    os.environ["GRPO_JAX_TEST_PROGRAMS"] = str(_programs())
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GRPO_JAX_TEST_PROGRAMS"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
