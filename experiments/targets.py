@@ -26,6 +26,7 @@ from grpo_jax.plan.targets import Target
 MACHINES = {"H100": "H100 × 1", "H100-8": "H100 × 8", "v5e-8": "v5e-8", "v5p-8": "v5p-8", "v6e-8": "v6e-8"}
 LENGTHS = (1024, 8192, 32768)
 PROMPT, GROUP, GROUPS = 512, 8, 4
+ONE_AT_A_TIME = "one group at a time"
 
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -59,14 +60,20 @@ MODELS = {
 QWEN_3B = _qwen(2048, 11008, 36, 16, 2)
 
 
-def config_of(machine: str, length: int, *, group: int = GROUP, groups: int = GROUPS, micro: int = 1) -> GRPOConfig:
-    """`groups` groups a device in each iteration, `micro` of them in a micro-batch, the params cut over all devices."""
+def config_of(
+    machine: str, length: int, *, group: int = GROUP, groups: int = GROUPS, micro: int = 1, at_once: int | None = None
+) -> GRPOConfig:
+    """`groups` groups a device in each iteration, `micro` of them in a micro-batch, the params cut over all devices.
+
+    `at_once`: groups that a device decodes at a time; None: all.
+    """
     devices = Target.read(machine).count
     return GRPOConfig(
         num_generations=group,
         per_device_train_batch_size=micro * group,
         gradient_accumulation_steps=groups // micro,
         max_completion_length=length,
+        rollout_batch_size=None if at_once is None else at_once * devices * group,
         mesh={"fsdp": devices} if devices > 1 else None,
     )
 
@@ -95,6 +102,16 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, promp
     }
 
 
+def fits(cell: Mapping[str, Any]) -> bool:
+    """Whether all phases of a cell stay within the memory of a device."""
+    return "peaks" in cell and max(cell["peaks"].values()) <= cell["memory"]
+
+
+def only_the_rollout_is_too_large(cell: Mapping[str, Any]) -> bool:
+    """Whether fewer completions at a time could make a cell fit."""
+    return "peaks" in cell and not fits(cell) and cell["peaks"]["update"] <= cell["memory"]
+
+
 def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
     """T at which the peak of some phase reaches the memory, on the lines between what was compiled, in tokens."""
     lengths = [t for t in LENGTHS if "peaks" in cells.get(t, {})]
@@ -116,16 +133,16 @@ def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
     return f"{min(reached):,}" if reached else f"≥ {lengths[-1]:,}"
 
 
-def line(name: str, length: int, cell: Mapping[str, Any], longest: str) -> str:
-    """One line of a table."""
+def line(name: str, length: int, cell: Mapping[str, Any], longest: str, *, yes: str = "yes") -> str:
+    """One line of a table, with the word for a cell that fits."""
     if "peaks" not in cell:
         return f"| {name} | {length:,} | {cell['error']} | | | | | |"
     gigabytes = lambda bytes_: f"{bytes_ / 1e9:.1f}"
-    peaks, fits = cell["peaks"], max(cell["peaks"].values()) <= cell["memory"]
+    peaks = cell["peaks"]
     bound = cell["tokens"] / sum(cell["bounds"].values())
     memory = (gigabytes(x) for x in (cell["held"], peaks["rollout"], peaks["update"]))
     seconds = f"{cell['seconds']:.0f}"
-    say = ("yes" if fits else "**no**", *memory, longest, f"{bound:,.0f}" if fits else "", seconds)
+    say = (yes if fits(cell) else "**no**", *memory, longest, f"{bound:,.0f}" if fits(cell) else "", seconds)
     return f"| {name} | {length:,} | {' | '.join(say)} |"
 
 
@@ -142,7 +159,10 @@ def page(results: Mapping[str, Any]) -> str:
         for name in there:
             cells = {t: results[key] for t in LENGTHS if (key := f"{machine} {name} {t}") in results}
             longest = longest_that_fits(cells)
-            parts += [line(name, t, cell, longest) for t, cell in cells.items()]
+            for t, cell in cells.items():
+                fewer = results.get(f"{machine} {name} {t} {ONE_AT_A_TIME}", cell)
+                here, yes = (cell, "yes") if fits(cell) or not fits(fewer) else (fewer, ONE_AT_A_TIME)
+                parts.append(line(name, t, here, longest, yes=yes))
     if missing:
         parts.append(f"\nNot compiled yet: {'; '.join(missing)}.")
     found = results.get("MLLM-JAX", {})
@@ -167,11 +187,14 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
 {PROMPT} tokens, groups {GROUP} completions that all run to T tokens, a micro-batch one group per device, an iteration
 {GROUPS} groups per device.
 
+- **fits**: "one group at a time" where a device cannot hold the keys and values of its four groups together, but can
+  decode them one by one (`rollout_batch_size`: {GROUP} completions per device).
 - **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's
   moments.
 - **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
   longer completions were not tried.
-- **longest T**: where the first phase reaches the memory, on straight lines between the lengths of the table.
+- **longest T**: where the first phase reaches the memory with all groups at once, on straight lines between the
+  lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
 - **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and that of the
   update, summed over its threads; a run's other programs are compiled beside its first iteration (`plan` lists them).
@@ -253,7 +276,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             for length in LENGTHS:
                 note(f"{machine} {name} {length}", MODELS[name], machine, config_of(machine, length))
                 cell = results[f"{machine} {name} {length}"]
-                if "peaks" not in cell or max(cell["peaks"].values()) > cell["memory"]:
+                if only_the_rollout_is_too_large(cell):
+                    key = f"{machine} {name} {length} {ONE_AT_A_TIME}"
+                    note(key, MODELS[name], machine, config_of(machine, length, at_once=1))
+                    cell = results[key]
+                if not fits(cell):
                     break
     arguments.page.write_text(page(results), encoding="utf-8")
     return {"cells": len(results)}

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+# How TPUs' compilers say what a program that they refuse would have taken: by the version, one or the other.
+_TAKEN = re.compile(r"Used ([\d.]+)([KMGT]) of|HLO temporaries \(([\d.]+)([KMGT])\)")
+
 
 class Compiled(NamedTuple):
     """What is looked at of a compiled program."""
@@ -46,10 +49,11 @@ def compile_program(lowered: Any) -> Compiled:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
+        taken = _TAKEN.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
             raise
-        size = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
+        number, unit = filter(None, taken.groups())
+        size = float(number) * 1024 ** ("KMGT".index(unit) + 1)
         return Compiled(Refused(int(size)), "", time.monotonic() - begin)
     seconds = time.monotonic() - begin
     try:

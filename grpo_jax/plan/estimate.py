@@ -34,6 +34,7 @@ from grpo_jax.plan.loaded import Loaded, checked, read_model
 from grpo_jax.plan.report import Plan
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.rollout.layout import places
 from grpo_jax.rollout.programs import rollout_programs
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
@@ -390,8 +391,10 @@ class _Run:
         return sequence_tokens(micro * self.length, self.length, cpu=False)
 
     def lower_rollout(self) -> Any:
-        """The decode of all completions of an iteration with a full cache."""
-        given = (self.model, self.state.params, self._prompts(self.sizes.prompts), self.group, self.length)
+        """The decode of as many completions as stand on the devices at a time, with a full cache."""
+        batch_size, shards = self.config.rollout_batch_size, shard_count(self.mesh)
+        groups = places(self.sizes.prompts, self.group, batch_size, shards)
+        given = (self.model, self.state.params, self._prompts(groups), self.group, self.length)
         return lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
 
     def lower_update(self) -> Any:

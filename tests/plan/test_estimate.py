@@ -125,6 +125,19 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     assert (on_two.sizes["prompts"], on_two.parts[name]) == (2, kept[0]), "each device has one prompt"
 
 
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2}], ids=str)
+def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time(mesh):
+    """Of eight groups on a device, two at a time take a quarter of the keys and values that all take."""
+    devices = 1 if mesh is None else 2
+    settings = {"max_completion_length": 64, "gradient_accumulation_steps": 8, "mesh": mesh}
+    at_once = (None, 2 * 8 * devices, 100 * 8 * devices)
+    plans = [_at_batch(MODEL, config_of(rollout_batch_size=n, **settings), 8, Loaded()) for n in at_once]
+    assert plans[0].sizes["prompts"] == 8 * devices
+    whole, quarter, most = (found.parts["KV cache"] for found in plans)
+    assert whole == most
+    assert quarter == pytest.approx(whole / 4, rel=0.01)
+
+
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     """Of each layer a device keeps what its own prompt needs, as one device does that has no other."""
     model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}

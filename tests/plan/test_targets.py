@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.models.bounds import peaks_of
-from grpo_jax.plan.compiled import collectives
+from grpo_jax.plan.compiled import collectives, compile_program
 from grpo_jax.plan.targets import Target
 
 MODEL = {
@@ -141,6 +142,33 @@ def test_without_its_compiler_the_plan_says_whose_it_is(monkeypatch):
 def test_bytes_of_collectives():
     text = "a = (bf16[2,3]{1,0}, f32[]) all-reduce-start(x, y)\n b = pred[8] all-gather(z)\n c = f32[4] add(d, e)"
     assert collectives(text) == {"all-reduce": 16, "all-gather": 8}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("Ran out of memory in memory space hbm. Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 33.5),
+        ("Ran out of memory on HBM, the total memory required for HLO temporaries (29.25G) exceeds available", 29.25),
+    ],
+)
+def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, size):
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+
+    found = compile_program(Lowered())
+    assert found.memory.temp_size_in_bytes == size * 2**30
+
+
+@pytest.mark.quick
+def test_another_error_of_a_compiler_is_not_taken_for_a_refusal():
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: HLO temporaries (29.25G)")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_program(Lowered())
 
 
 @pytest.mark.quick
