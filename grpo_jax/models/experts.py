@@ -23,7 +23,8 @@ class Experts(nn.Module):
     """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
 
     Rows are sorted by expert, so that each expert is one block of a ragged matrix product: no expert has a capacity, no
-    token is dropped, and a row does not depend on its neighbours.
+    token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels, the devices
+    gather these, or exchange rows where that is less.
     """
 
     config: TransformerConfig
@@ -56,7 +57,7 @@ class Experts(nn.Module):
         return y + added if biases else y
 
     def _sums(self, groups: int, *given: jax.Array) -> jax.Array:
-        """`_expert_sums` of the rows of so many groups, on the devices that have them."""
+        """`_expert_sums` of the rows of so many groups, on the devices that have them or the kernels."""
         c = self.config
         sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=implementation(c.attention))
         if c.mesh is None:
@@ -64,16 +65,30 @@ class Experts(nn.Module):
         # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
         along = lambda *axes: tuple(name for name in axes if name in c.mesh.shape)
         cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
-        rows, inner = cut(along("data", "fsdp"), groups), cut(along("tensor"), c.expert_size)
+        inner, width = cut(along("tensor"), c.expert_size), cut(along("fsdp"), c.hidden_size)
+        rows = cut(along("data", "fsdp"), groups)
+        if width and self._rows_are_less(given[0]):
+            # Kernels stay where they are, cut by channels of the rows, and each device has its channels of all rows.
+            rows, sums = cut(along("data"), groups), functools.partial(sums, across=width)
+        else:
+            width = ()
 
         def of_each(*given: jax.Array) -> jax.Array:
             own = sums(*given)
             return jax.lax.psum(own, inner) if inner else own
 
-        of_rows, wide, deep = PartitionSpec(rows), PartitionSpec(None, None, inner), PartitionSpec(None, inner)
+        of_rows, by_width = PartitionSpec(rows), PartitionSpec(rows, width)
+        wide, deep = PartitionSpec(None, width, inner), PartitionSpec(None, inner, width)
         biases = (PartitionSpec(None, inner),) * (len(given) - 6)
-        specs = (of_rows, of_rows, of_rows, wide, wide, deep, *biases)
-        return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(*given)
+        specs = (by_width, of_rows, of_rows, wide, wide, deep, *biases)
+        return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=by_width, check_vma=False)(*given)
+
+    def _rows_are_less(self, x: jax.Array) -> bool:
+        """Whether the devices along "fsdp" exchange fewer bytes for their rows than for the kernels, as in a decode."""
+        c = self.config
+        product = 4 * c.num_experts_per_token * c.expert_size  # of a row, in float32; two of them are summed
+        rows = len(x) // c.mesh.shape.get("data", 1) * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
+        return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
 def gate_of(config: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -102,13 +117,21 @@ def _expert_sums(
     *,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
     implementation: str,
+    across: tuple[str, ...] = (),
 ) -> jax.Array:
-    """What the chosen experts make of rows [N, D], weighed and added up; but for the last bias."""
+    """What the chosen experts make of rows [N, D], weighed and added up; but for the last bias.
+
+    `across`: axes of devices, each of which has some of the D channels of the rows and of the kernels.
+    """
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]
     y = jnp.take(x, row, axis=0)
-    wide = [ragged_dot(y, kernel, sizes, implementation) for kernel in (gate, up)]
+    if across:
+        parts = [ragged_dot(y, kernel, sizes, implementation, jnp.dtype(jnp.float32)) for kernel in (gate, up)]
+        wide = [part.astype(x.dtype) for part in jax.lax.psum(parts, across)]
+    else:
+        wide = [ragged_dot(y, kernel, sizes, implementation) for kernel in (gate, up)]
     if gate_bias is not None and up_bias is not None:
         expert = jnp.take(chosen.reshape(-1), order)
         wide = [x + jnp.take(bias, expert, axis=0) for x, bias in zip(wide, (gate_bias, up_bias), strict=True)]

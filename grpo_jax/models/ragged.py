@@ -21,7 +21,9 @@ LEAST_SIDE = 16
 """Of a tile: a product of tensor cores has no less."""
 
 
-def ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla") -> jax.Array:
+def ragged_dot(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
+) -> jax.Array:
     """Row n times the matrix of its group, x_n w_e(n); the rows of group 0 come first, then those of group 1.
 
     Held constant in the gradient: `sizes`. The kernels have gradients backwards only: forward mode raises.
@@ -33,9 +35,10 @@ def ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str
       implementation: "triton" is kernels for NVIDIA GPUs from Ampere on, and "interpreted" the same, step by step on
         any platform; any other is `jax.lax.ragged_dot`, which also does what no kernel can: I or O that is no
         multiple of 16, arrays of 2³¹ elements or more.
+      dtype: of the result; None: that of x.
 
     Returns:
-      [N, O] in the dtype of x, summed in float32.
+      [N, O], summed in float32.
 
     Example:
       >>> x, w = jnp.ones((3, 16)), jnp.stack([jnp.eye(16), 2 * jnp.eye(16)])
@@ -47,28 +50,31 @@ def ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str
     # A kernel's places in memory are numbers of 32 bits.
     large = max(w.size, len(x) * max(sides)) >= 2**31
     if implementation not in ("triton", "interpreted") or large or any(side % LEAST_SIDE for side in sides):
-        return jax.lax.ragged_dot(x, w, sizes)
-    return _ragged_dot(implementation, x, w, sizes)
+        return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
+    return _ragged_dot(implementation, dtype or x.dtype, x, w, sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_dot(implementation, x, w, sizes):
-    return _by_rows(implementation, x, w, sizes, turned=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ragged_dot(implementation, dtype, x, w, sizes):
+    return _by_rows(implementation, x, w, sizes, dtype, turned=False)
 
 
-def _forward(implementation, x, w, sizes):
-    return _ragged_dot(implementation, x, w, sizes), (x, w, sizes)
+def _forward(implementation, dtype, x, w, sizes):
+    return _ragged_dot(implementation, dtype, x, w, sizes), (x, w, sizes)
 
 
-def _backward(implementation, kept, g):
+def _backward(implementation, _, kept, g):
     x, w, sizes = kept
-    return _by_rows(implementation, g, w, sizes, turned=True), _by_groups(implementation, x, g, sizes), None
+    g = g.astype(x.dtype)
+    return _by_rows(implementation, g, w, sizes, x.dtype, turned=True), _by_groups(implementation, x, g, sizes), None
 
 
 _ragged_dot.defvjp(_forward, _backward)
 
 
-def _by_rows(implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, *, turned: bool) -> jax.Array:
+def _by_rows(
+    implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: Any, *, turned: bool
+) -> jax.Array:
     """Rows [N, I] times w [E, I, O], or if `turned` [N, O] times its transposes: one program a tile of the result.
 
     The rows of a tile are of one group, or of several that lie side by side; each counts for its own rows only.
@@ -114,7 +120,7 @@ def _by_rows(implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, 
             pl.BlockSpec(matrices, lambda i, j: (0, j, 0) if turned else (0, 0, j)),
         ],
         out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((count * rows, outer), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((count * rows, outer), dtype),
         name="ragged_rows_turned" if turned else "ragged_rows",
         **_how(implementation, rows),
     )

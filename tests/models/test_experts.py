@@ -1,6 +1,8 @@
 """Experts on a mesh: each device sorts its own rows, with the numbers of one device and the memory of its own part."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,40 @@ def test_experts_on_a_mesh_are_those_of_one_device(axes, rows, shape):
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_allclose(grad_x, of_x, atol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), grads, of_params)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}])
+@pytest.mark.parametrize("shape", [SHAPE, BIASED], ids=["plain", "biased"])
+def test_few_rows_travel_and_the_kernels_stay(axes, shape):
+    """As a decode has them, one token a completion: the numbers of one device, and no kernel is gathered."""
+    x, params = X[:, :1, :1], {"mlp": random_params_of(shape)}
+    mesh = make_mesh(axes)
+    placed = place(params, mesh)["mlp"]
+    on_mesh = dataclasses.replace(shape, mesh=mesh)
+    (_, expected), (of_params, of_x) = value_and_gradients(shape, params["mlp"], x)
+    (_, y), (grads, grad_x) = value_and_gradients(on_mesh, placed, x)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    np.testing.assert_allclose(grad_x, of_x, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), grads, of_params)
+
+    def gathers_kernels(x):
+        apply = jax.jit(lambda params, x: MixtureOfExperts(on_mesh).apply({"params": params}, x))
+        text = apply.lower(placed, x).compile().as_text()
+        gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+        return any(math.prod(map(int, size.split(","))) >= 8 * 16 * 16 // 2 for size in gathered)
+
+    assert not gathers_kernels(x)
+    assert gathers_kernels(jnp.tile(X, (1, 1, 8, 1))), "where rows are more than kernels, these are gathered"
+
+
+@pytest.mark.quick
+def test_partial_sums_of_few_rows_are_not_rounded_before_they_are_added():
+    """In bfloat16 the products of a device's channels stay float32 until those of all are added."""
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16", mesh=make_mesh({"fsdp": 8}))
+    apply = lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x)
+    jaxpr = str(jax.make_jaxpr(apply)(random_params_of(SHAPE), X[:, :1, :1]))
+    sums = [line.partition(" = psum")[0] for line in jaxpr.splitlines() if " = psum" in line and "'fsdp'" in line]
+    assert re.findall(r":(\w+)\[16,16\]", " ".join(sums)) == ["f32", "f32"]
 
 
 def random_params_of(shape):
