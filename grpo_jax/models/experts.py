@@ -67,7 +67,7 @@ class Experts(nn.Module):
         cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
         inner, width = cut(along("tensor"), c.expert_size), cut(along("fsdp"), c.hidden_size)
         rows = cut(along("data", "fsdp"), groups)
-        if width and self._rows_are_less(given[0]):
+        if width and self._rows_are_less(given[0], c.mesh.shape.get("data", 1)):
             # Kernels stay where they are, cut by channels of the rows, and each device has its channels of all rows.
             rows, sums = cut(along("data"), groups), functools.partial(sums, across=width)
         else:
@@ -83,11 +83,11 @@ class Experts(nn.Module):
         specs = (by_width, of_rows, of_rows, wide, wide, deep, *biases)
         return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=by_width, check_vma=False)(*given)
 
-    def _rows_are_less(self, x: jax.Array) -> bool:
-        """Whether the devices along "fsdp" exchange fewer bytes for their rows than for the kernels, as in a decode."""
+    def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
+        """Whether devices exchange fewer bytes for one of so many parts of the rows than for the kernels."""
         c = self.config
         product = 4 * c.num_experts_per_token * c.expert_size  # of a row, in float32; two of them are summed
-        rows = len(x) // c.mesh.shape.get("data", 1) * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
+        rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
         return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 

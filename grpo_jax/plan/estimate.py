@@ -392,8 +392,7 @@ class _Run:
 
     def lower_rollout(self) -> Any:
         """The decode of as many completions as stand on the devices at a time, with a full cache."""
-        batch_size, shards = self.config.rollout_batch_size, shard_count(self.mesh)
-        groups = places(self.sizes.prompts, self.group, batch_size, shards)
+        groups = places(self.sizes.prompts, self.group, self.config.rollout_batch_size, shard_count(self.mesh))
         given = (self.model, self.state.params, self._prompts(groups), self.group, self.length)
         return lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
 
