@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig, unit_rms
 from grpo_jax.models.quantized import quantized_kernel, rows_for
-from grpo_jax.models.ragged import ragged_dot
+from grpo_jax.models.ragged import has_kernel, ragged_dot
 from grpo_jax.models.sight import implementation
 
 
@@ -59,17 +59,22 @@ class Experts(nn.Module):
     def _sums(self, groups: int, *given: jax.Array) -> jax.Array:
         """`_expert_sums` of the rows of so many groups, on the devices that have them or the kernels."""
         c = self.config
-        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=implementation(c.attention))
+        how = implementation(c.attention)
+        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=how)
         if c.mesh is None:
             return sums(*given)
         # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
-        along = lambda *axes: tuple(name for name in axes if name in c.mesh.shape)
-        cut = lambda axes, size: axes if size % math.prod(c.mesh.shape[name] for name in axes) == 0 else ()
+        along = lambda *axes: tuple(name for name in axes if c.mesh.shape.get(name, 1) > 1)
+        devices = lambda axes: math.prod(c.mesh.shape[name] for name in axes)
+        cut = lambda axes, size: axes if size % devices(axes) == 0 else ()
         inner, width = cut(along("tensor"), c.expert_size), cut(along("fsdp"), c.hidden_size)
-        rows = cut(along("data", "fsdp"), groups)
-        if width and self._rows_are_less(given[0], c.mesh.shape.get("data", 1)):
+        rows, of_data = cut(along("data", "fsdp"), groups), cut(along("data"), groups)
+        # A device's channels may be too few for a GPU's kernels: its rows would meet the matrices of all experts.
+        kernels = lambda channels: has_kernel(how, channels, c.expert_size // devices(inner))
+        lost = kernels(c.hidden_size) and not kernels(c.hidden_size // devices(width))
+        if width and not lost and self._rows_are_less(given[0], devices(of_data)):
             # Kernels stay where they are, cut by channels of the rows, and each device has its channels of all rows.
-            rows, sums = cut(along("data"), groups), functools.partial(sums, across=width)
+            rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
 

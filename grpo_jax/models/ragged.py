@@ -49,9 +49,19 @@ def ragged_dot(
     chex.assert_shape([x, sizes], [(None, sides[0]), (e,)])
     # A kernel's places in memory are numbers of 32 bits.
     large = max(w.size, len(x) * max(sides)) >= 2**31
-    if implementation not in ("triton", "interpreted") or large or any(side % LEAST_SIDE for side in sides):
+    if large or not has_kernel(implementation, *sides):
         return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
     return _ragged_dot(implementation, dtype or x.dtype, x, w, sizes)
+
+
+def has_kernel(implementation: str, *sides: int) -> bool:
+    """Whether an implementation of `ragged_dot` has a kernel for matrices with these sides.
+
+    Example:
+      >>> has_kernel("triton", 64, 16), has_kernel("triton", 360), has_kernel("xla", 64)
+      (True, False, False)
+    """
+    return implementation in ("triton", "interpreted") and not any(side % LEAST_SIDE for side in sides)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -29,48 +29,69 @@ X = jax.random.normal(jax.random.key(0), (8, 2, 5, 16))
 def value_and_gradients(shape, params, x):
     def loss(params, x):
         y = MixtureOfExperts(shape).apply({"params": params}, x)
-        return jnp.sin(y).sum(), y
+        return jnp.sin(y).sum() / max(1, x.size // X.size), y
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize(("rows", "shape"), [(8, SHAPE), (3, BIASED)], ids=["even", "odd, with biases"])
-def test_experts_on_a_mesh_are_those_of_one_device(axes, rows, shape):
-    x = X[:rows]
-    params = {"mlp": random_params_of(shape)}
-    mesh = make_mesh(axes)
-    placed = place(params, mesh)["mlp"]
-    (_, expected), (of_params, of_x) = value_and_gradients(shape, params["mlp"], x)
-    found = value_and_gradients(dataclasses.replace(shape, mesh=mesh), placed, x)
-    (_, y), (grads, grad_x) = found
+def assert_as_on_one_device(on_mesh, params, x):
+    """Values and gradients of a shape with a mesh are those of the shape without; returns the params on the mesh."""
+    placed = place({"mlp": params}, on_mesh.mesh)["mlp"]
+    (_, expected), (of_params, of_x) = value_and_gradients(dataclasses.replace(on_mesh, mesh=None), params, x)
+    (_, y), (grads, grad_x) = value_and_gradients(on_mesh, placed, x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_allclose(grad_x, of_x, atol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), grads, of_params)
+    return placed
+
+
+def gathers_kernels(shape, placed, x):
+    """Whether the compiled program gathers as much as half of a kernel."""
+    apply = jax.jit(lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x))
+    text = apply.lower(placed, x).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    return any(math.prod(map(int, size.split(","))) >= placed["experts"]["gate_proj"].size // 2 for size in gathered)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("tokens", [5, 10], ids="{} tokens".format)
+@pytest.mark.parametrize(("rows", "shape"), [(8, SHAPE), (3, BIASED)], ids=["even", "odd, with biases"])
+def test_experts_on_a_mesh_are_those_of_one_device(axes, tokens, rows, shape):
+    """With rows for which kernels are gathered, and with fewer."""
+    x = jnp.tile(X[:rows], (1, 1, tokens // 5, 1))
+    on_mesh = dataclasses.replace(shape, mesh=make_mesh(axes))
+    placed = assert_as_on_one_device(on_mesh, random_params_of(shape), x)
+    if "fsdp" in axes:
+        assert gathers_kernels(on_mesh, placed, x) == ((rows, tokens) != (3, 5))
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}])
 @pytest.mark.parametrize("shape", [SHAPE, BIASED], ids=["plain", "biased"])
 def test_few_rows_travel_and_the_kernels_stay(axes, shape):
     """As a decode has them, one token a completion: the numbers of one device, and no kernel is gathered."""
-    x, params = X[:, :1, :1], {"mlp": random_params_of(shape)}
-    mesh = make_mesh(axes)
-    placed = place(params, mesh)["mlp"]
-    on_mesh = dataclasses.replace(shape, mesh=mesh)
-    (_, expected), (of_params, of_x) = value_and_gradients(shape, params["mlp"], x)
-    (_, y), (grads, grad_x) = value_and_gradients(on_mesh, placed, x)
-    np.testing.assert_allclose(y, expected, atol=1e-5)
-    np.testing.assert_allclose(grad_x, of_x, atol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), grads, of_params)
+    x, on_mesh = X[:, :1, :1], dataclasses.replace(shape, mesh=make_mesh(axes))
+    placed = assert_as_on_one_device(on_mesh, random_params_of(shape), x)
+    assert not gathers_kernels(on_mesh, placed, x)
+    assert gathers_kernels(on_mesh, placed, jnp.tile(X, (1, 1, 8, 1))), "kernels are, where rows are more than they"
 
-    def gathers_kernels(x):
-        apply = jax.jit(lambda params, x: MixtureOfExperts(on_mesh).apply({"params": params}, x))
-        text = apply.lower(placed, x).compile().as_text()
-        gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
-        return any(math.prod(map(int, size.split(","))) >= 8 * 16 * 16 // 2 for size in gathered)
 
-    assert not gathers_kernels(x)
-    assert gathers_kernels(jnp.tile(X, (1, 1, 8, 1))), "where rows are more than kernels, these are gathered"
+def dense_products(shape, x):
+    """How many products of a GPU would be of all rows with the matrices of all experts."""
+    params = jax.eval_shape(MixtureOfExperts(shape).init, jax.random.key(0), x)["params"]
+    jaxpr = jax.make_jaxpr(lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x))(params, x)
+    return str(jaxpr).count("ragged_dot_general[")
+
+
+@pytest.mark.parametrize(("channels", "fsdp", "dense"), [(64, 4, 0), (64, 8, 0), (40, 4, 3)], ids=str)
+def test_rows_travel_on_gpus_where_their_channels_have_a_kernel(channels, fsdp, dense):
+    """Of 64 channels each of four devices has 16, and each of eight 8: there the experts travel."""
+    shape = dataclasses.replace(SHAPE, hidden_size=channels, attention="interpreted", initializer_range=0.1)
+    x = jax.random.normal(jax.random.key(2), (8, 1, 1, channels))
+    params = MixtureOfExperts(shape).init(jax.random.key(1), x)["params"]
+    on_mesh = dataclasses.replace(shape, mesh=make_mesh({"fsdp": fsdp}, jax.devices()[:fsdp]))
+    placed = assert_as_on_one_device(on_mesh, params, x)
+    assert dense_products(on_mesh, x) == dense_products(shape, x) == dense
+    assert gathers_kernels(on_mesh, placed, x) == (fsdp == 8)
 
 
 @pytest.mark.quick
@@ -79,8 +100,14 @@ def test_partial_sums_of_few_rows_are_not_rounded_before_they_are_added():
     shape = dataclasses.replace(SHAPE, dtype="bfloat16", mesh=make_mesh({"fsdp": 8}))
     apply = lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x)
     jaxpr = str(jax.make_jaxpr(apply)(random_params_of(SHAPE), X[:, :1, :1]))
-    sums = [line.partition(" = psum")[0] for line in jaxpr.splitlines() if " = psum" in line and "'fsdp'" in line]
-    assert re.findall(r":(\w+)\[16,16\]", " ".join(sums)) == ["f32", "f32"]
+    sums = re.findall(r"((?:\w+:\w+\[16,16\]\s+)+)= psum\w*\[[^]]*'fsdp'", jaxpr)
+    assert re.findall(r":(\w+)\[", " ".join(sums)) == ["f32", "f32"]
+    alone = dataclasses.replace(shape, mesh=make_mesh({"data": 8}))
+    assert "psum" not in str(
+        jax.make_jaxpr(lambda params, x: MixtureOfExperts(alone).apply({"params": params}, x))(
+            random_params_of(SHAPE), X[:, :1, :1]
+        )
+    ), "an axis of one device has nothing to add"
 
 
 def random_params_of(shape):
