@@ -1,11 +1,15 @@
 """Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
 
+import atexit
+import contextlib
 import functools
 import gc
 import hashlib
 import os
 import platform
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,17 +22,22 @@ def _programs() -> Path:
     """Where compiled programs are kept, from one run of the tests to the next: about half of a run is compiling.
 
     XLA's key says what a program is and which jaxlib made it; the processor, whose instructions it uses, is in the
-    name of the directory. What is a week old is compiled again.
+    name of the directory. What is a week old is compiled again. Where nothing can be kept, nothing is.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     able = sorted({line for line in lines if line.startswith(("flags", "Features"))}) or lines[:1]
     name = f"programs-{hashlib.sha256(repr(able).encode()).hexdigest()[:12]}"
     kept = Path(__file__).parent.parent / ".pytest_cache" / name
-    kept.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        kept.mkdir(parents=True, exist_ok=True)
+    if not os.access(kept, os.W_OK):
+        kept = Path(tempfile.mkdtemp(prefix="programs"))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
     for program in kept.iterdir():
-        if program.stat().st_mtime < time.time() - 7 * 86400:
-            program.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run of the tests was faster
+            if program.stat().st_mtime < time.time() - 7 * 86400:
+                program.unlink()
     return kept
 
 
