@@ -55,7 +55,7 @@ def run_problems(
     num_experts: int | None,
 ) -> list[str]:
     """The error lines of `check_run`, which documents the arguments."""
-    problems = list(_device_problems(config, num_devices))
+    problems = list(device_problems(config, num_devices))
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -81,7 +81,7 @@ def run_problems(
     return problems
 
 
-def _device_problems(config: Any, num_devices: int) -> Iterator[str]:
+def device_problems(config: Any, num_devices: int) -> Iterator[str]:
     """Yield the error lines of batches and of a mesh that do not fit the devices."""
     shards, group = config.data_shards(num_devices), config.num_generations
     yield from split_problems(config, shards)

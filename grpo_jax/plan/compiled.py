@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-# How TPUs' compilers say what a program that they refuse would have taken: by the version, one or the other.
-_TAKEN = re.compile(r"Used ([\d.]+)([KMGT]) of|HLO temporaries \(([\d.]+)([KMGT])\)")
+# How TPUs' compilers say what a program that they refuse would have taken: by the version, beside its arguments or,
+# whatever the words say, with them.
+_BESIDE = re.compile(r"Used ([\d.]+)([KMGT]) of")
+_IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
 
 class Compiled(NamedTuple):
@@ -23,7 +25,10 @@ class Compiled(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The memory of a program that a TPU's compiler has refused: what it would have taken beside its arguments."""
+    """The memory of a program that a TPU's compiler has refused: what it would have taken, as far as it says so.
+
+    Of its arguments those that were named beforehand; what it takes beside them all counts as temporary.
+    """
 
     temp_size_in_bytes: int
     argument_size_in_bytes: int = 0
@@ -43,18 +48,22 @@ def last_error(stderr: str) -> str:
     return (errors or lines or ["it said nothing"])[-1]
 
 
-def compile_program(lowered: Any) -> Compiled:
-    """The program of what was lowered, or what a TPU's compiler says of one that passes its memory."""
+def compile_program(lowered: Any, given: int = 0) -> Compiled:
+    """The program of what was lowered, or what a TPU's compiler says of one that passes its memory.
+
+    `given`: bytes on each device of arguments that the caller counts elsewhere, such as the params.
+    """
     begin = time.monotonic()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        taken = _TAKEN.search(str(error))
+        beside, in_all = (pattern.search(str(error)) for pattern in (_BESIDE, _IN_ALL))
+        taken = beside or in_all
         if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
             raise
-        number, unit = filter(None, taken.groups())
-        size = float(number) * 1024 ** ("KMGT".index(unit) + 1)
-        return Compiled(Refused(int(size)), "", time.monotonic() - begin)
+        size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
+        refused = Refused(size) if beside else Refused(max(0, size - given), given)
+        return Compiled(refused, "", time.monotonic() - begin)
     seconds = time.monotonic() - begin
     try:
         text = compiled.as_text()

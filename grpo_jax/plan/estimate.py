@@ -30,8 +30,8 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
-from grpo_jax.plan.loaded import Loaded, checked, read_model
-from grpo_jax.plan.report import Plan
+from grpo_jax.plan.loaded import Loaded, checked, held_bytes, read_model
+from grpo_jax.plan.report import Plan, most_that_fits
 from grpo_jax.plan.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.rollout.layout import places
@@ -93,10 +93,10 @@ def plan(
       >>> found.devices, found.peak > found.held["params"]
       (2, True)
     """
-    raw = model if isinstance(model, Mapping) else read_model(model)
-    loaded = checked(raw, Loaded(param_dtype, lora, quantize, quantize_embeddings))  # before a process is started
+    raw = read_model(model)
+    loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings))
     request = {
-        "model": dict(raw),
+        "model": raw,
         "config": config.to_dict(),
         "prompt_length": prompt_length,
         "memory": memory,
@@ -161,8 +161,8 @@ def programs(
       >>> found["update"].compile().memory_analysis().temp_size_in_bytes > 0
       True
     """
-    raw = model if isinstance(model, Mapping) else read_model(model)
-    loaded = checked(raw, Loaded(param_dtype, lora, quantize, quantize_embeddings))
+    raw = read_model(model)
+    loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings))
     run = _Run.of(raw, config, prompt_length, loaded, devices)
     lowered = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
@@ -206,16 +206,13 @@ def _plan(
     here = dataclasses.replace(here, memory=memory, note=note or here.note)
     if memory is None or not largest:
         return here
-    # Peaks grow by the same amount with every completion of a micro-batch, and with every token of a completion.
     size, length = config.per_device_train_batch_size, config.max_completion_length
     unit = config.num_generations if size % config.num_generations == 0 else size
 
     def most(name: str, now: int, unit: int) -> int:
         changed: dict[str, Any] = {name: 2 * now}
-        more = dataclasses.replace(config, **changed)
-        slope = (_at_batch(raw, more, *given).peak - here.peak) / now
-        fits = now + math.floor((memory - here.peak) / slope) if slope > 0 else now if here.peak <= memory else 0
-        return max(0, fits // unit * unit)
+        more = _at_batch(raw, dataclasses.replace(config, **changed), *given)
+        return most_that_fits(here, more, now) // unit * unit
 
     return dataclasses.replace(
         here,
@@ -230,10 +227,10 @@ def _at_batch(
     """The plan at one batch size."""
     devices = None if target is None else target.devices()
     run = _Run.of(raw, config, prompt_length, loaded, devices)
-    held = run.held()
+    held = held_bytes(run.state, run.base)
     compiled = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
-    found = {phase: compile_program(lowered) for phase, lowered in compiled.items()}
+    found = {phase: compile_program(lowered, run.own_bytes) for phase, lowered in compiled.items()}
     phases = {phase: run.parts(phase, one.memory) for phase, one in found.items()}
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
     parts = {name: size for parts in phases.values() for name, size in parts.items()}
@@ -347,24 +344,14 @@ class _Run:
             initial_log_probs=log_probs if self.config.sync_ref_model else None,
         )
 
-    def held(self) -> dict[str, int]:
-        """Bytes that stay on each device, by part."""
-        state = self.state
-        held = {
-            "base": self.base,
-            "params": state.params,
-            "master params": state.master_params,
-            "optimizer": state.opt_state,
-            "reference": state.ref_params,
-            "old params": state.old_params,
-            "initial params": state.initial_params,
-            "policy": state.params,
-        }
-        return {name: size for name, tree in held.items() if (size := bytes_on_device(tree))}
+    @property
+    def own_bytes(self) -> int:
+        """Of params and base on each device, which every program is given and `held` counts."""
+        return bytes_on_device((self.state.params, self.base))
 
     def parts(self, phase: str, stats: Any) -> dict[str, int]:
         """Bytes that a phase adds on each device, by its program's memory; params and base are of its arguments."""
-        params = bytes_on_device((self.state.params, self.base))
+        params = self.own_bytes
         if phase == "reference":
             return {"reference temporaries": stats.temp_size_in_bytes}
         if phase == "rollout":
@@ -390,10 +377,14 @@ class _Run:
         micro = max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions
         return sequence_tokens(micro * self.length, self.length, cpu=False)
 
+    @property
+    def at_once(self) -> int:
+        """Groups that stand on the devices at a time."""
+        return places(self.sizes.prompts, self.group, self.config.rollout_batch_size, shard_count(self.mesh))
+
     def lower_rollout(self) -> Any:
         """The decode of as many completions as stand on the devices at a time, with a full cache."""
-        groups = places(self.sizes.prompts, self.group, self.config.rollout_batch_size, shard_count(self.mesh))
-        given = (self.model, self.state.params, self._prompts(groups), self.group, self.length)
+        given = (self.model, self.state.params, self._prompts(self.at_once), self.group, self.length)
         return lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
 
     def lower_update(self) -> Any:
@@ -437,10 +428,17 @@ class _Run:
             return {}
         operations, bandwidth = (peak * self.mesh.size for peak in found)
         seconds = {phase: count / operations for phase, count in self.operations().items()}
-        # Weights are read for each device's own completions; those along "tensor" share them, and read a part each.
-        weights = (shard_count(self.mesh) - 1) * self.length * count_weights(self.shape) * self.work.itemsize
-        seconds["rollout"] = max(seconds["rollout"], (self.work.decode_bytes + weights) / bandwidth)
+        seconds["rollout"] = max(seconds["rollout"], self.decode_bytes / bandwidth)
         return seconds
+
+    @property
+    def decode_bytes(self) -> float:
+        """Bytes that the decode of one iteration reads, over all devices."""
+        # Weights are read for each device's own completions, as often as these follow one another; devices along
+        # "tensor" share completions, and read a part each.
+        times = shard_count(self.mesh) * math.ceil(self.sizes.prompts / self.at_once)
+        weights = self.length * count_weights(self.shape) * self.work.itemsize
+        return self.work.decode_bytes + (times - 1) * weights
 
     def _arrays(self, b: int, *rest: int, dtype: Any = jnp.int32) -> Any:
         x = jax.ShapeDtypeStruct((b, *rest), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.config.checks import device_problems
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import raise_all
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import Quantization, check_method, held_shape, quantized_shape, without_quantization
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import init_adapters
+from grpo_jax.plan.compiled import bytes_on_device
 
 
-def read_model(model: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of a name, a directory, or a file."""
+def read_model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a name, a directory, or a file; or what one holds."""
+    if isinstance(model, Mapping):
+        return dict(model)
     path = Path(model)
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -52,8 +59,13 @@ class Loaded(NamedTuple):
         return jax.eval_shape(lambda key: init_adapters(key, held, rank=self.lora or 1), jax.random.key(0)), held
 
 
-def checked(raw: Mapping[str, Any], loaded: Loaded) -> Loaded:
-    """`loaded` itself; ValueError for a model that is not supported, or one that is quantized and not frozen."""
+def checked(raw: Mapping[str, Any], config: GRPOConfig, loaded: Loaded) -> Loaded:
+    """`loaded` itself.
+
+    ValueError for settings that `train` would refuse on the devices of the mesh, for a model that is not supported, or
+    for one that is quantized and not frozen.
+    """
+    raise_all("this plan", list(device_problems(config, math.prod((config.mesh or {}).values()))))
     lora, quantize = loaded.lora, loaded.quantize
     check_method(quantize, loaded.quantize_embeddings)
     read_config(without_quantization(raw))
@@ -63,3 +75,18 @@ def checked(raw: Mapping[str, Any], loaded: Loaded) -> Loaded:
     if lora is None and stored is not None:
         raise ValueError(f"quantize is {stored!r}: quantized params cannot be trained; give lora, a rank of adapters.")
     return loaded
+
+
+def held_bytes(state: Any, base: Any) -> dict[str, int]:
+    """Bytes that stay on each device, by part, of a training state and of the base under adapters."""
+    held = {
+        "base": base,
+        "params": state.params,
+        "master params": state.master_params,
+        "optimizer": state.opt_state,
+        "reference": state.ref_params,
+        "old params": state.old_params,
+        "initial params": state.initial_params,
+        "policy": state.params,
+    }
+    return {name: size for name, tree in held.items() if (size := bytes_on_device(tree))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from grpo_jax.watch.names import short
 
@@ -93,3 +94,24 @@ class Plan:
         if self.largest_batch is not None:
             lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
         return "\n".join([*([self.note] if self.note else []), *lines])
+
+
+def most_that_fits(here: Plan, more: Plan, now: int) -> int:
+    """The size at which the first phase reaches the memory, by the plans at sizes `now` and 2 · `now`; at least 0.
+
+    The peak of a phase grows by the same amount with every completion of a micro-batch, and with every token of a
+    completion, or not at all: a rollout of so many completions at a time takes what it takes, whatever the batch.
+
+    Example:
+      >>> rest = dict(held={}, parts={}, operations={}, sizes={}, memory=60.0)
+      >>> here = Plan(1, peaks={"rollout": 50, "update": 30}, **rest)
+      >>> more = Plan(1, peaks={"rollout": 50, "update": 40}, **rest)
+      >>> most_that_fits(here, more, 8)
+      32
+    """
+    sizes = []
+    for phase, peak in here.peaks.items():
+        room, slope = (here.memory or 0.0) - peak, (more.peaks[phase] - peak) / now
+        sizes.append(now + room / slope if slope > 0 else math.inf if room >= 0 else 0)
+    least = min(sizes)
+    return now if math.isinf(least) else max(0, math.floor(least))

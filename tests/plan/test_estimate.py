@@ -1,5 +1,6 @@
 """The plan of a run: exact where bytes can be counted by hand, near what a process really takes, and light."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,8 +12,10 @@ import pytest
 
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.hub.families import read_config
+from grpo_jax.models.bounds import count_weights
+from grpo_jax.plan import programs
 from grpo_jax.plan.__main__ import main
-from grpo_jax.plan.estimate import _at_batch
+from grpo_jax.plan.estimate import _at_batch, _plan, _Run
 from grpo_jax.plan.loaded import Loaded, checked
 
 MODEL = {
@@ -78,7 +81,7 @@ def test_a_base_of_seven_billion_weights_is_held_in_four_gigabytes():
     raw |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
 
     def held(embeddings):
-        loaded = checked(raw, Loaded("bfloat16", 16, "nf4", embeddings))
+        loaded = checked(raw, GRPOConfig(), Loaded("bfloat16", 16, "nf4", embeddings))
         _, base = loaded.params(read_config(raw), raw)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base)) / 1e9
 
@@ -138,6 +141,28 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time(mesh):
     assert quarter == pytest.approx(whole / 4, rel=0.01)
 
 
+def test_what_fits_is_said_by_the_phase_that_grows():
+    """A rollout of so many completions at a time is the larger phase at first, and the same for every batch."""
+    settings = {"max_completion_length": 64, "gradient_accumulation_steps": 64, "rollout_batch_size": 512}
+    of = lambda batch: config_of(per_device_train_batch_size=batch, **settings)
+    peaks = {batch: _at_batch(MODEL, of(batch), 8, Loaded()).peaks for batch in (8, 24, 32)}
+    assert peaks[8]["update"] < peaks[8]["rollout"] == peaks[32]["rollout"] < peaks[24]["update"]
+    memory = 1.01 * peaks[24]["update"]
+    found = _plan(MODEL, of(8), prompt_length=8, memory=memory, loaded=Loaded())
+    assert found.largest_batch == 24
+    assert peaks[32]["update"] > memory
+    assert _plan(MODEL, of(8), prompt_length=8, memory=peaks[8]["rollout"] - 1, loaded=Loaded()).largest_batch == 0
+
+
+def test_weights_are_read_as_often_as_completions_follow_one_another():
+    """Bounds of a v5e: four groups one by one read the weights four times, and the keys and values no oftener."""
+    settings = {"max_completion_length": 64, "gradient_accumulation_steps": 4, "compute_dtype": "bfloat16"}
+    run = lambda at_once: _Run.of(MODEL, config_of(rollout_batch_size=at_once, **settings), 8, Loaded())
+    once, twice, four = (run(n).decode_bytes for n in (None, 16, 8))
+    weights = 64 * 2 * count_weights(run(None).shape)
+    assert (twice - once, four - once) == (weights, 3 * weights)
+
+
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
     """Of each layer a device keeps what its own prompt needs, as one device does that has no other."""
     model = {**MODEL, "hidden_size": 64, "intermediate_size": 128}
@@ -169,8 +194,12 @@ def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
 
 
 @pytest.mark.quick
-def test_a_model_that_is_not_known_is_refused_before_a_process_starts(monkeypatch):
+def test_what_cannot_be_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    few = config_of(mesh={"fsdp": 2}, rollout_batch_size=8)
+    for call in (plan, functools.partial(programs, devices=jax.devices())):
+        with pytest.raises(ValueError, match=r"(?s)this plan has 1 error:.*rollout_batch_size = 8: does not hold a gr"):
+            call(MODEL, few, prompt_length=8)
     with pytest.raises(ValueError, match="NoSuchForCausalLM"):
         plan({**MODEL, "architectures": ["NoSuchForCausalLM"]}, config_of(), prompt_length=8)
 

@@ -55,6 +55,22 @@ print(json.dumps(found))
 """
 
 
+REFUSED = """
+import os
+from grpo_jax.plan.targets import ENVIRONMENT, Target
+os.environ.update(ENVIRONMENT)
+import jax
+import jax.numpy as jnp
+from grpo_jax.plan.compiled import compile_program
+at = jax.sharding.SingleDeviceSharding(Target.read("v5e").devices()[0])
+array = lambda rows: jax.ShapeDtypeStruct((rows, 1024), jnp.float32, sharding=at)
+program = jax.jit(lambda x, y: (jnp.sort(x, axis=1) * jnp.sort(x + 1, axis=0)).sum() + y.sum())
+for rows in (2**16, 2**20):  # 0.25 and 4 GiB
+    found = compile_program(program.lower(array(3 * 2**19), array(rows)), (3 * 2**19 + rows) * 4096)
+    print(type(found.memory).__name__, found.memory.temp_size_in_bytes)
+"""
+
+
 def compiled(device, lengths, phase="update", model=MODEL, **config):
     """(bytes of temporaries, collectives, kernels, copies) of a phase's largest program, for each T."""
     module = "libtpu" if device.startswith("v") else "jax_cuda12_plugin"
@@ -146,19 +162,30 @@ def test_bytes_of_collectives():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("message", "size"),
+    ("message", "arguments", "temporaries"),
     [
-        ("Ran out of memory in memory space hbm. Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 33.5),
-        ("Ran out of memory on HBM, the total memory required for HLO temporaries (29.25G) exceeds available", 29.25),
+        ("Ran out of memory in memory space hbm. Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 0, 33.5),
+        ("Ran out of memory on HBM, the total memory required for HLO temporaries (29.25G) exceeds", 2.25, 27.0),
     ],
 )
-def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, size):
+def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, arguments, temporaries):
     class Lowered:
         def compile(self):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
-    found = compile_program(Lowered())
-    assert found.memory.temp_size_in_bytes == size * 2**30
+    found = compile_program(Lowered(), int(2.25 * 2**30)).memory
+    assert (found.argument_size_in_bytes, found.temp_size_in_bytes) == (arguments * 2**30, temporaries * 2**30)
+
+
+def test_what_a_refused_program_takes_beside_its_arguments_does_not_depend_on_them():
+    """Its compiler counts them in, or not, by the version."""
+    if not has("libtpu"):
+        pytest.skip(f"libtpu is not installed for {PYTHON}")
+    done = subprocess.run([PYTHON, "-c", REFUSED], **CAPTURED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kind, less), (_, more) = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert kind == "Refused"
+    assert int(more) == pytest.approx(int(less), rel=0.01)
 
 
 @pytest.mark.quick
