@@ -200,7 +200,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
 @pytest.mark.quick
 def test_the_questions_are_answered_in_both_languages():
     english, chinese = READMES[0].read_text(), (DOCS / "zh" / "questions.md").read_text()
-    (table,) = re.findall(r"## The five questions it answers\n(.*?)\n## ", english, flags=re.S)
+    (table,) = re.findall(r"## Five problems that it solves\n(.*?)\n## ", english, flags=re.S)
     names = set(re.findall(r"`([^`]+)`", table))
     assert len(names) > 15
     assert not [name for name in names if f"`{name}`" not in chinese]

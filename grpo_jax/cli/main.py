@@ -29,7 +29,7 @@ _PROCESSES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--num-processes", {"type": int, "metavar": "N", "help": "with --coordinator: how many there are"}),
     ("--process-id", {"type": int, "metavar": "I", "help": "with --coordinator: this one, from 0 to N - 1"}),
 )
-_RESUME = ("--resume", {"choices": ["auto", "must", "never"], "default": "auto", "help": "of a run that is there"})
+_RESUME = ("--resume", {"choices": ["auto", "must", "never"], "default": "auto", "help": "whether to resume a run"})
 _ROWS = ("--out", {"metavar": "FILE", "help": "where the completions are written, as JSON lines"})
 
 COMMANDS: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, dict[str, Any]], ...], Any]] = {
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, dic
         (
             ("--prompt-length", {"type": int, "metavar": "P", "help": "tokens; default max_prompt_length, or 256"}),
             ("--device", {"help": "whose compiler is asked: H100, H100-8, A100, v5e-8, v6e-8, v5p-4, …"}),
-            ("--memory", {"type": float, "metavar": "GB", "help": "of a device: what fits is looked for"}),
+            ("--memory", {"type": float, "metavar": "GB", "help": "of one device; the plan then says what fits"}),
         ),
         "all",
     ),

@@ -114,7 +114,7 @@ class GRPOConfig(metaclass=ReadFirst):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
     """Surrogate and reduction, see `losses`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
-    """Of the ratio: a token's own, the row's geometric mean (GSPO, arXiv 2507.18071), the row's product (ours)."""
+    """Of the ratio: a token's own, the completion's geometric mean (GSPO, arXiv 2507.18071) or its product (ours)."""
     epsilon: Positive = 0.2
     """Lower clip: ratios below 1 − ε."""
     epsilon_high: Positive | None = None
@@ -136,7 +136,8 @@ class GRPOConfig(metaclass=ReadFirst):
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Nats per token: rows with A < 0 and a larger mean of l_sampling − l leave the loss; None: off (DeepSeek-V3.2)."""
+    """Nats per token: completions with A < 0 and a larger mean of l_sampling − l leave the loss (DeepSeek-V3.2); None:
+    off."""
     sampler_correction: Correction | None = "sequence_mask"
     """Of a `sampler` given to `train`: how the weights π_old / π_sampler are made and bounded; None: none. Ours."""
     sampler_correction_max: Positive | None = 3.0
@@ -176,7 +177,7 @@ class GRPOConfig(metaclass=ReadFirst):
     Token by token means: each in a state that is given. For whole completions the effect of a token on the states after
     it is missing, on-policy too; exact is `kl_placement="reward"` with the trajectory level."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the row; there, and with
+    """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the completion; there, with
     `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""
     sync_ref_model: bool = False
     """Sync the reference: move it towards the policy now and then (TR-DPO, arXiv 2404.09656)."""

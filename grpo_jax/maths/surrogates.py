@@ -116,12 +116,12 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     return -sg(phi) * A * tokens.log_probs
 
 
-def mean_ofrow_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
     """Σ_rows (Σ m·x / max(Σ m, 1)) / rows: every completion weighs the same, so the tokens of long ones weigh less."""
     return jnp.sum(row_mean(values, mask)) / counts.rows
 
 
-def mean_ofrow_sums(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
+def mean_of_row_sums(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
     """Σ m·x / rows."""
     return jnp.sum(values, where=mask) / counts.rows
 
@@ -148,13 +148,13 @@ Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
 
 
 LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
-    "grpo": (clipped, mean_ofrow_means),
+    "grpo": (clipped, mean_of_row_means),
     "bnpo": (clipped, mean_of_tokens),
     "dr_grpo": (clipped, sum_over_constant),
     "dapo": (clipped, sum_over_normalizer),
-    "luspo": (clipped, mean_ofrow_sums),
+    "luspo": (clipped, mean_of_row_sums),
     "cispo": (cispo, sum_over_normalizer),
-    "sapo": (sapo, mean_ofrow_means),
+    "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
 }
 
