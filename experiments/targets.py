@@ -3,9 +3,9 @@
     pip install grpo_jax[plan-tpu,plan-gpu]
     python -m experiments.targets
 
-Half a minute of CPU a line for GPUs and two for TPUs (30B: not measured), nearly all of it in the compilers; what has
-been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits, how
-many GB a device holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU
+Half a minute of CPU a line for GPUs and two to three for TPUs (30B: up to six), nearly all of it in the compilers; what
+has been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits,
+how many GB a device holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU
 seconds that its programs took to compile. The last line on standard output is one JSON object.
 """
 
@@ -236,6 +236,14 @@ the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.updat
 same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by how much, and a hint
 says when it is more than rounding explains (largest gaps measured, on a CPU with operands rounded so: 4e-5 with exact
 products, 0.02 in TF32, 0.1 with a TPU's default for float32, 0.54 in bfloat16).
+
+## Compiling in less time
+
+Where jax is told a directory for them, programs are kept from one run to the next (`JAX_COMPILATION_CACHE_DIR`; the
+scripts of this repository have one). For a first try a TPU's compiler can also be asked for less: with
+`JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-0.5` it compiles Qwen2.5-0.5B for a v5e-8 (T = 1,024) in 46 CPU s, and else in 114.
+For a whole run it is the wrong choice: by the compiler's own count, an update of four such layers on one v5e then takes
+2.2 times the cycles.
 
 ## On a machine of your own
 
