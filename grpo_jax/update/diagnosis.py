@@ -11,7 +11,6 @@ that is not finite explains all that come after it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import show
 from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
 from grpo_jax.maths.kl import kl_divergence
-from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
+from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.maths.surrogates import RATIOS
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
@@ -132,7 +131,7 @@ def _terms(
         kl = kl_divergence(l, clean(batch.ref_log_probs), estimator=config.kl_estimator)
         yield "KL", np.asarray(jnp.where(batch.mask, kl, 0))
     grads, sums = updater.gradients(state, batch)
-    yield "loss", np.asarray(finalize_metrics(functools.reduce(merge_metrics, sums))["loss"])
+    yield "loss", np.asarray(finalize_metrics(sums)["loss"])
     leaves = dict(_leaves(grads))
     yield "gradient", leaves
     # Finite one by one, and too large together: the norm is a sum of squares.

@@ -7,7 +7,6 @@ are the gradients, however it is cut.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import chex
@@ -19,7 +18,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss_terms
-from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, merge_metrics, update_entropy_coef
+from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import LossSettings
 from grpo_jax.types import Batch, Model, Params, is_cached
@@ -146,15 +145,10 @@ def loss_of(
 
 
 def apply_gradients(
-    state: TrainState,
-    grads: Params,
-    sums: list[MetricSums],
-    *,
-    optimizer: optax.GradientTransformation,
-    config: GRPOConfig,
+    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: GRPOConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The optimizer step, from the gradient of a batch and the metric sums of its parts."""
-    metrics = finalize_metrics(functools.reduce(merge_metrics, sums))
+    """The optimizer step, from the gradient of a batch and its metric sums."""
+    metrics = finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)

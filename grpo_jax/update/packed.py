@@ -86,7 +86,9 @@ class _Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedUpdater:
-    """`updater.Updater` for the models of this package.
+    """How a run scores completions and makes its updates, for the models of this package (`PaddedUpdater` for others).
+
+    All is compiled, and computed one packed sequence at a time.
 
     Attributes:
       model: a `types.CachedModel`, as an argument of a compiled function.
@@ -105,11 +107,17 @@ class PackedUpdater:
     mesh: jax.sharding.Mesh | None = None
 
     def columns(self, longest: int) -> int:
-        """T: what stands behind the ends of completions costs nothing."""
+        """To how many tokens the arrays of a batch are to be cut whose longest completion has so many.
+
+        Always T: what stands behind the ends of completions costs nothing.
+        """
         return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Log-probs [B, G, T] of completions; the last sequence of a single stream may still be on its way."""
+        """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
+
+        They may still be on their way when this returns: with a single stream the last sequence is.
+        """
         sequences = self._pack(params, tokens, mask)
         prompts, mask = split((prompts, mask), self.mesh)
         return self._score(params, prompts, mask, sequences, with_entropy=False)[0]
@@ -122,10 +130,10 @@ class PackedUpdater:
         rows = batch.mask.shape[0] * batch.mask.shape[1]
         return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(sequences))}
 
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         """The first half of `update`: the gradient of a minibatch, and its metric sums."""
         grads, sums, _ = self._gradients(state, batch)
-        return grads, [sums]
+        return grads, sums
 
     def lower(
         self, state: TrainState, batch: Batch, *, tokens: int | None = None, sequence: PackedSequence | None = None
@@ -342,7 +350,7 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _apply(state, grads, sums, *, mesh, **how):
-    state, metrics = apply_gradients(state, grads, [sums], **how)
+    state, metrics = apply_gradients(state, grads, sums, **how)
     return keep_placed(state, mesh), metrics
 
 

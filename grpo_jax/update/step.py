@@ -156,8 +156,8 @@ def gradients(
     config: GRPOConfig,
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
-) -> tuple[Params, list[MetricSums]]:
-    """The first half of `train_step`: the gradient of a batch, and the metric sums of its parts; pure."""
+) -> tuple[Params, MetricSums]:
+    """The first half of `train_step`: the gradient of a batch, and its metric sums; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     scored = functools.partial(_scored, model=model, sampling=sampling_of(config))
     entropies = None
@@ -174,8 +174,7 @@ def gradients(
         of = (scores.log_probs, scores.entropies, part, state, totals)
         return loss_of(*of, config=config, on_policy=on_policy, **how)
 
-    grads, sums = _accumulate(loss_fn, state.params, batch, micro)
-    return grads, [sums]
+    return _accumulate(loss_fn, state.params, batch, micro)
 
 
 def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> Scores:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
@@ -17,51 +17,6 @@ from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import gradients, score_batch, train_step
-
-
-class Updater(Protocol):
-    """What `choose_updater` returns. All is compiled, and computed one micro-batch or packed sequence at a time."""
-
-    @property
-    def config(self) -> GRPOConfig: ...
-
-    @property
-    def on_policy(self) -> bool: ...
-
-    def columns(self, longest: int) -> int:
-        """To how many tokens the arrays of a batch are to be cut whose longest completion has so many."""
-        ...
-
-    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
-
-        They may still be on their way when this returns.
-        """
-        ...
-
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """`step.train_step`. `state` is consumed."""
-        ...
-
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
-        """The first half of `update`: the gradient of a minibatch, and the metric sums of its parts."""
-        ...
-
-    def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
-        """The largest program of `update`, lowered; only shapes are looked at."""
-        ...
-
-    def lower_score(self, params: Params, batch: Batch, *, tokens: int | None = None) -> Any:
-        """The largest program of `score`, likewise."""
-        ...
-
-    def lower_all(self, state: TrainState, batch: Batch) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Those programs of a run that its first iteration may leave out, each to be lowered."""
-        ...
-
-    def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-        """Bytes that `update` holds on a device beside the program of `lower`."""
-        ...
 
 
 def choose_updater(
@@ -91,7 +46,10 @@ def choose_updater(
 
 @dataclasses.dataclass(frozen=True)
 class PaddedUpdater:
-    """`step.train_step`, compiled; attributes as of `PackedUpdater`."""
+    """The same for any other model: `step.train_step`, compiled, one micro-batch at a time.
+
+    Attributes as of `PackedUpdater`.
+    """
 
     model: Any
     config: GRPOConfig
@@ -101,14 +59,17 @@ class PaddedUpdater:
     mesh: jax.sharding.Mesh | None = None
 
     def columns(self, longest: int) -> int:
-        """The smallest of T, T/2, T/4, … that holds `longest`: few shapes, so few compilations."""
+        """To how many tokens the arrays of a batch are to be cut whose longest completion has so many.
+
+        The smallest of T, T/2, T/4, … that holds `longest`: few shapes, so few compilations.
+        """
         most = self.config.max_completion_length
         while most % 2 == 0 and most // 2 >= max(longest, 8):
             most //= 2
         return most
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Log-probs [B, G, T] of completions."""
+        """Log-probs [B, G, T] of completions, 0 where mask is 0; they may still be on their way."""
         at = split((prompts, tokens, mask), self.mesh)
         return _jit_score_batch(params, *at, model=self.model, sampling=sampling_of(self.config), micro=self.micro)
 
@@ -122,8 +83,8 @@ class PaddedUpdater:
         how = self._how | {"optimizer": self.optimizer, "mesh": self.mesh}
         return _jit_train_step(state, split(batch, self.mesh), **how)
 
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, list[MetricSums]]:
-        """The first half of `update`: the gradient of a minibatch, and the metric sums of its parts."""
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
+        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
         return _jit_gradients(state, batch, **self._how)
 
     def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
@@ -142,6 +103,9 @@ class PaddedUpdater:
     def _how(self) -> dict[str, Any]:
         return {"model": self.model, "config": self.config, "on_policy": self.on_policy, "micro": self.micro}
 
+
+Updater = PackedUpdater | PaddedUpdater
+"""What `choose_updater` returns; both have the same methods."""
 
 _STATIC = ("config", "on_policy", "micro")
 _jit_score_batch = jax.jit(score_batch, static_argnames=("sampling", "micro"))

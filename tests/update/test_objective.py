@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
         log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
     )
     for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
-        state, metrics = apply_gradients(state_of(), gradient, [sums], optimizer=OPTIMIZER, config=config)
+        state, metrics = apply_gradients(state_of(), gradient, sums, optimizer=OPTIMIZER, config=config)
         assert float(metrics["update_skipped"]) == skipped
         np.testing.assert_allclose(state.params["w"], [1, 1] if skipped else [0, -1])
 
@@ -162,5 +162,5 @@ def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch, config, None)
     _, sums = loss_of(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
-    state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, [sums], optimizer=OPTIMIZER, config=config)
+    state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)
