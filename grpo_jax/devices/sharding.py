@@ -164,14 +164,14 @@ def tree_sharding(tree: Any, mesh: Mesh) -> Any:
     """The sharding of each leaf of a tree of parameters, or of a state that holds such trees."""
 
     def at(path: Any, leaf: Any) -> NamedSharding:
-        return parameter_sharding(_names(path), leaf.shape, mesh)
+        return parameter_sharding(_name(path).split("/"), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(at, tree)
 
 
-def _names(path: Any) -> list[str]:
-    """The names along a path of a pytree."""
-    return [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+def _name(path: Any) -> str:
+    """The names along a path of a pytree, as layers_0/self_attn/q_proj/kernel."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def place(tree: Any, mesh: Mesh | None) -> Any:
@@ -243,9 +243,10 @@ def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
         return tree
 
     def at(path: Any, leaf: Any) -> Any:
-        if not re.fullmatch(r"(.*/)?embed_tokens/embedding", "/".join(_names(path))):
+        name = _name(path)
+        if not re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
             return leaf
-        vocabulary, _ = parameter_sharding(_names(path), leaf.shape, mesh).spec
+        vocabulary, _ = parameter_sharding(name.split("/"), leaf.shape, mesh).spec
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(vocabulary)))
 
     return jax.tree_util.tree_map_with_path(at, tree)
@@ -266,7 +267,7 @@ def for_head(tree: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
         return tree
 
     def at(path: Any, leaf: Any) -> Any:
-        name = "/".join(_names(path))
+        name = _name(path)
         if re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
             spec = PartitionSpec(tuple(axes))
         elif re.fullmatch(r"(.*/)?lm_head/kernel", name):

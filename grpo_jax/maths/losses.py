@@ -36,11 +36,11 @@ def _is_off(coefficient: Scalar) -> bool:
 
 
 def _like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """A constant of the shape and dtype of log_probs."""
+    """An array of the shape of log_probs, in their dtype."""
     value = floating(name, value)
     if value.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, that of log_probs.")
-    return sg(value).astype(log_probs.dtype)
+    return value.astype(log_probs.dtype)
 
 
 def _row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
@@ -84,14 +84,6 @@ def _clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
     reach the gradient as 0·NaN.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
-
-
-def _read_entropies(entropies: jax.Array, l: jax.Array) -> jax.Array:
-    """Entropies of the shape and dtype of log-probs."""
-    entropies = floating("entropies", entropies)
-    if entropies.shape != l.shape:
-        raise ValueError(f"entropies has shape {entropies.shape}; pass {l.shape}, that of log_probs.")
-    return entropies.astype(l.dtype)
 
 
 def _sampler_weights(
@@ -176,7 +168,7 @@ def grpo_loss_terms(
     log_probs = floating("log_probs", log_probs)
     mask = _read_mask(log_probs, mask)
     l = _clean(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else _clean(_like_log_probs("old_log_probs", old_log_probs, l), mask)
+    l_old = sg(l) if old_log_probs is None else _clean(sg(_like_log_probs("old_log_probs", old_log_probs, l)), mask)
     A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
@@ -202,7 +194,7 @@ def grpo_loss_terms(
         token_sums["off_policy_fraction"] = ~keep
     selected = mask
     if entropies is not None:
-        entropies = _read_entropies(entropies, l)
+        entropies = _like_log_probs("entropies", entropies, l)
         selected = _select(entropies, mask, settings.top_entropy_quantile, entropy_threshold)
         p = p if selected is mask else jnp.where(selected, p, 0)
     if weights is not None and surrogate is not vespo:
@@ -213,7 +205,7 @@ def grpo_loss_terms(
     # KL term.
     token_sums["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
-        d = l - _clean(_like_log_probs("ref_log_probs", ref_log_probs, l), mask)
+        d = l - _clean(sg(_like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
         token_sums["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
         if not _is_off(settings.beta):
             sums["kl_in_loss"] = reduction(settings.beta * _kl_term(w, d, settings), mask, counts)

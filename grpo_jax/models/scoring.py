@@ -116,12 +116,11 @@ def score_completions(
     b, g, t = tokens.shape
     balance = None
     if is_cached(model):
-        keys = {} if rngs is None else {"rngs": rngs}
-        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
+        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
         hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
         if t > 1 or with_router:
             # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
-            rest, balance = _read_on(model, params, tokens, prefix, mask if with_router else None, **keys)
+            rest, balance = _read_on(model, params, tokens, prefix, mask if with_router else None, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         flat = (hidden.reshape(b, g * t, -1), tokens.reshape(b, -1))
         log_probs, entropy = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
@@ -155,8 +154,7 @@ def read_prompts(
     model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """What `score_packed` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
-    keys = {} if rngs is None else {"rngs": rngs}
-    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", **keys)
+    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
     return last, prefix.layers
 
 
@@ -188,10 +186,9 @@ def score_packed(
     """
     last, layers = read
     chex.assert_equal_shape_prefix((last, lengths), 1)
-    keys = {} if rngs is None else {"rngs": rngs}
     tokens, segments = sequence.tokens[:, None], sequence.segments
     counted = None if counted is None else sequence.join(counted)
-    hidden, balance = _read_on(model, params, tokens, Prefix(layers, lengths), counted, segments=segments, **keys)
+    hidden, balance = _read_on(model, params, tokens, Prefix(layers, lengths), counted, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
     # What predicts a token is the state before it: for the first of a completion that of the prompt's last token.

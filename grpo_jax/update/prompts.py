@@ -127,7 +127,7 @@ def _depend(jaxpr: Any, given: list[bool]) -> list[bool]:
     marks_of = lambda values: [not isinstance(x, Literal) and x in marked for x in values]
     for step in jaxpr.eqns:
         marks = marks_of(step.invars)
-        if step.primitive.name in ("jit", "pjit", "checkpoint"):  # calls: what goes in is what the inner jaxpr is given
+        if step.primitive.name in ("jit", "checkpoint"):  # calls: what goes in is what the inner jaxpr is given
             inner = step.params["jaxpr"]
             marks = _depend(getattr(inner, "jaxpr", inner), marks)
         else:

@@ -56,11 +56,6 @@ def _copy(tree: Params) -> Params:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _like(tree: Params, other: Params) -> Params:
-    """A tree with the dtypes of another."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
-
-
 def _trained(updates: Params) -> Params:
     """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
 
@@ -168,9 +163,9 @@ def finish_update(
 
     def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
         held = params if masters is None else masters
-        updates, opt_state = optimizer.update(_like(grads, held), opt_state, held)
+        updates, opt_state = optimizer.update(optax.tree.cast_like(grads, held), opt_state, held)
         held = optax.apply_updates(held, _trained(updates))
-        return (held, None, opt_state) if masters is None else (_like(held, params), held, opt_state)
+        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
 
     # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
     params, masters, opt_state = jax.lax.cond(
