@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.devices.sharding import fetch, gather_objects
@@ -36,15 +37,7 @@ from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.seeing import sees
-from grpo_jax.hub.tensors import (
-    LAYOUTS,
-    Tensor,
-    abstract_params,
-    layout_of,
-    parameter_paths,
-    stacked_experts,
-    tensor_plan,
-)
+from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
@@ -177,7 +170,7 @@ def save_pretrained(
     check_replaceable(target)
     layout = layout_of(policy.beside)
     plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
-    leaves = dict(parameter_paths(policy.params))
+    leaves = flatten_dict(policy.params)
     check_params(plan, leaves)
     if jax.process_count() > 1:
         leaves = fetch(leaves)

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, some, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import Policy
-from grpo_jax.hub.tensors import nest, parameter_paths, tensor_plan
+from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.types import Params
 
@@ -239,7 +240,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             f"directory {str(path)!r} has adapters for what the policy has no projection: {some(sorted(stored))}."
         )
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
-    return policy.replace(model=model, params=nest(adapters))
+    return policy.replace(model=model, params=unflatten_dict(adapters))
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
@@ -261,7 +262,7 @@ def _lora_model(policy: Policy) -> LoraModel:
 def _adapters_by_path(adapters: Params) -> dict[tuple[str, ...], dict[str, Any]]:
     """Path of the projection to its {"a", "b"}."""
     nodes: dict[tuple[str, ...], dict[str, Any]] = {}
-    for path, leaf in parameter_paths(adapters):
+    for path, leaf in flatten_dict(adapters).items():
         nodes.setdefault(path[:-1], {})[path[-1]] = leaf
     return nodes
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
 from grpo_jax.hub.seeing import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.types import Params
 
 _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
 _SUFFIXES |= {"input_scale": ".scale"}
@@ -86,23 +86,6 @@ def abstract_params(config: TransformerConfig) -> Any:
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 
 
-def parameter_paths(tree: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """(keys, leaf) of a nested dict, in the order in which jax flattens it."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield tuple(entry.key for entry in path), leaf
-
-
-def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
-    """The nested dict of (keys, leaf) pairs."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
-
-
 LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
 """Where the language model of a model that sees may stand in a checkpoint: in its modules' own names, or in older ones.
 """
@@ -146,7 +129,7 @@ def tensor_plan(
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
     groups: dict[str, dict[int, Part]] = {}
-    for path, leaf in parameter_paths(abstract_params(config)):
+    for path, leaf in flatten_dict(abstract_params(config)).items():
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
             name, at = _STACKED[last]

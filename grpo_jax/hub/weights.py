@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import parameter_sharding
 from grpo_jax.hub.files import check_read, some
 from grpo_jax.hub.mxfp4 import Source
 from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_sources, held_shape, read_nf4, read_quantized
-from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of, nest, parameter_paths
+from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
 from grpo_jax.models.quantized import Quantized
 from grpo_jax.types import Params
 
@@ -91,7 +92,7 @@ def read_params(
         for part in tensor.parts:
             sources.setdefault(part.path, []).append((source, first, part))
             first += 0 if part.stacked else part.rows
-    shapes = {path: leaf.shape for path, leaf in parameter_paths(abstract)}
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(abstract).items()}
     for path, shape in shapes.items():
         check_sources(path, shape, sources[path], quantize.method)
     arrays = {}
@@ -104,7 +105,7 @@ def read_params(
             arrays[path] = _place(path, read_quantized(held_shape(path, shape), kernels, method, dtype.name), mesh)
         else:
             arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
-    return nest({path: arrays[path] for path in shapes})
+    return unflatten_dict({path: arrays[path] for path in shapes})
 
 
 def _as_kernel(part: Part) -> Part:

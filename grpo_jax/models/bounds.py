@@ -80,11 +80,6 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
     return (shape.num_heads * (2 + shape.attention_gate) + own * heads) * width
 
 
-def count_attention(shape: TransformerConfig) -> int:
-    """Layers of a decoder that look at keys and values."""
-    return sum(kind.mixer == "attention" for kind in shape.layer_kinds)
-
-
 def read_width(shape: TransformerConfig, *, queries: bool = False) -> int:
     """Numbers of a token's keys and values that all layers read, or channels of their queries.
 

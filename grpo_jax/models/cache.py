@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.layers import LayerKind, TransformerConfig
-
 
 class State(NamedTuple):
     """What a recurrent layer keeps; in the place of an attention layer's (keys, values).
@@ -37,25 +35,6 @@ def slots_of(layers: Sequence[Any]) -> int:
       0
     """
     return next((layer[1].shape[-2] for layer in layers if layer and not isinstance(layer, State)), 0)
-
-
-def empty_cache(config: TransformerConfig, batch: int, group: int, slots: int, dtype: Any = None) -> tuple[Any, ...]:
-    """What is kept of [batch, group] completions before their first token, with `slots` slots: zeros."""
-    dtype = jnp.dtype(dtype or config.dtype)
-    zeros = lambda heads, *shape, dtype=dtype: jnp.zeros((batch, heads, group, *shape), dtype)
-    pair = lambda heads, d: (zeros(heads, d, slots), zeros(heads, slots, d))
-
-    def state(memory: tuple[int, int, int] | None, tail: tuple[int, int, int]) -> State:
-        return State(None if memory is None else zeros(*memory, dtype=jnp.float32), zeros(*tail))
-
-    states = iter(config.recurrent)
-
-    def of(kind: LayerKind) -> Any:
-        if kind.shared_kv:
-            return ()
-        return pair(*config.heads_of(kind)) if kind.mixer == "attention" else state(*next(states).state)
-
-    return tuple(map(of, config.layer_kinds))
 
 
 def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]:

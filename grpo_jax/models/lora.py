@@ -21,6 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.quantized import Quantized
@@ -75,11 +76,6 @@ class LoraModel:
         """The decoder's method, by which `types.is_cached` knows it; call it by `apply(..., method="prefill")`."""
         return self.model.prefill
 
-    @property
-    def unembed_columns(self) -> Any:
-        """Likewise."""
-        return self.model.unembed_columns
-
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Transformer.apply`, with adapters for params; {} is the base."""
         factor = jnp.float32(self.scale)
@@ -121,16 +117,13 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
     if not chosen:
         example = "/".join(next(iter(kernels)))
         raise ValueError(f"targets {targets!r} matches no projection; the whole of a path as {example!r} has to match.")
-    adapters: dict[str, Any] = {}
+    adapters: dict[tuple[str, ...], jax.Array] = {}
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
         fan_in, fan_out = kernels[path].shape
-        node = adapters
-        for name in path:
-            node = node.setdefault(name, {})
         bound = fan_in**-0.5
-        node["a"] = jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
-        node["b"] = jnp.zeros((rank, fan_out), jnp.float32)
-    return adapters
+        adapters[(*path, "a")] = jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
+        adapters[(*path, "b")] = jnp.zeros((rank, fan_out), jnp.float32)
+    return unflatten_dict(adapters)
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:

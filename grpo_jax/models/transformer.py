@@ -17,7 +17,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, see
@@ -371,13 +371,9 @@ def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     return best
 
 
-def projections(params: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def projections(params: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(path, kernel) of every matrix product of a tree of parameters."""
-    for name, node in params.items():
-        if name == "kernel":
-            yield path, node
-        elif isinstance(node, dict):
-            yield from projections(node, (*path, name))
+    return ((path[:-1], leaf) for path, leaf in flatten_dict(params).items() if path[-1] == "kernel")
 
 
 def kernels_by_columns(params: Any) -> Any:

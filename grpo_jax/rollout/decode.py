@@ -101,9 +101,8 @@ def draw_next(
         return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
 
     # A CPU multiplies a large table by few columns a quarter faster than few rows by the table.
-    tied = hasattr(model, "unembed_columns") and model.config.tie_word_embeddings
     plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
-    if tied and plain:
+    if model.config.tie_word_embeddings and plain:
         return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
     return by_rows(u, hidden)
 

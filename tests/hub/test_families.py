@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_array
-from grpo_jax.hub.tensors import parameter_paths, tensor_plan
-from grpo_jax.models.cache import empty_cache
+from grpo_jax.hub.tensors import tensor_plan
+from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
 
 GOLDEN = Path(__file__).parent / "golden" / "families.json"
@@ -380,7 +381,7 @@ def greedy(model, params, tokens, lengths, steps):
         return (cache, model.apply(variables, hidden[:, 0, 0], method="unembed")), (token, logits)
 
     first = model.apply(variables, last, method="unembed")
-    cache = empty_cache(model.config, tokens.shape[0], 1, steps)
+    cache = empty_like(prefix.layers, 1, steps)
     _, (chosen, logits) = jax.lax.scan(step, (cache, first), jnp.arange(steps))
     return chosen.T, logits.transpose(1, 0, 2)
 
@@ -491,7 +492,7 @@ def test_gradients_of_every_parameter_agree_with_pytorch(case):
 
     tokens, lengths = tokens_and_lengths()
     grads = jax.jit(jax.grad(functools.partial(mean_log_prob, policy.model)))(policy.params, tokens, lengths)
-    leaves = dict(parameter_paths(grads))
+    leaves = flatten_dict(grads)
     ours = {tensor.name: stored_array(tensor, leaves) for tensor in tensor_plan(policy.config, policy.model.config)}
 
     mask = torch.tensor(np.arange(T)[None] < lengths[:, None])

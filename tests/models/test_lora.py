@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
-from grpo_jax.hub.tensors import parameter_paths
 from grpo_jax.maths.reference import mixup
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.models.transformer import count_parameters
@@ -135,9 +135,9 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
         return jax.nn.log_softmax(model.apply({"params": params}, TOKENS))[..., 3].mean()
 
     ours = jax.jit(jax.grad(functools.partial(loss, policy.model)))(policy.params)
-    full = dict(parameter_paths(jax.jit(jax.grad(functools.partial(loss, merged.model)))(merged.params)))
-    leaves = dict(parameter_paths(policy.params))
-    for path, grad in parameter_paths(ours):
+    full = flatten_dict(jax.jit(jax.grad(functools.partial(loss, merged.model)))(merged.params))
+    leaves = flatten_dict(policy.params)
+    for path, grad in flatten_dict(ours).items():
         of_kernel = full[(*path[:-1], "kernel")]
         a, b = (leaves[(*path[:-1], name)] for name in "ab")
         expected = of_kernel @ b.T if path[-1] == "a" else a.T @ of_kernel
@@ -203,11 +203,11 @@ def test_dropout_keeps_the_mean():
 def test_targets_choose_projections():
     chosen = lambda targets: {
         "/".join(path[:-1])
-        for path, _ in parameter_paths(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
+        for path in flatten_dict(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
     }
     assert len(chosen(TARGETS)) == 14
     of_conv = init_adapters(jax.random.key(0), base_policy("recurrent").params, rank=1)["layers_0"]
-    assert {"/".join(path[:-1]) for path, _ in parameter_paths(of_conv)} == {
+    assert {"/".join(path[:-1]) for path in flatten_dict(of_conv)} == {
         *("conv/in_proj", "conv/out_proj"),
         *(f"mlp/{p}_proj" for p in ("gate", "up", "down")),
     }

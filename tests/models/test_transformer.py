@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax.models import block, transformer
-from grpo_jax.models.cache import empty_cache
+from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
@@ -185,7 +185,7 @@ def test_one_state_a_row_where_keys_stand_already(config):
     prompt, rows = batch()
     variables, last = {"params": params}, np.array([3, 1])
     _, prefix = model.apply(variables, prompt, LENGTHS, method="prefill")
-    cache = empty_cache(model.config, B, G, T + 2)
+    cache = empty_like(prefix.layers, G, T + 2)
     _, cache = model.apply(variables, rows[:, :, :2], prefix, cache, 0, method="hidden")
     all_states, _ = model.apply(variables, rows, prefix, cache, 2, method="hidden")
     states, _ = model.apply(variables, rows, prefix, cache, 2, last=last, method="hidden")
@@ -253,7 +253,7 @@ def test_cached_decode_equals_the_forward_with_a_prompt(config):
     _, prefix = jax.jit(functools.partial(model.apply, method="prefill"))(variables, prompt, LENGTHS)
     step = jax.jit(functools.partial(model.apply, method="hidden"))
     whole, _ = step(variables, rows, prefix)
-    cache = empty_cache(model.config, B, G, T + 2)
+    cache = empty_like(prefix.layers, G, T + 2)
     for t in range(T):
         hidden, cache = step(variables, rows[:, :, t : t + 1], prefix, cache, jnp.int32(t))
         np.testing.assert_allclose(hidden[:, :, 0], whole[:, :, t], atol=1e-5)
