@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.cli.named import find, is_reference
+from grpo_jax.config.fields import one_line
 from grpo_jax.text.rows import Row, load_rows, read_rows, short
 
 _KEYS = {"path", "name", "config", "split", "rows"}
@@ -64,7 +65,7 @@ def _of_hub(asked: Mapping[str, Any], key: str) -> Any:
     try:
         return datasets.load_dataset(asked["name"], asked.get("config"), split=asked.get("split", "train"))
     except Exception as error:  # of the network, of the hub and of the dataset itself
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = one_line(error, limit=None)
         raise ValueError(f"{key} = {asked['name']!r}: is no file, and the hub did not give it ({reason})") from error
 
 

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from grpo_jax.cli import keys
 
 MODEL_KEYS = ("model", "lora", "param_dtype", "folder")
-FILE = {".yaml": "YAML"}
 
 # Command → what it does, its positionals, its options, and the keys of RUN.yaml that it takes ("all", or some).
 _RUN = ("RUN.yaml", "what to train, on what, by which rewards; see docs/cli.md")

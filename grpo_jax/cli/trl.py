@@ -98,7 +98,8 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     if moved.run_dir is not None:
         run["run_dir"] = moved.run_dir
     config = moved.config()  # refuses values that are not taken here
-    run |= {name: _plain(getattr(config, name)) for name in moved.values}
+    values = config.to_dict()
+    run |= {name: values[name] for name in moved.values}
     notes = [("translated", moved.translated), ("left out", left_out), ("NOT HERE", missing)]
     comments = [
         line
@@ -106,10 +107,6 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         for line in ([f"# {title}:"] * bool(said) + [f"#   {name}: {note}" for name, note in said.items()])
     ]
     return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _data(script: Mapping[str, Any]) -> dict[str, Any]:

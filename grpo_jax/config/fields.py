@@ -60,6 +60,11 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def one_line(error: BaseException, limit: int | None = 200) -> str:
+    """Return the first line of an error, with its kind, cut for a message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
+
+
 def nearest(value: int, fits: Callable[[int], bool]) -> str:
     """Return the sizes nearest to `value` that fit, in words."""
     below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)

@@ -90,9 +90,7 @@ class StoredTensor:
         return data.view(self.dtype).reshape(self.shape)
 
 
-def stored_tensors(
-    directory: Path, stem: str = "model", supported: Mapping[str, np.dtype] = STORED
-) -> dict[str, StoredTensor]:
+def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
     """Every tensor of a directory by name, from the headers of its safetensors files, in supported dtypes."""
     index = read_json(directory / f"{stem}.safetensors.index.json")
     files = sorted(set(index["weight_map"].values())) if index else [f"{stem}.safetensors"]
@@ -115,12 +113,12 @@ def stored_tensors(
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if end > size:
                 raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
-            if entry["dtype"] not in supported:
+            if entry["dtype"] not in STORED:
                 raise ValueError(
                     f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
-                    f"supported: {', '.join(supported)}."
+                    f"supported: {', '.join(STORED)}."
                 )
-            tensors[name] = StoredTensor(path, supported[entry["dtype"]], tuple(entry["shape"]), begin)
+            tensors[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
     return tensors
 
 

@@ -51,12 +51,7 @@ class Policy:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
-        for ids in (
-            self.generation_config.get("eos_token_id"),
-            self.config.get("eos_token_id"),
-            text_config(self.config).get("eos_token_id"),
-            getattr(self.tokenizer, "eos_token_id", None),
-        ):
+        for ids in self._said("eos_token_id"):
             if ids is not None and ids != []:
                 return (ids,) if isinstance(ids, int) else tuple(ids)
         return ()
@@ -64,15 +59,15 @@ class Policy:
     @property
     def pad_token_id(self) -> int:
         """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
-        for token in (
-            self.generation_config.get("pad_token_id"),
-            self.config.get("pad_token_id"),
-            text_config(self.config).get("pad_token_id"),
-            getattr(self.tokenizer, "pad_token_id", None),
-        ):
+        for token in self._said("pad_token_id"):
             if token is not None and token >= 0:
                 return token
         return (*self.eos_token_ids, 0)[0]
+
+    def _said(self, name: str) -> list[Any]:
+        """What the files and then the tokenizer say under that name; None for each that says nothing."""
+        files = (self.generation_config, self.config, text_config(self.config))
+        return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
     def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
         """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""

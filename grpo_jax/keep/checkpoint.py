@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import raise_all
+from grpo_jax.config.fields import one_line, raise_all
 from grpo_jax.devices.sharding import fetch, mesh_of, split
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.types import Batch, Completions, Params, Prompts
@@ -119,7 +119,7 @@ class Checkpoints:
         pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": told})}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: _shapes(some) for name, some in pending.items()}
-        about = {"run": self._about, "progress": progress.to_json(), **shapes}
+        about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
         with self._explained(progress.step):
             response = self._checkpointer.save_checkpointables_async(
                 progress.step,
@@ -293,7 +293,7 @@ class Checkpoints:
             whole = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
             last = f"the last whole one is of step {max(whole)}" if whole else "there is none before it"
             raise OSError(
-                f"the checkpoint of step {step} could not be written to {self._directory} ({_reason(error)}); {last}."
+                f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
                 " Make room or mend the directory, then call train again with the same run_dir: it goes on from there"
             ) from error
 
@@ -368,7 +368,7 @@ def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
         try:
             return function(*args), ""
         except Exception as error:
-            reason = _reason(error)
+            reason = one_line(error)
         gc.collect()
     return None, reason
 
@@ -377,11 +377,6 @@ def _give_back_memory() -> None:
     """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _reason(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

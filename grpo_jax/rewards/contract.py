@@ -175,7 +175,7 @@ def _signature_problems(
 ) -> Iterator[str]:
     """Yield what keeps a function from being called."""
     given = [*SAMPLED, *columns, *extras]
-    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in _parameters(fn)):
+    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
         yield f"reward function {name!r} has positional-only arguments: they are given by keyword"
         return
     unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in given]
@@ -211,7 +211,7 @@ def function_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function; of a builtin without a signature, `**kwargs`."""
     try:
         return list(inspect.signature(fn).parameters.values())
@@ -228,7 +228,7 @@ def is_async(fn: Callable[..., Any]) -> bool:
 
 def _takes_everything(fn: Callable[..., Any]) -> bool:
     """Return whether a function has `**kwargs`."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(fn))
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(fn))
 
 
 def arguments_of(fn: Callable[..., Any]) -> dict[str, bool]:
@@ -241,7 +241,7 @@ def arguments_of(fn: Callable[..., Any]) -> dict[str, bool]:
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = {
         parameter.name: parameter.default is parameter.empty
-        for parameter in _parameters(fn)
+        for parameter in parameters_of(fn)
         if parameter.kind not in variadic and parameter.name not in bound
     }
     return named | dict(getattr(fn, "reward_arguments", {}))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import one_line
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
@@ -82,7 +83,7 @@ def push_to_hub(
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ValueError(f"repo_id is {repo_id!r}: give a name like owner/model ({_reason(error)}).") from error
+        raise ValueError(f"repo_id is {repo_id!r}: give a name like owner/model ({one_line(error)}).") from error
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
         raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no metrics.jsonl: give the directory of a run, or None.")
     if get_token() is None:
@@ -116,7 +117,7 @@ class _Repository:
             if revision is not None and not revision.startswith("refs/"):
                 self._api.create_branch(self.name, branch=revision, exist_ok=True)
         except Exception as error:
-            raise OSError(f"{what}: the repository cannot be made ({_reason(error)}); {_LOG_IN}") from error
+            raise OSError(f"{what}: the repository cannot be made ({one_line(error)}); {_LOG_IN}") from error
 
     def card(self, policy: Policy, run_dir: str | os.PathLike[str] | None, **about: Any) -> dict[str, Any]:
         """The card of a policy with its picture, by name of file; {} where a person has written another card."""
@@ -224,7 +225,7 @@ class Publisher:
             self._repository.commit(self._directory, files, "End of training")
         except Exception as error:
             raise OSError(
-                f"the policy could not be pushed to {self._repository.name!r} ({_reason(error)}); it lies in"
+                f"the policy could not be pushed to {self._repository.name!r} ({one_line(error)}); it lies in"
                 f" {self._directory}. Call train again with the same run_dir, which is at its end and pushes once more,"
                 " or push it by `push_to_hub`"
             ) from error
@@ -235,7 +236,7 @@ class Publisher:
         error = None if job is None else job[1].exception()
         if job is not None and error is not None and self._repository is not None:
             warnings.warn(
-                f"the policy of step {job[0]} could not be pushed to {self._repository.name!r} ({_reason(error)}); the"
+                f"the policy of step {job[0]} could not be pushed to {self._repository.name!r} ({one_line(error)}); the"
                 " run goes on, and pushes again at its next checkpoint",
                 RuntimeWarning,
                 stacklevel=3,
@@ -246,8 +247,3 @@ def _check_model(policy: Policy, what: str) -> None:
     """Refuse a model that is not written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel):
         raise ValueError(f"{what} has a model of your own, which no checkpoint can hold")
-
-
-def _reason(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

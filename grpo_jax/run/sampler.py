@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import show
 from grpo_jax.devices.sharding import fetch
+from grpo_jax.rewards.contract import parameters_of
 from grpo_jax.rollout.generate import generate
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
@@ -66,7 +67,7 @@ def check_sampler(sampler: Any, setting: Any = None) -> None:
     if not callable(sampler):
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
     required = [
-        p for p in _parameters(sampler) if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        p for p in parameters_of(sampler) if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
     if unknown:
@@ -100,8 +101,8 @@ def completions_by(
       ValueError: the engine returned something else than `Sampler` says; the message tells what.
     """
     given = {"model": model, "params": params, "prompts": prompts, "key": key, **how}
-    named = {p.name for p in _parameters(sampler)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(sampler))
+    named = {p.name for p in parameters_of(sampler)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
     returned = sampler(**{name: value for name, value in given.items() if takes_all or name in named})
     completions = read_completions(
         returned,
@@ -171,14 +172,6 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
     kinds: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
     return {name: float(kinds[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
-
-
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    """The parameters of a function; of one that does not tell, any by name."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _vocab_size(model: Model, params: Params) -> int:

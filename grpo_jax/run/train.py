@@ -21,7 +21,7 @@ from grpo_jax.keep.run_dir import locked
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
-from grpo_jax.run.evaluate import evaluate
+from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.rehearse import rehearse
@@ -30,7 +30,6 @@ from grpo_jax.run.sample import Ahead
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch
-from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
 from grpo_jax.watch.profile import Profile
@@ -300,7 +299,7 @@ def save_if_due(loop: _Loop, state: TrainState) -> None:
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
     """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
     run, progress, config = loop.run, loop.progress, loop.run.task.config
-    step, group, best = progress.step, config.eval_generations, config.metric_for_best_model
+    step, best = progress.step, config.metric_for_best_model
     due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
     if run.eval_data is None or not due or progress.evaluated == step:
         return
@@ -311,13 +310,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
                 run.eval_data,
                 run.task.reward_fns,
                 params=state.params,
-                num_generations=group,
-                max_completion_length=config.max_completion_length,
-                **sampling_of(config)._replace(temperature=config.eval_temperature)._asdict(),
-                batch_size=config.per_device_eval_batch_size // group,
-                pad_to_multiple_of=config.padding,
-                seed=config.seed,
-                on_reward_error=config.on_reward_error,
+                **settings_of(config),
                 trainer_state=run.task.trainer_state(step, progress.cursor),
                 setting=run.task.setting,
                 interrupt=loop.signals.interrupt,

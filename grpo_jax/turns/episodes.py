@@ -202,11 +202,7 @@ class Episode:
 
     def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
         """The observation after a turn; None where there is nothing more to say."""
-        self.counts.turns += 1
-        text, parsed = self._read(ids)
-        self.turns.append((True, text))
-        if self._talks:
-            self.messages.append(assistant_message(parsed))
+        parsed = self.note(ids)
         if self.over:
             return None
         if parsed.calls or parsed.problems:
@@ -226,13 +222,14 @@ class Episode:
             self.messages += [] if isinstance(said, str) else said
         return tokens
 
-    def unfinished(self, ids: np.ndarray) -> None:
-        """Take note of a last turn that had no room to end."""
+    def note(self, ids: np.ndarray) -> Parsed:
+        """Take note of a turn, and return what it says; of a last one that had no room to end, this is all."""
         self.counts.turns += 1
         text, parsed = self._read(ids)
         self.turns.append((True, text))
         if self._talks:
             self.messages.append(assistant_message(parsed))
+        return parsed
 
     def reward(self) -> float | None:
         """What the environment says the completion was worth; None for "not scored"."""
@@ -417,7 +414,7 @@ class Episodes:
             episode, ids, own = self.all[place], tokens[place], sampled[place]
             begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
             if len(begins) > episode.counts.turns:
-                episode.unfinished(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
+                episode.note(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
         own = [self.all[place] for place in self._places]
         rewards = map(_plain_number, self._pool.map(Episode.reward, own))
         played = [Played(one.turns, one.messages, reward, one.counts) for one, reward in zip(own, rewards, strict=True)]

@@ -135,9 +135,6 @@ def encode_rows(setting: Setting | None, rows: Sequence[Row], tokenizer: Any, **
         return encode_prompts(rows, tokenizer, **how)
     kwargs = dict(how.pop("chat_template_kwargs", None) or {})
     names = list(dict.fromkeys(setting.name_of(row) for row in rows))
-    if len(names) == 1:
-        tools = {"tools": setting.schemas(names[0])}
-        return encode_prompts(rows, tokenizer, chat_template_kwargs=kwargs | tools, **how)
     at = {name: [i for i, row in enumerate(rows) if setting.name_of(row) == name] for name in names}
     kept: dict[int, tuple[Row, list[int]]] = {}
     dropped: list[int] = []

@@ -21,9 +21,6 @@ from grpo_jax.config.fields import raise_all, show
 from grpo_jax.rewards.instances import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
 
-NOT_TOOLS = CALLED_BY_TRAINER
-"""Public methods of an environment that the trainer calls itself."""
-
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NO_HINTS = "give every argument a type hint, such as `x: int`"
 _NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
@@ -116,7 +113,7 @@ def environment_tools(environment: Any) -> dict[str, Tool]:
     methods: dict[str, Tool] = {}
     problems: list[str] = []
     for name in dir(kind):
-        member = None if name.startswith("_") or name in NOT_TOOLS else inspect.getattr_static(kind, name)
+        member = None if name.startswith("_") or name in CALLED_BY_TRAINER else inspect.getattr_static(kind, name)
         if not isinstance(member, (types.FunctionType, staticmethod, classmethod)):
             continue
         function = getattr(environment, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 
 @dataclasses.dataclass
@@ -63,7 +62,3 @@ class Progress:
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object, which `Progress(**object)` turns back."""
-        return dataclasses.asdict(self)

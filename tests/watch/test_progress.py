@@ -1,5 +1,6 @@
 """Progress: counters that survive JSON, and means that one NaN cannot hide."""
 
+import dataclasses
 import json
 import math
 
@@ -34,6 +35,6 @@ def test_a_value_that_is_not_finite_leaves_the_others_their_mean():
 def test_json_gives_the_same_progress_back_in_the_middle_of_a_window():
     progress = Progress(step=3, cursor=24, updates_done=1, evaluated=2, tokens=7)
     progress.updated({"loss": 0.1})
-    again = Progress(**json.loads(json.dumps(progress.to_json())))
+    again = Progress(**json.loads(json.dumps(dataclasses.asdict(progress))))
     assert again == progress
     assert again.log_line() == progress.log_line()
