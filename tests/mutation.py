@@ -102,6 +102,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("metrics", "while (length := values.shape[-1]) > 1:", "1 → 2"): "the sum at the end adds the two that are left",
     (
         "metrics",
+        "values = jnp.concatenate([pairs, values[..., 2 * half :]], axis=-1) if length % 2 else pairs",
+        "Mod → Mult",
+    ): "behind the pairs of an even length there is nothing",
+    (
+        "metrics",
+        "values = jnp.concatenate([pairs, values[..., 2 * half :]], axis=-1) if length % 2 else pairs",
+        "2 → -2",
+    ): "an odd length modulo −2 is −1, which counts as true like 1",
+    (
+        "metrics",
         "return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))",
         "True → False",
     ): "one value for each metric",
