@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 
+from grpo_jax.maths import losses
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
@@ -83,3 +84,15 @@ def test_both_forms_of_the_loss_take_the_same_arguments():
     fields = {field.name: field.default for field in dataclasses.fields(LossSettings)}
     assert parts | fields == whole
     assert not parts.keys() & fields.keys()
+
+
+@pytest.mark.quick
+def test_the_loss_hands_on_each_of_its_arguments(monkeypatch):
+    """Under its own name, to the settings or to the terms."""
+    given = {name: object() for name in inspect.signature(grpo_loss).parameters}
+    terms = inspect.signature(grpo_loss_terms)
+    monkeypatch.setattr(losses, "LossSettings", dict)
+    monkeypatch.setattr(losses, "grpo_loss_terms", lambda *some, **rest: (0.0, terms.bind(*some, **rest).arguments))
+    monkeypatch.setattr(losses, "finalize_metrics", lambda metrics: metrics)
+    _, handed = losses.grpo_loss(**given)
+    assert handed.pop("settings") | handed == given
