@@ -115,6 +115,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))",
         "True → False",
     ): "one value for each metric",
+    (
+        "metrics",
+        "return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))",
+        "zip: strict= dropped",
+    ): "one value for each metric",
     ("losses", "return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
     ("losses", 'A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → 2"): UNDER,
