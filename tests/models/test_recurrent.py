@@ -123,6 +123,10 @@ def test_a_state_is_as_large_after_any_number_of_tokens(kind):
     short, long = (empty_like(prefix.layers, G, slots) for slots in (8, 800))
     assert (slots_of(short), slots_of(long)) == (8, 800)
     assert jax.tree.map(jnp.shape, with_slots(short, 800)) == jax.tree.map(jnp.shape, long)
+    size = lambda one: None if one is None else (B, one[0], G, *one[1:])  # as the configuration says
+    expected = [tuple(map(size, mixer.state)) for mixer in hybrid(kind)[0].config.recurrent]
+    states = [layer for layer in long if isinstance(layer, State)]
+    assert [(jnp.shape(x.memory) if x.memory is not None else None, x.tail.shape) for x in states] == expected
     kept = [n for n in hybrid(kind)[0].config.recurrent[0].state if n is not None]
     assert [x.shape for x in jax.tree.leaves(long[0])] == [(B, heads, G, *rest) for heads, *rest in kept]
 
