@@ -176,6 +176,9 @@ class GRPOConfig(metaclass=ReadFirst):
 
     Token by token means: each in a state that is given. For whole completions the effect of a token on the states after
     it is missing, on-policy too; exact is `kl_placement="reward"` with the trajectory level."""
+    kl_correction_level: Literal["token", "importance_sampling_level"] = "token"
+    """The ratio of that correction where `importance_sampling_level` is "sequence": the token's own, or the sequence's
+    (TRL's value), with which the correction is biased. The other levels correct by their own ratio. Ours."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """In the loss, or in the advantages as −beta × the log-ratios from here to the end of the completion; there, with
     `importance_sampling_level="trajectory"`, the gradient is that of the KL of whole completions at any μ. Ours."""

@@ -97,7 +97,8 @@ SAME: dict[str, str] = {
     "entropy_target": "",
     "router_aux_loss_coef": "over the completions' tokens; TRL counts a prompt's tokens too, once for each completion",
     "beta": "at 0 no reference is kept, as in TRL",
-    "use_bias_correction_kl": "as in TRL; `kl_estimator` and `kl_placement` are ours",
+    "use_bias_correction_kl": "as in TRL, but at the sequence level by the token's ratio, which leaves no bias; TRL's "
+    'value: `kl_correction_level="importance_sampling_level"`. That, `kl_estimator` and `kl_placement` are ours',
     "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
     "ref_model_sync_steps": "",
     "ref_model_mixup_alpha": "",

@@ -169,6 +169,8 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
     """A line for each setting that differs and matters."""
     defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
+    if "kl_correction_level" not in saved["config"] and old["importance_sampling_level"] == "sequence":
+        old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
     for name in sorted({*old, *new} - _ASIDE):
         if old.get(name) == new.get(name) or (name in _ONE_WAY and _ONE_WAY[name](old[name], new[name])):
             continue

@@ -26,6 +26,7 @@ from grpo_jax.maths.surrogates import (
     clip_events,
     row_mean,
     row_sum,
+    token_ratio,
     vespo,
 )
 
@@ -109,14 +110,18 @@ def _near_the_sampler(
     return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
 
-def _kl_term(w: jax.Array, d: jax.Array, settings: LossSettings) -> jax.Array:
-    """What beta multiplies, per token, from the ratio w and d = l − l_ref."""
+def _kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
+    """The term per token that beta multiplies, from d = l − l_ref."""
+    w = tokens.ratio
     if settings.kl_placement == "reward":
         # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params, on the unclipped ratio.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
     k = ESTIMATORS[settings.kl_estimator](d)
     if not settings.use_bias_correction_kl:
         return k
+    if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
+        # The geometric mean of a completion's ratios is no importance weight, neither of a token nor of the whole.
+        w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
     # k1 and k3 need w in the gradient: under sg(w), k3's would be that of KL(π_ref‖π) again. k2 must not have it
     # there: differentiated, w·k2 follows E_π[d²/2], which is no KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
@@ -208,7 +213,7 @@ def grpo_loss_terms(
         d = l - _clean(sg(_like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
         token_sums["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
         if not _is_off(settings.beta):
-            sums["kl_in_loss"] = reduction(settings.beta * _kl_term(w, d, settings), mask, counts)
+            sums["kl_in_loss"] = reduction(settings.beta * _kl_term(tokens, d, settings), mask, counts)
             loss = loss + sums["kl_in_loss"]
 
     # Entropy term.
@@ -273,6 +278,7 @@ def grpo_loss(
     top_entropy_quantile: Scalar = 1.0,
     sampling_log_probs: jax.Array | None = None,
     off_policy_mask_threshold: Scalar | None = None,
+    kl_correction_level: str = "token",
     importance_weights: jax.Array | None = None,
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
@@ -323,7 +329,7 @@ def grpo_loss(
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: "k1", "k2" or "k3" of d.
       use_bias_correction_kl: whether the estimator is multiplied by w (k1, k3) or by sg(w) (k2); only for placement
-        "loss".
+        "loss". At the sequence level this w is what `kl_correction_level` says.
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which is the same as subtracting
         beta·Σ_{s≥t} d_s from the normalised advantages at the current params, without clipping.
       max_completion_length: tokens, constant of dr_grpo; None means T.
@@ -341,6 +347,9 @@ def grpo_loss(
       sampling_log_probs: [..., T] float, nats, of the sampler; for the off-policy mask only. None means old_log_probs,
         a NaN means "not scored".
       off_policy_mask_threshold: nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None keeps all.
+      kl_correction_level: the w of the KL correction at the sequence level: "token", exp(l − l_old), or
+        "importance_sampling_level", the ratio of the policy term (TRL's value). The other two levels correct by their
+        own ratio whatever it is.
       importance_weights: [...] or [..., T] float ≥ 0, weights for sampler against trainer; multiply p (in vespo they
         enter s). None means 1.
       num_rows: rows of the whole minibatch, if this call sees a part of it; None means those of this call.
@@ -378,8 +387,9 @@ def grpo_loss(
       after it, on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
       tests/test_enumeration.py. The last line is exact there, and pays with variance.
 
-      At the sequence level the correction uses the *sequence* ratio, as TRL does, and is biased for completions of more
-      than one token.
+      At the sequence level w is the token's own ratio in the correction. With
+      `kl_correction_level="importance_sampling_level"` it is the sequence's, as in TRL, and the correction is biased
+      for completions of more than one token.
 
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
@@ -416,6 +426,7 @@ def grpo_loss(
         vespo_lambda_neg=vespo_lambda_neg,
         top_entropy_quantile=top_entropy_quantile,
         off_policy_mask_threshold=off_policy_mask_threshold,
+        kl_correction_level=kl_correction_level,
     )
     loss, metrics = grpo_loss_terms(
         log_probs,

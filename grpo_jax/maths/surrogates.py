@@ -206,12 +206,14 @@ class LossSettings:
     vespo_lambda_neg: Scalar = 2.0
     top_entropy_quantile: Scalar = 1.0
     off_policy_mask_threshold: Scalar | None = None
+    kl_correction_level: str = "token"
 
     def __post_init__(self) -> None:
         choose("loss_type", self.loss_type, LOSS_TYPES)
         choose("importance_sampling_level", self.importance_sampling_level, RATIOS)
         choose("kl_estimator", self.kl_estimator, ESTIMATORS)
         choose("kl_placement", self.kl_placement, ("loss", "reward"))
+        choose("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
 
     @property
     def upper_epsilon(self) -> Scalar:

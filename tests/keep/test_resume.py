@@ -360,6 +360,18 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(("level", "refused"), [("token", False), ("sequence", True)])
+def test_a_run_that_could_not_choose_the_ratio_of_its_kl_had_that_of_the_level(level, refused):
+    saved = about(importance_sampling_level=level)
+    del saved["config"]["kl_correction_level"]
+    now = about(importance_sampling_level=level)
+    line = "kl_correction_level = 'token': the run has 'importance_sampling_level'"
+    assert differences(saved, now, step=4) == [line] * refused
+    same = about(importance_sampling_level=level, kl_correction_level="importance_sampling_level")
+    assert (differences(saved, same, step=4) == []) == refused
+
+
+@pytest.mark.quick
 def test_other_columns_of_the_same_prompts_are_told():
     """Reward functions read them; an object without a value of its own counts by its type."""
     rows = lambda *answers, image=None: [{"prompt": "p", "answer": x, "image": image or object()} for x in answers]

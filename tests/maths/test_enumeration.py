@@ -328,9 +328,10 @@ def test_token_level_with_kl_in_the_reward_is_full_on_policy_only(game, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_policy(game, estimator, old, dtype):
-    function = game.expected_loss(old, 1.0, importance_sampling_level="token", kl_estimator=estimator)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_policy(game, level, estimator, old, dtype):
+    function = game.expected_loss(old, 1.0, importance_sampling_level=level, kl_estimator=estimator)
     visits = np.exp(game.tokens(old))[:, 0]  # probability of the first token; each first action counted once below
 
     def states_of_old(params):
@@ -352,7 +353,8 @@ def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_pol
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 def test_sequence_level_correction_is_biased(game, old, dtype):
     """TRL's value, kept for parity: the geometric mean of the ratios in front of k3 is no importance weight."""
-    function = game.expected_loss(old, 1.0, importance_sampling_level="sequence")
+    level = {"importance_sampling_level": "sequence", "kl_correction_level": "importance_sampling_level"}
+    function = game.expected_loss(old, 1.0, **level)
     p_old, n = np.exp(game.total(old)), game.mask.sum(1)
 
     def weighted(params):

@@ -126,8 +126,11 @@ def numpy_loss(l, l0, c):
                     k[i][t] = v * sum(l0[i][s] - c.ref[i][s] for s in row if s >= t)
                 else:
                     k[i][t] = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[c.kl_estimator]
+                    u = v
+                    if c.importance_sampling_level == "sequence" and c.kl_correction_level == "token":
+                        u = np.exp(ratio_of(l, t))
                     if c.use_bias_correction_kl:
-                        k[i][t] = (v0 if c.kl_estimator == "k2" else v) * k[i][t]
+                        k[i][t] = (u.real if c.kl_estimator == "k2" else u) * k[i][t]
 
     R = c.R if c.num_rows is None else c.num_rows
     N = n_tokens if c.num_tokens is None else c.num_tokens
@@ -227,6 +230,7 @@ DEFAULTS = {
     "beta": 0.0,
     "kl_estimator": "k3",
     "use_bias_correction_kl": True,
+    "kl_correction_level": "token",
     "kl_placement": "loss",
     "max_completion_length": None,
     "normalizer": None,
@@ -262,6 +266,7 @@ SETTINGS = {
     "asymmetric clip": {"epsilon": 0.1, "epsilon_high": 0.35},
     "delta": {"delta": 1.4},
     "k3 corrected": {"beta": 0.3},
+    "k3 corrected as in TRL": {"beta": 0.3, "kl_correction_level": "importance_sampling_level"},
     "k3": {"beta": 0.3, "use_bias_correction_kl": False},
     "k2 corrected": {"beta": 0.3, "kl_estimator": "k2"},
     "k2": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
@@ -378,7 +383,7 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
         np.testing.assert_allclose(entropy_gradient, expected, atol=max(tolerance, 1e-11))
 
 
-LEVEL_MATTERS = ["plain", "one update", "delta", "k3 corrected", "kl in reward", "everything"]
+LEVEL_MATTERS = ["plain", "one update", "delta", "k3 corrected", "k3 corrected as in TRL", "kl in reward", "everything"]
 
 
 @pytest.mark.parametrize("loss_type", TYPES)

@@ -52,6 +52,7 @@ PROMISED = [
             "top_entropy_quantile": 1.0,
             "sampling_log_probs": None,
             "off_policy_mask_threshold": None,
+            "kl_correction_level": "token",
             "importance_weights": None,
         },
     ),
