@@ -165,8 +165,9 @@ class RewardFn(Protocol):
 
     It is called once a batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other column
     of the dataset under its own name; only those are passed that its signature takes. Each is a list with one entry a
-    completion, in prompt-major order (the G completions of the first prompt come first). It returns one float or None a
-    completion; None means "not scored" and is not a zero. It may be `async`.
+    completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays
+    in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns one float
+    or None a completion; None means "not scored" and is not a zero. It may be `async`.
     """
 
     def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
@@ -180,7 +181,7 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Begin, given the dataset's row; text that is returned is added to the prompt, the same for all of a group."""
+        """Begin, given a copy of the dataset's row; text that is returned is added to the prompt, equal in a group."""
         ...
 
     def respond(self, text: str) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.rewards.contract import EXTRAS, SAMPLED, arguments_of, function_name, is_async, select_inputs
+from grpo_jax.rewards.contract import EXTRAS, SAMPLED, arguments_of, function_name, is_async, own_copy, select_inputs
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Completions, Params, Prompts
 
@@ -45,7 +44,7 @@ class RolloutSampler:
         before = self._trainer.policy
         self._trainer.policy = before.replace(params=params)  # for this call: the run will consume these params
         try:
-            output = self._function([copy.deepcopy(self._texts[ids]) for ids in asked], self._trainer)
+            output = self._function([own_copy(self._texts[ids]) for ids in asked], self._trainer)
         finally:
             self._trainer.policy = before
         prompt_ids, found, log_probs = self._read(output, len(asked))

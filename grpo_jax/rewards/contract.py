@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import difflib
 import functools
@@ -90,7 +92,7 @@ class Extras:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Keep a value for each completion beside it, in `completions.jsonl`."""
-        self._columns[column] = list(values)
+        self._columns[column] = own_copy(list(values))
 
     def values(self) -> dict[str, list[float]]:
         """All numbers that were logged, by their names."""
@@ -247,13 +249,47 @@ def arguments_of(fn: Callable[..., Any]) -> dict[str, bool]:
     return named | dict(getattr(fn, "reward_arguments", {}))
 
 
+_UNCHANGEABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
+
+
+def own_copy(value: Any) -> Any:
+    """Copy what a row or a completion holds, for somebody who may change it: lists, dicts, sets and arrays, all deep.
+
+    Text and numbers stay as they are, and so does any other object: a callable, a client or a picture may be large, may
+    refuse to be copied, and may be one for all rows on purpose. An object that stands in two places becomes two.
+
+    Example:
+      >>> tests = [[1], [2]]
+      >>> first, second = own_copy([tests, tests])
+      >>> first[0].append(9), tests, second
+      (None, [[1], [2]], [[1], [2]])
+    """
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if isinstance(value, (list, dict)):
+        new: Any = copy.copy(value)  # which a subclass answers in its own way: a defaultdict stays one
+        items = value.values() if isinstance(value, dict) else value
+        if not _UNCHANGEABLE.issuperset(map(type, items)):  # a list of token ids is one step, and not one for each
+            for place, item in value.items() if isinstance(value, dict) else enumerate(value):
+                new[place] = own_copy(item)
+        return new
+    if isinstance(value, tuple):
+        copies = map(own_copy, value)
+        return kind._make(copies) if hasattr(kind, "_make") else kind(copies)
+    changeable = isinstance(value, (set, bytearray, collections.deque)) or hasattr(kind, "__array__")
+    return copy.deepcopy(value) if changeable else value
+
+
 def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> dict:
-    """Return the keywords to call a function with: fresh lists, so that no function can change another's."""
+    """Return the keywords to call a function with: `own_copy` of each, which the next function never sees."""
     named = arguments_of(fn)
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
     everything = _takes_everything(fn)
     chosen = {
-        name: list(values) for name, values in inputs.items() if name in named or (everything and name not in bound)
+        name: own_copy(list(values))
+        for name, values in inputs.items()
+        if name in named or (everything and name not in bound)
     }
     return chosen | {name: value for name, value in (extras or {}).items() if name in named}
 

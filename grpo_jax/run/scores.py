@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import compute_rewards, reward_stats
-from grpo_jax.rewards.contract import Extras, reward_names
+from grpo_jax.rewards.contract import Extras, own_copy, reward_names
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
@@ -93,7 +93,7 @@ def completion_rows(scores: Scores, names: Sequence[str], sampled: Sampled, **mo
     return [
         {
             **scores.extras[i],
-            "prompt": rows[i // g]["prompt"],
+            "prompt": own_copy(rows[i // g]["prompt"]),
             "completion": text,
             **({} if episodes is None else {"turns": who(episodes[i].turns)}),
             "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
-from grpo_jax.rewards.contract import describe_fault, short
+from grpo_jax.rewards.contract import describe_fault, own_copy, short
 from grpo_jax.rewards.instances import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
@@ -197,7 +197,7 @@ class Episode:
             return
         self.tools = {**self._setting.tools, **environment_tools(self.environment)}
         if hasattr(self.environment, "reset"):
-            _, opening = self._guarded("reset", self.environment.reset, **row)
+            _, opening = self._guarded("reset", self.environment.reset, **own_copy(row))
             self.opening = "" if opening is None else as_text(opening)
 
     def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
@@ -369,7 +369,7 @@ class Episodes:
           ValueError: the completions of one prompt were told different things: they are one group.
         """
         group = self._group
-        list(self._pool.map(lambda i: self.all[i].reset(dict(rows[i // group])), self._places))
+        list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._places))
         own = [self._opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
         told = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
         prompts = itertools.chain.from_iterable(gather_objects(told))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from grpo_jax.config.fields import raise_all, show
+from grpo_jax.rewards.contract import own_copy
 from grpo_jax.rewards.instances import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
 
@@ -199,7 +200,7 @@ def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
       arguments: of a parsed call: a dict, JSON text of an object (as some templates write it), or None for no argument.
 
     Returns:
-      A dict, fresh; or a text.
+      A dict that shares nothing with `arguments`, which the conversation keeps; or a text.
 
     Example:
       >>> schema = {"function": {"parameters": {"properties": {"word": {"type": "string"}}, "required": ["word"]}}}
@@ -222,7 +223,7 @@ def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
     if len(problems) > 5:
         problems = [*problems[:5], f"{len(problems) - 5} more unknown arguments"]
     problems += [f"missing argument {name!r}" for name in required if name not in arguments]
-    return f"{tool.name}: {'; '.join(problems)}" if problems else dict(arguments)
+    return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(dict(arguments))
 
 
 def _suggested(name: Any, known: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Calling reward functions: who gets which argument, and nothing that comes back is taken on trust."""
 
 import asyncio
+import collections
 import functools
 import pickle
 import threading
@@ -14,7 +15,16 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards.calls import compute_rewards, means_of
-from grpo_jax.rewards.contract import EXTRAS, Extras, RewardError, TrainerState, check_reward_fns, reward_names
+from grpo_jax.rewards.combine import gated, weighted
+from grpo_jax.rewards.contract import (
+    EXTRAS,
+    Extras,
+    RewardError,
+    TrainerState,
+    check_reward_fns,
+    own_copy,
+    reward_names,
+)
 
 B, G = 2, 3
 N = B * G
@@ -169,6 +179,93 @@ def test_a_function_that_changes_its_lists_changes_nobody_elses():
     assert rewards[..., 1].sum() == 21
     assert len(COMPLETIONS) == N
     assert len(COLUMNS["answer"]) == N
+
+
+def takes_all(completions, tests):
+    """The number of tests, all of which are taken out of the list."""
+    return [float(len([one.pop() for _ in list(one)])) for one in tests]
+
+
+@pytest.mark.quick
+def test_each_completion_and_each_function_has_objects_of_its_own():
+    """A row's list is one object for its whole group, and for every epoch."""
+
+    def edits(prompts, completions, info):
+        for prompt, completion, one in zip(prompts, completions, info, strict=True):
+            prompt.append({"role": "user", "content": "more"})
+            completion[0]["content"] = "nothing"
+            one["limits"]["seconds"] += 1
+            one["grid"][0] = 9
+        return [float(one["limits"]["seconds"] + one["grid"][0]) for one in info]
+
+    def said(prompts, completions):
+        return [
+            len(prompt) + len(completion[0]["content"]) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def rows():
+        prompt = [{"role": "user", "content": "Sort."}]
+        return prompt, [1, 2, 3], {"limits": {"seconds": 1}, "grid": np.zeros(2)}
+
+    prompt, tests, info = rows()
+    inputs = {
+        "prompts": [prompt] * 4,
+        "completion_ids": [[1]] * 4,
+        "columns": {"tests": [tests] * 4, "info": [info] * 4},
+    }
+    completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
+    for _ in range(2):
+        rewards, _ = compute_rewards(
+            [takes_all, edits, said], completions=completions, num_generations=4, on_error="raise", **inputs
+        )
+        np.testing.assert_array_equal(rewards[0].T, [[3, 3, 3, 3], [11, 11, 11, 11], [2, 3, 4, 5]])
+    assert (prompt, tests) == rows()[:2]
+    assert (info["limits"], info["grid"].tolist()) == ({"seconds": 1}, [0, 0])
+    assert [completion[0]["content"] for completion in completions] == ["a", "bb", "ccc", "dddd"]
+
+
+@pytest.mark.quick
+def test_a_function_behind_a_gate_sees_what_the_gate_has_not_changed():
+    columns = {"tests": [[1, 2], [1, 2], [1, 2], [], [1], [1]]}
+    rewards, _ = score(gated(takes_all, weighted(takes_all, 2.0)), columns=columns)
+    assert rewards.ravel().tolist() == [4, 4, 4, 0, 2, 2]
+
+
+@pytest.mark.quick
+def test_a_copy_shares_nothing_that_can_be_changed():
+    class Client:
+        def __deepcopy__(self, memo):
+            raise TypeError("a client is no data")
+
+    Point, client, lock = collections.namedtuple("Point", "x y"), Client(), threading.Lock()
+    value = {
+        "nested": [{"deep": [1, (2, [3])]}],
+        "set": {1},
+        "bytes": bytearray(b"a"),
+        "default": collections.defaultdict(list, a=[1]),
+        "queue": collections.deque([[1]]),
+        "point": Point([1], 2),
+        "array": np.array([1.0]),
+    }
+    copied = own_copy(value)
+    expected = repr(value)
+    assert repr(copied) == expected
+    assert type(copied["point"]) is Point
+    copied["default"]["new"].append(1), copied["default"]["a"].append(1)
+    copied["nested"][0]["deep"][1][1].append(4), copied["queue"][0].append(1), copied["point"].x.append(1)
+    copied["set"].add(2), copied["bytes"].extend(b"b")
+    copied["array"] += 1
+    assert repr(value) == expected
+    others = [client, lock, len, Client, jnp.ones(1).dtype]
+    assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
+
+
+@pytest.mark.quick
+def test_what_is_logged_beside_a_completion_is_what_it_was():
+    extras, seen = Extras(), [[1], [2]]
+    extras.log_extra("seen", seen)
+    seen[0].append(2)
+    assert extras.rows(2) == [{"seen": [1]}, {"seen": [2]}]
 
 
 @pytest.mark.quick

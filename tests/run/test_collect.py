@@ -195,6 +195,22 @@ def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
 
 
 @pytest.mark.quick
+def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
+    """So a run that goes on in the middle of an epoch, whose rows are read anew, goes on with the same rewards."""
+
+    def tries(tests):
+        return [float(len([one.pop() for _ in list(one)])) for one in tests]
+
+    rows = [{"prompt": text, "tests": [1] * n} for n, text in enumerate(["ab", "c", "def", "gh"], start=1)]
+    settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
+    run = prepare(POLICY, rows, tries, GRPOConfig(shuffle_dataset=False, **settings))
+    for epoch in range(2):
+        rewards = [row["rewards"]["tries"] for row in collected(run, cursor=4 * epoch).rows]
+        assert rewards == [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4
+    assert [len(row["tests"]) for row in rows] == [1, 2, 3, 4], "the caller's rows too"
+
+
+@pytest.mark.quick
 def test_scores_that_are_missing_leave_the_mean_alone():
     def half(completions):
         return [None if i % 2 else float(i) for i in range(len(completions))]

@@ -389,6 +389,33 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
 
 
 @pytest.mark.quick
+def test_each_episode_has_a_row_of_its_own():
+    """What an environment removes from what `reset` gave it is there for the next one, and for the caller."""
+
+    class Deck:
+        def reset(self, cards, **row):
+            self.cards = cards
+            return f"{len(cards)} cards. "
+
+        def respond(self, text):
+            self.cards.pop()
+            return None
+
+        def get_reward(self):
+            return float(len(self.cards))
+
+    rows = [{"prompt": "play: ", "cards": ["a", "b", "c"]}]
+    turn = np.append(ids(tiny_tokenizer(), "go"), 1)
+    for _ in range(2):
+        with Episodes(setting_of(Deck, rows=rows), rows, 3, [0]) as episodes:
+            assert episodes.reset(rows)[0]["prompt"] == "play: 3 cards. "
+            for episode in episodes.all:
+                episode.answer(turn, 100)
+            assert [episode.reward() for episode in episodes.all] == [2.0, 2.0, 2.0]
+    assert rows[0]["cards"] == ["a", "b", "c"]
+
+
+@pytest.mark.quick
 def test_in_a_conversation_it_ends_the_users_last_message():
     class Opens:
         def reset(self, **row):

@@ -254,6 +254,10 @@ def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
 def test_bound_arguments_are_a_fresh_dict_and_a_text_stays_short():
     arguments = {"a": 1}
     assert bind_arguments(TOOL, arguments) is not arguments
+    nested = {"a": [1, {"b": 2}]}
+    bound = bind_arguments(TOOL, nested)
+    bound["a"].pop()["b"] = 3
+    assert nested == {"a": [1, {"b": 2}]}, "the conversation tells of the call as it was made"
     many = bind_arguments(TOOL, {f"{n}" * 300: n for n in range(1000)})
     assert many.endswith("995 more unknown arguments; missing argument 'a'")
     assert len(many) < 1000
