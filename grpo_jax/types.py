@@ -19,7 +19,7 @@ reduction over a group and cannot mix prompts. Tokens are right-padded with leng
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import flax.struct
@@ -28,6 +28,9 @@ import jax.numpy as jnp
 
 Params = Any
 """A pytree of arrays: nested dicts for the models of this package."""
+
+Json = Mapping[str, Any]
+"""A JSON object, such as the content of a config.json."""
 
 
 class Prompts(flax.struct.PyTreeNode):

@@ -8,14 +8,13 @@ Two questions are answered here, both without touching a file: which `Transforme
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from grpo_jax.hub.gemma4 import GEMMA4, gemma4
 from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
     Family,
+    Fields,
     Keys,
     activation_of,
     all_windows,
@@ -26,6 +25,7 @@ from grpo_jax.hub.keys import (
 )
 from grpo_jax.hub.seeing import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
@@ -35,7 +35,7 @@ def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
     return windows if on else None
 
 
-def _smollm3(keys: Keys) -> dict[str, Any]:
+def _smollm3(keys: Keys) -> Fields:
     layers, rotary = keys["num_hidden_layers"], keys["no_rope_layers"]
     if rotary is None:  # The key names its opposite: 1 is a layer with rotary embedding.
         rotary = [(i + 1) % keys["no_rope_layer_interval"] != 0 for i in range(layers)]
@@ -51,8 +51,8 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: Keys) -> dict[str, Any]:
-    """What both Gemmas share: sandwich norms around zero, scaled embeddings, a query scale of its own."""
+def _gemma(keys: Keys) -> Fields:
+    """Fields that both Gemmas share: sandwich norms around zero, scaled embeddings, a query scale of its own."""
     return {
         **biases_of(keys),
         "norms": "sandwich",
@@ -64,7 +64,7 @@ def _gemma(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _gemma2(keys: Keys) -> dict[str, Any]:
+def _gemma2(keys: Keys) -> Fields:
     return {
         **_gemma(keys),
         "attention_soft_cap": keys["attn_logit_softcapping"],
@@ -72,7 +72,7 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: Keys) -> dict[str, Any]:
+def _gemma3(keys: Keys) -> Fields:
     return {
         **_gemma(keys),
         "qk_norm": "head",
@@ -81,13 +81,13 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _glm4(keys: Keys) -> dict[str, Any]:
-    given = keys["rope_parameters"] or keys["rope_scaling"] or {}
-    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+def _glm4(keys: Keys) -> Fields:
+    rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
     return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": dataclasses.replace(rope, pairs=True)}
 
 
-def _granite(keys: Keys) -> dict[str, Any]:
+def _granite(keys: Keys) -> Fields:
     return {
         **biases_of(keys),
         "mlp_bias": keys["mlp_bias"],
@@ -98,21 +98,21 @@ def _granite(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _ministral3(keys: Keys) -> dict[str, Any]:
-    given = keys["rope_parameters"] or {}
-    growth = tuple(given.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+def _ministral3(keys: Keys) -> Fields:
+    rotary = keys["rope_parameters"] or {}
+    growth = tuple(rotary.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     numbers = [x for x in growth if isinstance(x, int | float) and x > 0]
     if len(numbers) < 2:
         name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
         raise keys.refuse(name, growth, "two positive numbers")
-    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
     return {
         "windows": all_windows(keys),
         "rope": dataclasses.replace(rope, growth=(float(numbers[0]), int(numbers[1]))),
     }
 
 
-def _olmo3(keys: Keys) -> dict[str, Any]:
+def _olmo3(keys: Keys) -> Fields:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
         # transformers takes the given base for full attention, and 500000 where a layer slides.
@@ -126,7 +126,7 @@ def _olmo3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _mixture(keys: Keys, experts: int, size: int) -> dict[str, Any]:
+def _mixture(keys: Keys, experts: int, size: int) -> Fields:
     chosen = keys["num_experts_per_tok"]
     if not 1 <= chosen <= experts:
         raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
@@ -138,7 +138,7 @@ def _mixture(keys: Keys, experts: int, size: int) -> dict[str, Any]:
     }
 
 
-def _qwen_experts(keys: Keys) -> dict[str, Any]:
+def _qwen_experts(keys: Keys) -> Fields:
     layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
     experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
     return {
@@ -148,25 +148,25 @@ def _qwen_experts(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+def _qwen3_moe(keys: Keys) -> Fields:
     windows = all_windows(keys) if keys["use_sliding_window"] else None
     return {**biases_of(keys), **_qwen_experts(keys), "qk_norm": "head", "windows": windows}
 
 
-def _sparse_hybrid(keys: Keys) -> dict[str, Any]:
+def _sparse_hybrid(keys: Keys) -> Fields:
     return {**hybrid(keys), **_qwen_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
 
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    given = keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE
+def _gpt_oss(keys: Keys) -> Fields:
+    rotary = keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE
     return {
         **biases_of(keys),
         "attention_sinks": True,
         "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
-        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **given}),
+        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary}),
         **_mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
         "expert_layers": (True,) * keys["num_hidden_layers"],
         "expert_bias": True,
@@ -328,7 +328,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(raw: Mapping[str, Any]) -> Family:
+def family_of(raw: Json) -> Family:
     """The row of `FAMILIES` for a config.json, or for the language model in it.
 
     An architecture without a row is an error that lists those with one.
@@ -341,7 +341,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     return FAMILIES[names[0]]
 
 
-def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> TransformerConfig:
+def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
     """The decoder that a config.json describes.
 
     Args:
@@ -376,7 +376,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
     kv_heads = keys["num_key_value_heads"] or heads
     if heads % kv_heads:
         raise keys.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "vocab_size": keys["vocab_size"],
         "hidden_size": keys["hidden_size"],
         "intermediate_size": keys["intermediate_size"],
@@ -394,6 +394,6 @@ def read_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> Transforme
     if "activation" not in fields:
         fields["activation"] = activation_of(keys, "hidden_act")
     if "rope" not in fields:
-        given = keys["rope_parameters"] or keys["rope_scaling"] or {}
-        fields["rope"] = rope_of(keys, {"rope_theta": keys["rope_theta"], **given})
+        rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
+        fields["rope"] = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
     return TransformerConfig(**fields)

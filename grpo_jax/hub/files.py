@@ -8,12 +8,14 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+
+from grpo_jax.types import Json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -55,6 +57,7 @@ READ = ("F32", "F16", "BF16")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -63,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Json) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -88,6 +91,23 @@ class StoredTensor:
         size = math.prod(self.shape) * self.dtype.itemsize
         data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
         return data.view(self.dtype).reshape(self.shape)
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint whose rows can be read: a `StoredTensor`, or several that stand for one."""
+
+    @property
+    def file(self) -> Path: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Rows first..first+count-1."""
+        ...
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
@@ -126,13 +146,12 @@ def _name_of(dtype: np.dtype) -> str:
     return next(name for name, known in STORED.items() if known == dtype)
 
 
-def check_read(stored: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError if one of the named tensors is stored in what is not read as a parameter."""
-    for name in names:
-        if stored[name].dtype not in [STORED[dtype] for dtype in READ]:
+def check_read(stored: Mapping[str, Stored]) -> None:
+    """Raise ValueError if one of the tensors is stored in a dtype that is not read as a parameter."""
+    for name, tensor in stored.items():
+        if tensor.dtype not in [STORED[dtype] for dtype in READ]:
             raise ValueError(
-                f"{stored[name].file}: tensor {name!r} is stored as {_name_of(stored[name].dtype)}, which is not "
-                f"supported; "
+                f"{tensor.file}: tensor {name!r} is stored as {_name_of(tensor.dtype)}, which is not supported; "
                 f"supported: {', '.join(READ)}."
             )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from grpo_jax.hub.keys import Fields, Keys, activation_of, biases_of, two_ropes, windows_of
+from grpo_jax.types import Json
 
-from grpo_jax.hub.keys import Keys, activation_of, biases_of, two_ropes, windows_of
-
-GEMMA4: dict[str, Any] = {
+GEMMA4: Json = {
     "defaults": {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
@@ -38,10 +37,10 @@ GEMMA4: dict[str, Any] = {
     # Files also hold what layers over the keys and values of others do not use.
     "spare": (r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
 }
-"""What the row of `families.FAMILIES` says, but for names and fields."""
+"""Arguments of `Family` for Gemma 4, but for `model_type` and `fields`."""
 
 
-def gemma4(keys: Keys) -> dict[str, Any]:
+def gemma4(keys: Keys) -> Fields:
     """The fields in which the family differs from Llama."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
@@ -49,8 +48,8 @@ def gemma4(keys: Keys) -> dict[str, Any]:
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0
     if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
-        given = keys["vocab_size_per_layer_input"]
-        raise keys.refuse("vocab_size_per_layer_input", given, f"vocab_size = {keys['vocab_size']}")
+        size = keys["vocab_size_per_layer_input"]
+        raise keys.refuse("vocab_size_per_layer_input", size, f"vocab_size = {keys['vocab_size']}")
     return {
         **biases_of(keys),
         **_ropes(keys),
@@ -85,17 +84,17 @@ def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
     """Key heads, and the width of a head, of the layers of full attention."""
     heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
-    given = keys["per_layer_config"]
-    if given is None:
+    per_layer = keys["per_layer_config"]
+    if per_layer is None:
         of_keys = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         found = (of_keys or usual[0], keys["global_head_dim"])
     else:  # as transformers writes it
-        names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in given.items()}
+        names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in per_layer.items()}
         each = [(of.get(str(i)) or {}, window is None) for i, window in enumerate(windows)]
         full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, whole in each if whole}
         if len(full) > 1 or any(set(x) - set(names if whole else ()) for x, whole in each):
             wanted = f"{names[0]!r} and {names[1]!r}, the same for every layer of full attention and for no other"
-            raise keys.refuse("per_layer_config", given, wanted)
+            raise keys.refuse("per_layer_config", per_layer, wanted)
         found = full.pop()
     if not all(isinstance(x, int) and x > 0 for x in found) or heads % found[0]:
         both = "(num_global_key_value_heads, global_head_dim)"
@@ -103,15 +102,15 @@ def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
     return found
 
 
-def _ropes(keys: Keys) -> dict[str, Any]:
+def _ropes(keys: Keys) -> Fields:
     for kind in ("full_attention", "sliding_attention"):
-        given = (keys["rope_parameters"] or {}).get(kind)
-        if not given or "rope_theta" not in given:
-            raise keys.refuse(f"rope_parameters.{kind}", given, "a rotary embedding with 'rope_theta'")
+        rotary = (keys["rope_parameters"] or {}).get(kind)
+        if not rotary or "rope_theta" not in rotary:
+            raise keys.refuse(f"rope_parameters.{kind}", rotary, "a rotary embedding with 'rope_theta'")
     return two_ropes(keys, 0.0)
 
 
-def _experts(keys: Keys) -> dict[str, Any]:
+def _experts(keys: Keys) -> Fields:
     if not keys["enable_moe_block"]:
         return {}
     experts, chosen, size = (keys[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from grpo_jax.hub.files import (
     stored_tensors,
     write_json,
 )
-from grpo_jax.hub.mxfp4 import Source, unpacked, without_mxfp4
+from grpo_jax.hub.mxfp4 import unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.seeing import sees
@@ -42,6 +42,7 @@ from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Json
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
@@ -106,11 +107,11 @@ def from_pretrained(
             raise ValueError(f"{argument} is {value!r}{reason}.")
     check_method(quantize, quantize_embeddings)
     directory = find_checkpoint(name_or_directory, revision=revision)
-    raw = read_json(directory / "config.json")
+    raw: Json | None = read_json(directory / "config.json")
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
     config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
-    stored = unpacked(find_nf4(stored_tensors(directory)))
+    stored = find_nf4(unpacked(stored_tensors(directory)))
     if sees(raw):
         raw = _with_head(raw, stored)
         config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
@@ -219,7 +220,7 @@ def _check_plain(policy: Policy) -> None:
         raise ValueError("policy.beside is empty: load what a model sees by from `from_pretrained`.")
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _with_dtype(config: Json, dtype: str) -> Json:
     """A config.json that names the dtype of the weights, also that of the language model in it."""
     named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     inner = dict(config.get("text_config") or {})
@@ -227,7 +228,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return named | ({"text_config": inner} if inner else {})
 
 
-def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], Any]) -> np.ndarray:
+def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
     """The array of one tensor of a checkpoint, from the parameters by path; on the host, contiguous."""
     parts = []
     for part in tensor.parts:
@@ -329,7 +330,7 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _with_head(raw: dict[str, Any], stored: Mapping[str, Source]) -> dict[str, Any]:
+def _with_head(raw: Json, stored: Collection[str]) -> Json:
     """The config of a model that sees, with a word on whether its head is its embedding: else the checkpoint says."""
     said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
     tied = next((x for x in said if x is not None), not any(head + "weight" in stored for _, head in LAYOUTS))

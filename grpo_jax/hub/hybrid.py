@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from grpo_jax.hub.keys import Fields, Keys, biases_of
 from grpo_jax.models.layers import ConvShape, DeltaShape
+from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
 """Names of `layer_types` in a config.json, and ours."""
 
 
-QWEN3_5: dict[str, Any] = {
+QWEN3_5: Json = {
     "defaults": {
         "head_dim": 256,
         "num_key_value_heads": 4,
@@ -26,7 +26,7 @@ QWEN3_5: dict[str, Any] = {
     "spare": (r"mtp\..*",),  # heads that guess several tokens at once
 }
 
-_SPARSE: dict[str, Any] = {
+_SPARSE: Json = {
     **QWEN3_5["defaults"],
     "num_key_value_heads": 2,
     "num_local_experts": None,
@@ -38,18 +38,18 @@ _SPARSE: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
 }
 
-QWEN3_NEXT: dict[str, Any] = {
+QWEN3_NEXT: Json = {
     **QWEN3_5,
     "defaults": {**_SPARSE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
 }
 
-QWEN3_5_MOE: dict[str, Any] = {
+QWEN3_5_MOE: Json = {
     **QWEN3_5,
     # No layer has a dense MLP.
     "defaults": {**_SPARSE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
     "only": {**QWEN3_5["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
-LFM2: dict[str, Any] = {
+LFM2: Json = {
     "defaults": {
         "intermediate_size": 12288,
         "num_key_value_heads": 8,
@@ -82,17 +82,16 @@ LFM2: dict[str, Any] = {
         "conv1d_bias": "conv.bias",
     },
 }
-"""What the rows of `families.FAMILIES` say, but for names and fields."""
+"""Arguments of `Family` for the recurrent families, but for `model_type` and `fields`."""
 
 
-def hybrid(keys: Any) -> dict[str, Any]:
-    """What Qwen3.5 and Qwen3-Next share: gated delta nets between layers of gated attention, norms around zero."""
+def hybrid(keys: Keys) -> Fields:
+    """Fields that Qwen3.5 and Qwen3-Next share: delta nets between layers of gated attention, norms around zero."""
     layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
-    biases = {"qkv_bias": keys["attention_bias"], "o_bias": keys["attention_bias"]}
-    return {**biases, **layers, "qk_norm": "head", "norm_offset": 1.0}
+    return {**biases_of(keys), **layers, "qk_norm": "head", "norm_offset": 1.0}
 
 
-def lfm2(keys: Any) -> dict[str, Any]:
+def lfm2(keys: Keys) -> Fields:
     """Gated short convolutions between layers of attention, and an MLP whose width is worked out from the config."""
     layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
     if not isinstance(kernel, int) or kernel < 2:
@@ -110,7 +109,7 @@ def lfm2(keys: Any) -> dict[str, Any]:
     }
 
 
-def _adjusted_size(keys: Any) -> int:
+def _adjusted_size(keys: Keys) -> int:
     """Width of LFM2's MLP: two thirds of what the config says, times a factor, up to the next multiple."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
@@ -120,22 +119,22 @@ def _adjusted_size(keys: Any) -> int:
     return size if factor is None else -(-int(factor * size) // multiple) * multiple
 
 
-def full_attention_last(keys: Any) -> tuple[str, ...]:
-    """What mixes the tokens of each layer: `layer_types` if the config lists them, else attention in each n-th."""
+def full_attention_last(keys: Keys) -> tuple[str, ...]:
+    """The mixer of each layer: `layer_types` if the config lists them, else attention in each n-th layer."""
     every = keys["full_attention_interval"]
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
     return _mixers(keys, types, "linear_attention")
 
 
-def _mixers(keys: Any, types: list[str], recurrent: str) -> tuple[str, ...]:
-    """What mixes the tokens of each layer: by `layer_types` if the config lists them, else by the types given."""
+def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
+    """The mixer of each layer: by `layer_types` if the config lists them, else by `types`."""
     types, known = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
     if len(types) != keys["num_hidden_layers"] or set(types) - set(known):
         raise keys.refuse("layer_types", types, f"one of {', '.join(map(repr, known))} for each layer")
     return tuple(MIXERS[kind] for kind in types)
 
 
-def delta_nets(keys: Any) -> DeltaShape:
+def delta_nets(keys: Keys) -> DeltaShape:
     """The shape of a config's gated delta nets."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {name: keys[f"linear_{name}"] for name in names}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax.models.rope import Rope
+from grpo_jax.types import Json
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -48,6 +49,9 @@ PARTIAL_ROTARY = (
 """Families that rotate a part of a head only."""
 
 
+Fields = dict[str, Any]
+"""Fields of a `TransformerConfig`, by name."""
+
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -77,7 +81,7 @@ _DEFAULTS = {
 class Keys:
     """A config.json with the defaults of its family; a key that is in neither is an error that names it."""
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
+    def __init__(self, raw: Json, defaults: Json):
         self.raw = raw
         self.defaults = {**_DEFAULTS, **defaults}
 
@@ -92,14 +96,14 @@ class Keys:
     def architecture(self) -> str:
         return self.raw["architectures"][0]
 
-    def refuse(self, key: str, value: Any, supported: str) -> ValueError:
+    def refuse(self, key: str, value: object, supported: str) -> ValueError:
         """The error for a value that the decoder has no switch for."""
         return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What one architecture sets.
+    """A row of `families.FAMILIES`: how one architecture reads its config.json and names its tensors.
 
     Attributes:
       model_type: as in config.json.
@@ -115,9 +119,9 @@ class Family:
     """
 
     model_type: str
-    fields: Callable[[Keys], dict[str, Any]]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Callable[[Keys], Fields]
+    defaults: Json = dataclasses.field(default_factory=dict)
+    only: Json = dataclasses.field(default_factory=dict)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked: str = ""
@@ -152,7 +156,7 @@ def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
     return (check_window(keys),) * keys["num_hidden_layers"]
 
 
-def biases_of(keys: Keys) -> dict[str, Any]:
+def biases_of(keys: Keys) -> Fields:
     return {"qkv_bias": keys["attention_bias"], "o_bias": keys["attention_bias"]}
 
 
@@ -162,17 +166,17 @@ def activation_of(keys: Keys, key: str) -> str:
     return ACTIVATIONS[keys[key]]
 
 
-def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
+def rope_of(keys: Keys, rotary: Json) -> Rope:
     """A rotary embedding from `rope_parameters`, or from the older `rope_theta` beside `rope_scaling`."""
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
         kind = "longrope"  # What early Phi-3 files called it.
     if kind not in ROPE_NUMBERS:
         raise keys.refuse(f"{where}.rope_type", kind, ", ".join(ROPE_NUMBERS))
     numbers = {}
     for name, default in ROPE_NUMBERS[kind].items():
-        value = given.get(name)
+        value = rotary.get(name)
         value = default if value is None else value
         if value is ...:
             raise ValueError(f"config key '{where}.{name}' is missing; rope_type {kind!r} needs it.")
@@ -181,9 +185,9 @@ def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
         numbers["max_position_embeddings"] = keys["max_position_embeddings"]
     if kind in ("llama3", "yarn", "longrope"):
         # Phi-3 keeps the number beside the scaling, the others in it; either may be left out.
-        original = keys["original_max_position_embeddings"] or given.get("original_max_position_embeddings")
+        original = keys["original_max_position_embeddings"] or rotary.get("original_max_position_embeddings")
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
-    fraction = given.get("partial_rotary_factor")
+    fraction = rotary.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
     if kind == "proportional":  # of the frequencies, and not of the head
         numbers["partial_rotary_factor"], fraction = fraction, 1.0
@@ -191,11 +195,11 @@ def rope_of(keys: Keys, given: Mapping[str, Any]) -> Rope:
         # transformers would ignore it in the other families.
         raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")
     return Rope(
-        theta=float(given["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
+        theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
     )
 
 
-def two_ropes(keys: Keys, local_theta: float) -> dict[str, Any]:
+def two_ropes(keys: Keys, local_theta: float) -> Fields:
     """The rotary embeddings of full attention, where a scaling applies, and of the layers with a window."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.hub.files import StoredTensor
+from grpo_jax.types import Json
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-"""What four bits mean: a sign, two bits of exponent, one of mantissa."""
+"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
 
 _PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
@@ -69,19 +69,15 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
 
 
-Source = Any
-"""What rows of a parameter are read from: a `StoredTensor`, a `BlockTensor`, or another kind of quantized tensor."""
-
-
-def without_mxfp4(raw: Mapping[str, Any]) -> dict[str, Any]:
+def without_mxfp4(raw: Json) -> Json:
     """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
     quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
 
 
-def unpacked(stored: Mapping[str, Source]) -> dict[str, Source]:
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | BlockTensor]:
     """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
-    tensors: dict[str, Source] = dict(stored)
+    tensors: dict[str, StoredTensor | BlockTensor] = dict(stored)
     for name in stored:
         stem = name.removesuffix("_blocks")
         if stem != name and f"{stem}_scales" in stored:

@@ -212,7 +212,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     power = 0.5 if config.get("use_rslora") else 1.0
     scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
-    check_read(stored, stored)
+    check_read(stored)
     adapters: dict[tuple[str, ...], Any] = {}
     for tensor in tensor_plan(policy.config, policy.model.config):
         module = tensor.name.removesuffix(".weight")

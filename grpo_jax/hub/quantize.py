@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.hub.files import StoredTensor, some
+from grpo_jax.hub.files import Stored, some
 from grpo_jax.hub.tensors import Part
 from grpo_jax.models.quantized import NESTED_BLOCK, NF4, Quantized
+from grpo_jax.types import Json
 
 METHODS = ("nf4", "int8")
-"""What `quantize` may be."""
+"""Values of `quantize`."""
 
 BLOCK = 64
 """Weights of one scale in NF4."""
@@ -30,8 +31,21 @@ CHUNK = 1 << 20
 _STATE = ".quant_state.bitsandbytes__nf4"
 _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
 
-Source = tuple[Any, int, Part]
-"""A stored tensor, the row in it where a parameter begins, and the part of the parameter that its rows are."""
+Leaf = TypeVar("Leaf")
+
+
+class Source(NamedTuple):
+    """Where a part of a parameter is stored.
+
+    Attributes:
+      tensor: the stored tensor.
+      first: the row in it where the part begins.
+      part: the part of the parameter.
+    """
+
+    tensor: Stored | Nf4Tensor
+    first: int
+    part: Part
 
 
 class Quantization(NamedTuple):
@@ -89,20 +103,21 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
     return path[0].startswith("layers_") and len(shape) > 1 and named and "router" not in path
 
 
-def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Any) -> Quantized:
-    """What `read_quantized` returns, made of `leaf(shape, dtype)`, such as `jax.ShapeDtypeStruct`."""
+def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
+    """A `Quantized` like that of `read_quantized`, of leaves `leaf(shape, dtype)`, such as `jax.ShapeDtypeStruct`."""
     *lead, fan_in, fan_out = shape
-    how: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
     rows = (*lead, fan_out)
     if method == "int8":
-        return Quantized(leaf((*rows, fan_in), np.int8), leaf((*rows, 1), np.float32), block=fan_in, **how)
+        codes, scales = leaf((*rows, fan_in), np.int8), leaf((*rows, 1), np.float32)
+        return Quantized(codes, scales, shape=tuple(shape), block=fan_in, dtype=dtype)
     size = math.prod(shape)
     whole = fan_in % BLOCK == 0
-    codes = (*rows, fan_in // 2) if whole else (-(-size // 2),)
+    packed = (*rows, fan_in // 2) if whole else (-(-size // 2),)
     blocks = (*rows, fan_in // BLOCK) if whole else (-(-size // BLOCK),)
     outer = -(-math.prod(blocks) // NESTED_BLOCK)
     nested = tuple(leaf((n,), np.float32) for n in (256, outer, 1))
-    return Quantized(leaf(codes, np.uint8), leaf(blocks, np.uint8), nested, block=BLOCK, **how)
+    codes, scales = leaf(packed, np.uint8), leaf(blocks, np.uint8)
+    return Quantized(codes, scales, nested, shape=tuple(shape), block=BLOCK, dtype=dtype)
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
@@ -116,12 +131,12 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     if method == "nf4" and held.scales.ndim == 1:
-        whole = np.concatenate([_rows(source, 0, source[2].rows).ravel() for source in sources])
+        whole = np.concatenate([_rows(source, 0, source.part.rows).ravel() for source in sources])
         held.codes[:], absmax = _nf4_codes(whole)
     else:
         absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
         for source in sources:
-            _, _, part = source
+            part = source.part
             codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
             step = max(1, CHUNK // part.shape[0])
             for start in range(0, part.rows, step):
@@ -136,8 +151,8 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
 
 def _rows(source: Source, start: int, count: int) -> np.ndarray:
     """Some rows of a parameter's part, float32."""
-    tensor, first, _ = source
-    return tensor.rows(first + start, count).astype(np.float32)
+    assert not isinstance(source.tensor, Nf4Tensor), "refused by check_sources"
+    return source.tensor.rows(source.first + start, count).astype(np.float32)
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -188,8 +203,8 @@ class Nf4Tensor:
 
     name: str
     shape: tuple[int, ...]
-    state: Mapping[str, Any]
-    parts: Mapping[str, StoredTensor]
+    state: Json
+    parts: Mapping[str, Stored]
 
     def codes(self) -> np.ndarray:
         """Packed codes, in one row."""
@@ -212,35 +227,38 @@ class Nf4Tensor:
         return levels[scales] * np.repeat(outer, NESTED_BLOCK)[: len(scales)] + offset
 
 
-def _all(stored: StoredTensor) -> np.ndarray:
+def _all(stored: Stored) -> np.ndarray:
+    """All numbers of a tensor, in one row."""
     return stored.rows(0, stored.shape[0]).ravel()
 
 
-def without_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_quantization(raw: Json) -> Json:
     """A config.json without its `quantization_config`, if that is NF4 of bitsandbytes; else as it is, to be refused."""
-    given = raw.get("quantization_config") or {}
+    stored = raw.get("quantization_config") or {}
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    if not given or any(given.get(key) != value for key, value in wanted.items()):
+    if not stored or any(stored.get(key) != value for key, value in wanted.items()):
         return raw
-    if given.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+    if stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":
         raise ValueError(
-            f"config key 'bnb_4bit_quant_storage' is {given['bnb_4bit_quant_storage']!r}, which is not supported;"
+            f"config key 'bnb_4bit_quant_storage' is {stored['bnb_4bit_quant_storage']!r}, which is not supported;"
             " supported: 'uint8'."
         )
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
-def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+def find_nf4(stored: Mapping[str, Stored]) -> dict[str, Stored | Nf4Tensor]:
     """The tensors of a checkpoint, with those in NF4 as one `Nf4Tensor` each in the place of their parts.
 
     Raises:
       ValueError: a tensor in NF4 with parts missing, or of another table, block or storage.
     """
-    found: dict[str, Any] = dict(stored)
+    found: dict[str, Stored | Nf4Tensor] = dict(stored)
     for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:
-        state = json.loads(_all(found.pop(name + _STATE)).tobytes())
+        state = json.loads(_all(stored[name + _STATE]).tobytes())
         names = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-        parts = {part: found.pop(name + part) for part in names if name + part in found}
+        parts = {part: stored[name + part] for part in names if name + part in stored}
+        for part in (*parts, _STATE):
+            del found[name + part]
         tensor = Nf4Tensor(name, tuple(state["shape"]), state, parts)
         _check_nf4(tensor)
         found[name] = tensor
@@ -279,7 +297,7 @@ def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[S
             " or with other weights of each expert (as Gemma 4 has it), which is not supported; leave quantize out."
         )
     for tensor, _, _ in sources:
-        if isinstance(tensor, StoredTensor) and tensor.dtype == np.uint8:
+        if not isinstance(tensor, Nf4Tensor) and tensor.dtype == np.uint8:
             raise ValueError(f"{'/'.join(path)} is stored as U8, and not as bitsandbytes stores NF4.")
     if not stored:
         return
@@ -307,20 +325,19 @@ def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Qua
 
     Scales of a tensor that holds one parameter stay nested; those of a part of one are written out in float32.
     """
-    tensor, _, part = sources[0]
-    block = tensor.state["blocksize"]
+    stored = [(source, source.tensor) for source in sources if isinstance(source.tensor, Nf4Tensor)]
+    block = stored[0][1].state["blocksize"]
     *lead, fan_in, fan_out = shape
-    how: dict[str, Any] = {"shape": tuple(shape), "block": block, "dtype": dtype}
     if _is_one(sources):
-        codes, (scales, nested) = tensor.codes(), tensor.scales()
+        codes, (scales, nested) = stored[0][1].codes(), stored[0][1].scales()
         if fan_in % block == 0:
             codes, scales = codes.reshape(fan_out, -1), scales.reshape(fan_out, -1)
-        return Quantized(codes, scales, nested, **how)
+        return Quantized(codes, scales, nested, shape=tuple(shape), block=block, dtype=dtype)
     codes = np.empty((*lead, fan_out, fan_in // 2), np.uint8)
     scales = np.empty((*lead, fan_out, fan_in // block), np.float32)
-    for tensor, first, part in sources:
+    for (_, first, part), tensor in stored:
         at = ... if part.expert is None else part.expert
         rows = slice(first, first + part.rows)
         codes[at] = tensor.codes().reshape(tensor.shape[0], -1)[rows]
         scales[at] = tensor.plain_scales().reshape(tensor.shape[0], -1)[rows]
-    return Quantized(codes, scales, None, **how)
+    return Quantized(codes, scales, None, shape=tuple(shape), block=block, dtype=dtype)

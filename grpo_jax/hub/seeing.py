@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from grpo_jax.types import Json
 
-SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+SEEING: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma3ForConditionalGeneration": (
         {"gemma3_text": "Gemma3ForCausalLM"},
         {
@@ -60,13 +59,13 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 Of such a model the language model is loaded; what is beside it goes from the checkpoint into an export as it came."""
 
 
-def sees(raw: Mapping[str, Any]) -> bool:
+def sees(raw: Json) -> bool:
     """Whether a config.json is that of a model with a language model inside."""
     names = raw.get("architectures") or []
     return len(names) == 1 and names[0] in SEEING
 
 
-def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(raw: Json) -> Json:
     """The config of the language model alone: `text_config` of a model that sees, else the config as it is.
 
     Example:

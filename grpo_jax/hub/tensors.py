@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,11 @@ from grpo_jax.hub.families import family_of
 from grpo_jax.hub.seeing import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Json, Params
 
 _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
 _SUFFIXES |= {"input_scale": ".scale"}
-"""What a parameter is called in the file, behind its module; by the same name where it is not here."""
+"""Suffix of a parameter's name in the file, behind its module's; its own name where it is not listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ _HALVES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "do
 """
 
 
-def abstract_params(config: TransformerConfig) -> Any:
+def abstract_params(config: TransformerConfig) -> Params:
     """The tree of parameters as shapes and dtypes, without memory for any."""
     model = Transformer(config)
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
@@ -92,7 +92,7 @@ LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "lan
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Of which `LAYOUTS` the tensors of a checkpoint are; of none is as of the first."""
+    """Index into `LAYOUTS` of the naming these tensors use; 0 if none matches."""
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
@@ -102,9 +102,7 @@ def stacked_experts(names: Iterable[str]) -> bool:
     return any(name.endswith(".mlp.experts.down_proj") for name in own)
 
 
-def tensor_plan(
-    raw: Mapping[str, Any], config: TransformerConfig, layout: int = 0, *, stacked: bool = False
-) -> tuple[Tensor, ...]:
+def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
     Args:
@@ -133,7 +131,8 @@ def tensor_plan(
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
             name, at = _STACKED[last]
-            part = Part(path, leaf.shape, **({"half": at or 0} if family.stacked == "halves" else {"column": at}))
+            halves = family.stacked == "halves"
+            part = Part(path, leaf.shape, column=None if halves else at, half=(at or 0) if halves else None)
             groups.setdefault(".".join(_hf_modules((*modules, name))), {})[at or 0] = part
             continue
         if len(leaf.shape) == 3:  # All experts of a layer in one array here; in the file in one, or one tensor each.

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import parameter_sharding
-from grpo_jax.hub.files import check_read, some
-from grpo_jax.hub.mxfp4 import Source
-from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_sources, held_shape, read_nf4, read_quantized
+from grpo_jax.hub.files import Stored, StoredTensor, check_read, some
+from grpo_jax.hub.quantize import Nf4Tensor, Quantization, Source, check_sources, held_shape, read_nf4, read_quantized
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
 from grpo_jax.models.quantized import Quantized
 from grpo_jax.types import Params
@@ -29,7 +27,7 @@ BLOCK = 1 << 24
 def check_tensors(
     directory: Path,
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, Source],
+    stored: Mapping[str, Stored | Nf4Tensor],
     *,
     tied: bool,
     seeing: bool,
@@ -42,8 +40,13 @@ def check_tensors(
     unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))
     model, head = LAYOUTS[layout_of(stored)]
     # Beside the language model of one that sees, what its family leaves in a checkpoint goes with the pictures.
-    inside = lambda name: not seeing or name.startswith((model, head))
-    left = lambda name: inside(name) and any(re.fullmatch(pattern, name) for pattern in spare)
+
+    def inside(name: str) -> bool:
+        return not seeing or name.startswith((model, head))
+
+    def left(name: str) -> bool:
+        return inside(name) and any(re.fullmatch(pattern, name) for pattern in spare)
+
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and not left(name)]
     problems = {
         "missing": [name for name in wanted if name not in stored],
@@ -57,11 +60,11 @@ def check_tensors(
     told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if told:
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
-    check_read(stored, [name for name in wanted if not isinstance(stored[name], Nf4Tensor)])
+    check_read({name: x for name in wanted if not isinstance(x := stored[name], Nf4Tensor)})
     return others
 
 
-def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]) -> None:
+def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
     """Compare a tree of parameters with the config that it is saved beside."""
     wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
     problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
@@ -77,20 +80,21 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], Any]
 
 def read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, Source],
+    stored: Mapping[str, Stored | Nf4Tensor],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
     quantize: Quantization,
 ) -> Params:
     """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
-    sources: dict[tuple[str, ...], list[tuple[Source, int, Part]]] = {}
+    sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
         if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # experts below each other
+            assert isinstance(source, StoredTensor | Nf4Tensor), "a tensor of blocks has a layout of its own"
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
-            sources.setdefault(part.path, []).append((source, first, part))
+            sources.setdefault(part.path, []).append(Source(source, first, part))
             first += 0 if part.stacked else part.rows
     shapes = {path: leaf.shape for path, leaf in flatten_dict(abstract).items()}
     for path, shape in shapes.items():
@@ -98,10 +102,10 @@ def read_params(
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
         shape, found = shapes[path], sources[path]
-        if isinstance(found[0][0], Nf4Tensor):
+        if isinstance(found[0].tensor, Nf4Tensor):
             arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
         elif (method := quantize.of(path, shape)) is not None:
-            kernels = [(source, first, _as_kernel(part)) for source, first, part in found]
+            kernels = [source._replace(part=_as_kernel(source.part)) for source in found]
             arrays[path] = _place(path, read_quantized(held_shape(path, shape), kernels, method, dtype.name), mesh)
         else:
             arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
@@ -114,21 +118,23 @@ def _as_kernel(part: Part) -> Part:
     return dataclasses.replace(part, path=path, shape=held_shape(part.path, part.shape))
 
 
-def _read_plain(shape: tuple[int, ...], sources: list[tuple[Source, int, Part]], dtype: np.dtype) -> np.ndarray:
+def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
     """One parameter as it is stored, in another dtype."""
     array = np.empty(shape, dtype)
-    for source, first, part in sources:
-        _copy_rows(source, first, part, array if part.expert is None else array[part.expert])
+    for source in sources:
+        _copy_rows(source, array if source.part.expert is None else array[source.part.expert])
     return array
 
 
-def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
+def _copy_rows(source: Source, out: np.ndarray) -> None:
     """Copy rows of a stored tensor into a parameter, a block at a time."""
-    width = math.prod(source.shape[1:]) * source.dtype.itemsize
+    tensor, first, part = source
+    assert not isinstance(tensor, Nf4Tensor), "read by read_nf4"
+    width = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     step = max(1, BLOCK // max(width, 1))
     for start in range(0, part.rows, step):
         count = min(step, part.rows - start)
-        block = source.rows(first + start, count)
+        block = tensor.rows(first + start, count)
         block = block if part.column is None else block[..., part.column :: 2]
         if part.half is not None:
             size = part.shape[-1]
@@ -139,11 +145,10 @@ def _copy_rows(source: Source, first: int, part: Part, out: np.ndarray) -> None:
             out[start : start + count] = block
 
 
-def _place(path: tuple[str, ...], array: Any, mesh: jax.sharding.Mesh | None) -> Any:
+def _place(path: tuple[str, ...], array: np.ndarray | Quantized, mesh: jax.sharding.Mesh | None) -> Params:
     """Put one parameter on its devices, each shard on its own."""
     if isinstance(array, Quantized):
-        part = lambda at, x: _place((*path, at[0].name), x, mesh)
-        return jax.tree_util.tree_map_with_path(part, array)
+        return jax.tree_util.tree_map_with_path(lambda at, x: _place((*path, at[0].name), x, mesh), array)
     if mesh is None:
         return jnp.array(array, copy=True)
     sharding = parameter_sharding(path, array.shape, mesh)

@@ -17,7 +17,7 @@ from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.policy import init_policy
-from grpo_jax.hub.quantize import dynamic_levels, quantized_shape, read_quantized
+from grpo_jax.hub.quantize import Source, dynamic_levels, quantized_shape, read_quantized
 from grpo_jax.hub.tensors import Part
 from grpo_jax.models.quantized import NF4, Quantized
 from grpo_jax.update.state import create_state
@@ -64,7 +64,7 @@ class InMemory:
 
 def quantized(x, method):
     """A kernel [in, out] as `Quantized`."""
-    source = InMemory(np.asarray(x).T), 0, Part(("layers_0", "up_proj", "kernel"), x.shape)
+    source = Source(InMemory(np.asarray(x).T), 0, Part(("layers_0", "up_proj", "kernel"), x.shape))
     return read_quantized(x.shape, [source], method, "float32")
 
 
