@@ -25,10 +25,9 @@ from grpo_jax.devices import distributed
 from grpo_jax.devices.sharding import gather_objects, parse_mesh
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
-from grpo_jax.watch.colours import DARK, LIGHT, colour
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.names import held_out
-from grpo_jax.watch.plots import save_figure
+from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
+from grpo_jax.watch.summary import held_out
+from grpo_jax.watch.writer import read_lines
 
 __all__ = [
     "Rates",

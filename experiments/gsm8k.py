@@ -61,7 +61,7 @@ from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.run.evaluate import pass_at_k
-from grpo_jax.watch.writer import Callback
+from grpo_jax.watch.trackers import Callback
 
 GROUP = 8
 """Completions of each prompt in training."""

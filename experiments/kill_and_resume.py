@@ -38,7 +38,7 @@ import numpy as np
 from experiments.common import fresh_directory
 from experiments.sort_digits import make_policy, make_rows
 from grpo_jax import GRPOConfig, train
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 ROWS = 10
 SETTINGS: dict[str, Any] = {

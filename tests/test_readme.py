@@ -9,7 +9,7 @@ from chat_families import family
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import from_pretrained, init_policy, save_pretrained
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 README = Path(__file__).parent.parent / "README.md"
 CHINESE = README.with_name("README.zh-CN.md")

@@ -29,9 +29,8 @@ from grpo_jax.run.evaluate import evaluate as evaluate_policy
 from grpo_jax.run.evaluate import settings_of
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.train import train as train_policy
-from grpo_jax.watch.names import plain
-from grpo_jax.watch.pictures import write_pictures
-from grpo_jax.watch.writer import RunWriter
+from grpo_jax.watch.page import write_pictures
+from grpo_jax.watch.writer import RunWriter, plain
 
 _ALL = ("model", "data", "rewards")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from grpo_jax.watch.names import short
+from grpo_jax.watch.summary import short
 
 
 @dataclasses.dataclass(frozen=True)

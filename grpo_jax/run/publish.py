@@ -21,7 +21,7 @@ from grpo_jax.hub.policy import Policy
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Params
-from grpo_jax.watch.card import MARK, model_card
+from grpo_jax.watch.summary import MARK, model_card
 
 _LOG_IN = "log in by `hf auth login` or HF_TOKEN, see that the name may be yours"
 

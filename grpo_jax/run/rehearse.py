@@ -31,8 +31,8 @@ from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
-from grpo_jax.watch.names import short
-from grpo_jax.watch.phases import Phases, describe_run
+from grpo_jax.watch.progress import Phases
+from grpo_jax.watch.summary import describe_run, short
 
 SLOW_REWARD = 10.0
 """Seconds per iteration that a reward function may take before it is called slow."""

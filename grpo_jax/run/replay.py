@@ -26,8 +26,7 @@ from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.updater import choose_updater
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.names import plain
+from grpo_jax.watch.writer import plain, read_lines
 
 MOST_KEPT = 3
 """Batches of a run that are kept at most: each is as large as the policy, and the first ones tell the most."""

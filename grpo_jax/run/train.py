@@ -32,10 +32,8 @@ from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.profile import Profile
-from grpo_jax.watch.progress import Progress
-from grpo_jax.watch.trackers import check_trackers
-from grpo_jax.watch.writer import Callback
+from grpo_jax.watch.progress import Profile, Progress
+from grpo_jax.watch.trackers import Callback, check_trackers
 
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 

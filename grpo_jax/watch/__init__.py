@@ -1,5 +1,5 @@
 """What a person sees of a run: its files, plots, page and display, hints, and trackers."""
 
-from grpo_jax.watch.writer import Callback
+from grpo_jax.watch.trackers import Callback
 
 __all__ = ["Callback"]

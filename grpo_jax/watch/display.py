@@ -1,16 +1,20 @@
-"""What a person watches: a bar with the numbers that matter in a terminal, a line a logging step elsewhere."""
+"""Display of a run: a bar with the numbers that matter in a terminal, a line per logging step elsewhere."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from grpo_jax.watch.names import held_out, is_dialogue
+from grpo_jax.watch.summary import held_out
+from grpo_jax.watch.writer import CompletionRow, is_dialogue
 
 if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
     from rich.console import Console
+    from rich.live import Live
+    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 
@@ -22,12 +26,12 @@ _SHOWN = (
     ("tokens_per_second", "tokens/s", None),
 )
 
-# What would move the cursor of a terminal, colour it or worse, and half characters, which no stream takes.
+# Characters that would move the cursor of a terminal, colour it or worse, and half ones, which no stream takes.
 _CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {i: 0xFFFD for i in range(0x7F, 0xA0)}
 _CONTROLS |= {i: 0xFFFD for i in range(0xD800, 0xE000)}
 
 
-def format_metrics(metrics: Mapping[str, Any]) -> tuple[str, str]:
+def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none.
 
     Example:
@@ -46,8 +50,8 @@ class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
     In a terminal it is a bar that is redrawn in place, in a notebook's cell a line that is, and in a log file or a pipe
-    one line a logging step. It writes to standard error (in a notebook to the cell), so that standard output stays the
-    program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
+    one line per logging step. It writes to standard error (in a notebook to the cell), so that standard output stays
+    the program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
 
     Args:
       quiet: show nothing.
@@ -67,9 +71,9 @@ class Display:
         self._clock = clock
         self._began = clock()
         self._total_steps = self._first = 0
-        self._live: Any = None
-        self._bar: Any = None
-        self._cell: Any = None
+        self._live: Live | None = None
+        self._bar: Progress | None = None
+        self._cell: DisplayHandle | None = None
 
     def __enter__(self) -> Display:
         return self
@@ -94,12 +98,12 @@ class Display:
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a logged step."""
         if self._console is None:
             return
         numbers, seconds = format_metrics(metrics)
-        if self._live is not None:
+        if self._live is not None and self._bar is not None:
             from rich.console import Group
             from rich.text import Text
 
@@ -120,7 +124,7 @@ class Display:
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def completions(self, rows: Sequence[Mapping[str, Any]], limit: int | None = None) -> None:
+    def completions(self, rows: Sequence[CompletionRow], limit: int | None = None) -> None:
         """Print completions with their rewards and advantages above the bar, `limit` of them or all."""
         if self._console is not None:
             self._console.print(completions_table(rows[:limit]))
@@ -135,14 +139,10 @@ class Display:
         return f"{hours}:{minutes:02}:{seconds % 60:02} left"
 
 
-def completions_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a table of completions: prompt, completion, each reward, advantage; a prompt stands once a group.
+def completions_table(rows: Iterable[CompletionRow]) -> Table:
+    """Return a table of completions: prompt, completion, each reward, advantage; a prompt stands once per group.
 
     Control characters are shown and not obeyed, since nobody answers for what a model or an environment writes.
-
-    Args:
-      rows: dicts with "prompt", "completion", "rewards" (name → number or None), "advantage", "ended" and, of several
-        turns, "turns".
     """
     from rich.table import Table
     from rich.text import Text
@@ -154,7 +154,7 @@ def completions_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     table.add_column("completion", ratio=3, overflow="fold")
     for name in (*names, "advantage"):
         table.add_column(Text(name), justify="right", overflow="fold")
-    last: Any = None
+    last = None
     for row in rows:
         scores = [row["rewards"].get(name) for name in names]
         table.add_row(
@@ -175,7 +175,7 @@ def _default_console() -> Console:
     return console if console.is_jupyter else Console(stderr=True)
 
 
-def _bar(console: Console, total_steps: int, start: int) -> Any:
+def _bar(console: Console, total_steps: int, start: int) -> Progress:
     """Return a rich progress bar with one task."""
     from rich import progress
 
@@ -193,14 +193,14 @@ def _bar(console: Console, total_steps: int, start: int) -> Any:
     return bar
 
 
-def _digits(value: Any, digits: int | None) -> str:
+def _digits(value: float | None, digits: int | None) -> str:
     """Return a number with so many digits after the point, three that count if None, "–" if there is none."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.{digits}f}" if digits is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _completion(row: Mapping[str, Any]) -> Text:
+def _completion(row: CompletionRow) -> Text:
     """Return a completion as it is shown; of several turns, who said what, dim what was given to the policy."""
     from rich.text import Text
 
@@ -214,7 +214,7 @@ def _completion(row: Mapping[str, Any]) -> Text:
     return shown.append("" if row.get("ended", True) else " …")
 
 
-def _spoken(text: Any) -> str:
+def _spoken(text: str | Iterable[Mapping[str, object]]) -> str:
     """Return a prompt or completion as text; of a conversation, who said what."""
     if not isinstance(text, str):
         text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)

@@ -1,17 +1,16 @@
 """Hints while a run goes: signs in the logged numbers that something is off, and the fields that change it.
 
-A hint is a pure function of the logged lines and the config, which returns a message or None; `HINTS` is the table of
-them. `Hints` feeds them a run's lines as they come and lets each speak once. A resumed run feeds it the lines that are
+A hint is a pure function of the logged lines and the config that returns a message or None; `HINTS` is their table.
+`Hints` feeds them a run's lines as they come and lets each speak once. A resumed run feeds it the lines that are
 there already, and so goes on as if it had never stopped.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +18,8 @@ import jax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.policy import compute_dtype as resolve
 from grpo_jax.turns.episodes import WORKERS
+from grpo_jax.watch.summary import metric_names, numbers
+from grpo_jax.watch.writer import Line
 
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
@@ -34,21 +35,19 @@ of 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bit
 bfloat16's 7 (as a TPU rounds those of float32 products), and 0.54 in bfloat16. The limits leave room for more layers
 and tokens.
 """
-
 ENGINE_DIFFERENCE = 0.1
 """Mean |log π_old − log π_sampler| in nats per token of another engine's completions that rounding may explain: engines
 that compute in bfloat16 come to about 0.01."""
 ENGINE_WEIGHT = 0.5
 """Lowest mean importance weight of another engine's completions that is as it should be; without bounds it is 1."""
-
 ONE_TURN = 1.02
 """Mean turns of completions of which hardly any has had a second one."""
 
-History = Sequence[Mapping[str, Any]]
+History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
-    """The entry of `SAMPLER_GAP` for the products that JAX makes here of operands in `compute_dtype`.
+    """Return the entry of `SAMPLER_GAP` for the products that JAX makes here of operands in `compute_dtype`.
 
     Unless `jax_default_matmul_precision` asks for more, a TPU rounds float32 operands to bfloat16, and a GPU to TF32.
 
@@ -56,12 +55,11 @@ def sampler_gap_limit(compute_dtype: str) -> float:
       >>> sampler_gap_limit("bfloat16")
       1.5
     """
-    compute_dtype, platform = resolve(compute_dtype), jax.default_backend()
-    settings: Any = jax.config
-    precision = settings.jax_default_matmul_precision
-    if compute_dtype == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
+    settings: Any = jax.config  # its fields are added at run time
+    precision, platform = settings.jax_default_matmul_precision, jax.default_backend()
+    if resolve(compute_dtype) == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
         return SAMPLER_GAP["float32"]
-    if compute_dtype == "float32" and (platform != "tpu" or precision in ("high", "tensorfloat32")):
+    if resolve(compute_dtype) == "float32" and (platform != "tpu" or precision in ("high", "tensorfloat32")):
         return SAMPLER_GAP["tensorfloat32"]
     return SAMPLER_GAP["bfloat16"]
 
@@ -98,7 +96,7 @@ def all_truncated(history: History, config: GRPOConfig) -> str | None:
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
     """The KL to a frozen reference has risen for a long stretch (what TR-DPO was made for)."""
-    values = _values(history, "kl")[-KL_WINDOW:]
+    values = numbers(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
     fifth = KL_WINDOW // 5
@@ -114,7 +112,7 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
     """The policy has become all but certain, so that groups hold one answer many times."""
-    values = _values(history, "entropy")
+    values = numbers(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
     first, now = statistics.fmean(values[:5]), statistics.fmean(values[-WINDOW:])
@@ -140,7 +138,9 @@ def much_clipped(history: History, config: GRPOConfig) -> str | None:
 
 
 def engine_fault(measured: Callable[[str], float | None], config: GRPOConfig) -> str | None:
-    """What the metrics `sampler/…` of a run with its own sampler say against its engine; None if nothing.
+    """Return the fault of a run's own sampler that its metrics `sampler/…` show, or None.
+
+    `measured(name)` returns the value of a metric, or None.
 
     Example:
       >>> metrics = {"sampler/log_prob_difference_mean": 0.4, "sampler/importance_weight_mean": 0.2}
@@ -166,7 +166,7 @@ def engine_fault(measured: Callable[[str], float | None], config: GRPOConfig) ->
 
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
     """Sampler and trainer disagree about tokens that both should give the same log-probs."""
-    if _values(history, "sampler/log_prob_difference_mean"):
+    if numbers(history, "sampler/log_prob_difference_mean"):
         return engine_fault(lambda name: _now(history, name), config)
     gap = _now(history, "sampler_gap")
     # Where the policy is no longer that of the sampler, the gap is no fault.
@@ -181,13 +181,13 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
 
 def reward_hacking(history: History, config: GRPOConfig) -> str | None:
     """One reward has risen while another has fallen, each by half of its spread over completions."""
-    moves: dict[str, tuple[float, float, float]] = {}
-    for name in dict.fromkeys(name for line in history[-1:] for name in line):
+    moves: dict[str, tuple[float, float, float]] = {}  # (change in spreads, first mean, present mean)
+    for name in metric_names(history[-1:]):
         match = re.fullmatch(r"rewards/(.+)/mean", name)
-        means = _values(history, name)
+        means = numbers(history, name)
         if match is None or len(means) < 3 * WINDOW:
             continue
-        spreads = _values(history, f"rewards/{match[1]}/std")
+        spreads = numbers(history, f"rewards/{match[1]}/std")
         spread = max((statistics.fmean(part) for part in (spreads[:WINDOW], spreads[-WINDOW:]) if part), default=0.0)
         first, now = statistics.fmean(means[:WINDOW]), statistics.fmean(means[-WINDOW:])
         if spread > 0:
@@ -205,26 +205,26 @@ def reward_hacking(history: History, config: GRPOConfig) -> str | None:
 
 def slower(history: History, config: GRPOConfig) -> str | None:
     """Tokens per second have fallen to less than half of what they were."""
-    rates = _values(history, "tokens_per_second")[1:]  # the first line compiles
+    rates = numbers(history, "tokens_per_second")[1:]  # the first line compiles
     if len(rates) < 2 * WINDOW:
         return None
     first, now = statistics.median(rates[:WINDOW]), statistics.median(rates[-WINDOW:])
     if now >= first / 2:
         return None
-    names = [name for name in history[-1] if name.startswith("seconds/") and name != "seconds/total"]
-    grown = {name: _values(history, name) for name in names}
-    more = {
-        name.removeprefix("seconds/"): statistics.median(values[-WINDOW:]) - statistics.median(values[1 : 1 + WINDOW])
-        for name, values in grown.items()
-        if len(values) > WINDOW
-    }
+    more: dict[str, float] = {}  # phase → seconds that it has grown by
+    for name in history[-1]:
+        values = numbers(history, name)
+        if name.startswith("seconds/") and name != "seconds/total" and len(values) > WINDOW:
+            growth = statistics.median(values[-WINDOW:]) - statistics.median(values[1 : 1 + WINDOW])
+            more[name.removeprefix("seconds/")] = growth
     phase = max(more, key=more.__getitem__, default="")
+    longer = "are completions longer? max_completion_length bounds them"
     advice = {
-        "rollout": "are completions longer? max_completion_length bounds them",
+        "rollout": longer,
         "rewards": "is a reward function slow? make it async, give it workers with isolated, or use rollout_ahead=True",
         "evaluation": "raise eval_steps",
-        "update": "are completions longer? max_completion_length bounds them",
-        "reference": "are completions longer? max_completion_length bounds them",
+        "update": longer,
+        "reference": longer,
     }
     longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if more else ""
     return (
@@ -253,8 +253,8 @@ def never_answered(history: History, config: GRPOConfig) -> str | None:
 
 def tools_fail(history: History, config: GRPOConfig) -> str | None:
     """Nearly all calls of tools fail."""
-    lines = [line for line in history if _values([line], "tools/calls")][-WINDOW:]
-    calls, failures = sum(_values(lines, "tools/calls")), sum(_values(lines, "tools/failures"))
+    lines = [line for line in history if numbers([line], "tools/calls")][-WINDOW:]
+    calls, failures = sum(numbers(lines, "tools/calls")), sum(numbers(lines, "tools/failures"))
     if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
         return None
     seconds = config.environment_timeout
@@ -301,15 +301,15 @@ def out_of_turns(history: History, config: GRPOConfig) -> str | None:
 def slow_environments(history: History, config: GRPOConfig) -> str | None:
     """Environments and tools are at work for most of the rollout.
 
-    At most `WORKERS` calls are under way at a time, and one of each completion: so the time in which at least one is
-    under way is no less than the sum of their seconds divided by that number.
+    At most `WORKERS` calls, and one per completion, are under way at a time: so at least one is under way for no less
+    than the sum of their seconds divided by that number.
     """
     lines, count = history[-WINDOW:], _completions(history, config)
-    rollout = sum(_values(lines, "seconds/rollout"))
+    rollout = sum(numbers(lines, "seconds/rollout"))
     if count is None or rollout <= 0:
         return None
     at_once = min(WORKERS, count)
-    share = sum(_values(lines, "environment/seconds")) * _rollouts(config) / at_once / rollout
+    share = sum(numbers(lines, "environment/seconds")) * _rollouts(config) / at_once / rollout
     if share < 0.5:
         return None
     return (
@@ -366,9 +366,9 @@ class Hints:
     def __init__(self, config: GRPOConfig):
         self._config = config
         self._silent = dict(HINTS)
-        self._history: list[Mapping[str, Any]] = []
+        self._history: list[Line] = []
 
-    def __call__(self, line: Mapping[str, Any]) -> list[str]:
+    def __call__(self, line: Line) -> list[str]:
         """Take the next line of a run's metrics, and return what there is to say."""
         self._history.append(line)
         if len(self._history) > FIRST + LAST:
@@ -378,28 +378,22 @@ class Hints:
         return [message for message in messages.values() if message is not None]
 
 
-def _values(history: History, name: str) -> list[float]:
-    """What was logged of a metric, without what is not finite."""
-    values = (line.get(name) for line in history)
-    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-
-
 def _now(history: History, name: str) -> float | None:
-    """The mean of the last `WINDOW` values of a metric; None if there are fewer."""
-    values = _values(history, name)[-WINDOW:]
+    """Return the mean of the last `WINDOW` values of a metric; None if there are fewer."""
+    values = numbers(history, name)[-WINDOW:]
     return statistics.fmean(values) if len(values) == WINDOW else None
 
 
 def _rollouts(config: GRPOConfig) -> float:
-    """Rollouts of a logged line that has any."""
+    """Return how many rollouts a logged line covers if it has any."""
     return max(1.0, config.logging_steps / config.sizes().updates)
 
 
 def _completions(history: History, config: GRPOConfig) -> float | None:
-    """Completions of a rollout over the last `WINDOW` lines that have any, by their tokens; None if there are fewer."""
-    counts = [
-        (line["num_tokens"] - before["num_tokens"]) / line["completions/mean_length"] / _rollouts(config)
-        for before, line in itertools.pairwise(history)
-        if line.get("completions/mean_length") and "num_tokens" in before
-    ]
+    """Return completions per rollout over the last `WINDOW` lines that have any, by their tokens; None if too few."""
+    counts = []
+    for before, line in itertools.pairwise(history):
+        tokens, length = numbers([before, line], "num_tokens"), line.get("completions/mean_length")
+        if len(tokens) == 2 and length:
+            counts.append((tokens[1] - tokens[0]) / length / _rollouts(config))
     return statistics.fmean(counts[-WINDOW:]) if len(counts) >= WINDOW else None

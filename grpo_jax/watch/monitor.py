@@ -1,4 +1,4 @@
-"""What the loop tells the outside: one object that passes it on to files, callbacks, the stopwatch and the screen."""
+"""The monitor of a run: one object that passes what the loop reports to files, callbacks, hints and the screen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import jax
 
@@ -15,12 +15,11 @@ from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.display import Display
 from grpo_jax.watch.hints import Hints
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.phases import Phases, describe_run
-from grpo_jax.watch.pictures import write_pictures
-from grpo_jax.watch.progress import Progress
-from grpo_jax.watch.trackers import Tracker, open_trackers
-from grpo_jax.watch.writer import Callback, RunWriter, check_callbacks, notify
+from grpo_jax.watch.page import write_pictures
+from grpo_jax.watch.progress import Phases, Progress
+from grpo_jax.watch.summary import describe_run
+from grpo_jax.watch.trackers import Callback, Tracker, check_callbacks, notify, open_trackers
+from grpo_jax.watch.writer import CompletionRow, Line, RunWriter, read_lines
 
 MOST_WARNINGS = 200
 """Warnings that are kept of a run, each text once."""
@@ -55,7 +54,7 @@ class Monitor:
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warning
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._display.__exit__(*error)
         try:
             write_pictures(self._writer, page_only=self._hurry or self._drawn)
@@ -75,7 +74,7 @@ class Monitor:
         num_dropped: int = 0,
         resumed: bool = False,
     ) -> None:
-        """Say what the run will be, and cut the files of an earlier part of it back to where it goes on."""
+        """Print the sizes of the run, and cut the files of an earlier part of it back to where it goes on."""
         last, ending = (0, "") if resumed else self._writer.put_aside()
         if last:
             warnings.warn(
@@ -118,7 +117,7 @@ class Monitor:
         """Show a line that is of no step."""
         self._display.say(message)
 
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
         """Keep the completions that the update which makes `step` will learn from."""
         self._step = step
         self._writer.completions(step, rows)
@@ -142,7 +141,7 @@ class Monitor:
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False) -> None:
-        """Say what there is at the end, and how to go on if that is not the end of the run.
+        """Print the best checkpoint, and how to go on if the run is not at its end.
 
         With `hurry`, a run that is to go on leaves the picture out: it is slow, and the page shows the same.
         """
@@ -163,17 +162,25 @@ class Monitor:
         self._writer.metrics(step, line)
         notify((self._display, *self._callbacks, *self._trackers), step, line)
 
-    def _hear(self, line: Mapping[str, Any]) -> list[str]:
-        """What a line of training gives reason to say; evaluations give none."""
+    def _hear(self, line: Line) -> list[str]:
+        """Return the hints that a line of training gives reason for; an evaluation gives none."""
         return self._hints(line) if "num_tokens" in line else []
 
-    def _warning(self, message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        """Show a warning as it would have been, and keep it."""
-        self._show_warning(message, category, *where, **more)
+    def _warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Show a warning as it would have been (in the place of `warnings.showwarning`), and keep it."""
+        self._show_warning(message, category, filename, lineno, file, line)
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write a warning to its file, once; what comes before the file is cut back waits."""
+        """Write a warning to its file, once; one that comes before the file is cut back waits."""
         if self._step is None:
             self._early.append((category, message))
         elif (category, message) not in self._warned and len(self._warned) < MOST_WARNINGS:

@@ -13,26 +13,59 @@ import json
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.colours import PHASES, as_css
-from grpo_jax.watch.headline import headline, phase_seconds
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.names import held_out, is_dialogue
-from grpo_jax.watch.plots import find_panels, reward_colours, smooth, thin, usual_times
+from grpo_jax.watch.plots import (
+    PHASES,
+    as_css,
+    draw_report,
+    find_panels,
+    reward_colours,
+    save_figure,
+    smooth,
+    thin,
+    usual_times,
+)
+from grpo_jax.watch.summary import changed_settings, headline, held_out, metric_names, numbers, phase_seconds
+from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines
 
 POINTS = 400
 """Values of a curve; a panel is some 400 pixels wide."""
 STEPS = 12
 """Steps of which completions are kept: the first, the last, and others evenly between."""
 COMPLETION_BYTES = 2_000_000
-"""What all completions together may take."""
+"""Bytes that all completions together may take."""
 TEXT = 6000
 """Characters of a prompt or completion; of a longer one, the middle is left out."""
+
+
+def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
+    """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and ends nothing.
+
+    Args:
+      writer: the files of the run; where its directory is None, nothing is drawn.
+      page_only: leave out `report.png`, which takes most of the time of both.
+    """
+    run_dir = writer.run_dir
+    if run_dir is None:
+        return
+
+    def draw(file: IO[bytes]) -> None:
+        save_figure(draw_report(list(read_lines(run_dir / "metrics.jsonl")), title=run_dir.resolve().name), file)
+
+    def write_page(file: IO[bytes]) -> None:
+        file.write(html_report(run_dir).encode("utf-8", "backslashreplace"))
+
+    for name, write in [("report.png", draw), ("report.html", write_page)][page_only:]:
+        try:
+            writer.replace(name, write)
+        except Exception as error:
+            message = f"{name} was not drawn: {type(error).__name__}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
@@ -46,7 +79,6 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
 
     Example:
       >>> import tempfile
-      >>> from grpo_jax.watch.writer import RunWriter
       >>> with tempfile.TemporaryDirectory() as run_dir:
       ...     RunWriter(run_dir).metrics(1, {"reward": 0.5})
       ...     page = html_report(run_dir)
@@ -84,21 +116,16 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     return re.sub("|".join(filled), lambda match: filled[match[0]], template)
 
 
-def _embedded(data: Any) -> str:
+def _embedded(data: object) -> str:
     r"""Return JSON that may stand in a script: `</script>` and `<!--` are written with \u003c, all of it in ASCII."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _rounded(value: float) -> float | None:
-    """Return a value with the five digits that a curve shows; None for NaN."""
-    return float(f"{value:.5g}") if np.isfinite(value) else None
-
-
-def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The panels of `report.png` with the values that they show, and curves smoothed where there are 20 or more."""
+def _panels(lines: Sequence[Line]) -> list[dict[str, object]]:
+    """Return the panels of `report.png` with the values that they show, smoothed too where there are 20 or more."""
     every = np.array([line["step"] for line in lines], float)
-    panels = []
+    panels: list[dict[str, object]] = []
     for panel, curves, meanings in find_panels(lines):
         if panel.stacked:
             steps, values = usual_times(every, curves)
@@ -109,44 +136,47 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         drawn = []
         for label, raw in zip(curves, values, strict=True):
             y = thin(raw, POINTS)
-            curve: dict[str, Any] = {"label": label, "colour": meanings[label], "y": [_rounded(value) for value in y]}
+            curve: dict[str, object] = {"label": label, "colour": meanings[label], "y": _rounded(y)}
             if np.isfinite(y).sum() >= 20:
-                curve["smooth"] = [_rounded(value) for value in smooth(y, width=len(y) / 40)]
+                curve["smooth"] = _rounded(smooth(y, width=len(y) / 40))
             drawn.append(curve)
+        x = [round(step) for step in thin(steps, POINTS).tolist()]
         about = {"title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "low": panel.low}
-        panels.append({**about, "x": [round(step) for step in thin(steps, POINTS).tolist()], "curves": drawn})
+        panels.append({**about, "x": x, "curves": drawn})
     return panels
 
 
-def _tiles(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the run came to: a name and a text each, rewards and held-out scores from the first line to the last."""
-    tiles = [("steps", f"{max(line['step'] for line in lines):,}")] if lines else []
-    for name in dict.fromkeys(name for line in lines for name in line):
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Return values with the five digits that a curve shows; None for NaN."""
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
+
+
+def _tiles(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Return what the run came to, a name and a text each: steps, rewards and held-out scores, tokens."""
+    tiles = [("steps", f"{max(numbers(lines, 'step')):,}")] if lines else []
+    for name in metric_names(lines):
         label = "reward" if name == "reward" else f"held out: {held_out(name)}" if held_out(name) else ""
-        values = [line[name] for line in lines if line.get(name) is not None] if label else []
+        values = numbers(lines, name) if label else []
         if values:
             tiles.append((label, f"{values[0]:.3g} → {values[-1]:.3g}"))
-    tokens = [line["num_tokens"] for line in lines if line.get("num_tokens") is not None]
-    return [*tiles, *([("completion tokens", f"{tokens[-1]:,.0f}")] if tokens else [])]
+    tokens = numbers(lines, "num_tokens")
+    return tiles + ([("completion tokens", f"{tokens[-1]:,.0f}")] if tokens else [])
 
 
-def _settings(about: Mapping[str, Any]) -> list[tuple[str, Any, list[str]]]:
-    """The lists of settings: a title, names with values, and the names that are shown in bold."""
+def _settings(about: Mapping[str, Any]) -> list[tuple[str, Mapping[str, JSON], list[str]]]:
+    """Return the lists of settings: a title, names with values, and the names that are shown in bold."""
     if not about:
         return []
-    usual = json.loads(json.dumps(GRPOConfig().to_dict()))
     config = about.get("config", {})
-    changed = [name for name, value in config.items() if name not in usual or usual[name] != value]
-    command = {"argv": " ".join(about.get("argv", []))}
     return [
-        ("Config (bold: not the default)", config, changed),
+        ("Config (bold: not the default)", config, list(changed_settings(config))),
         ("Versions", about.get("versions", {}), []),
-        ("Command", command, []),
+        ("Command", {"argv": " ".join(about.get("argv", []))}, []),
     ]
 
 
 def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """The completions of some steps by groups, and a sentence that says which part of all of them that is."""
+    """Return the completions of some steps by groups, and a sentence that says which part of all of them that is."""
     places = _places(path)
     chosen = sorted({round(i) for i in np.linspace(0, len(places) - 1, STEPS)}) if places else []
     steps: list[dict[str, Any]] = []
@@ -174,13 +204,13 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
     return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(places):,} steps"
 
 
-def _shown_of(row: Mapping[str, Any]) -> set[str]:
-    """The names of a row that have columns of their own; of several turns, those are the completion."""
+def _shown_of(row: CompletionRow) -> set[str]:
+    """Return the names of a row that have columns of their own; `turns` take the place of the completion."""
     return {"completion" if "completion" in row else "turns", "rewards", "advantage", "ended"}
 
 
 def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
-    """(step, offset of its first line, lines) of each step, without parsing what may be gigabytes."""
+    """Return (step, offset of its first line, number of lines) of each step, without parsing gigabytes."""
     places: list[tuple[int, int, int]] = []
     if not path.exists():
         return places

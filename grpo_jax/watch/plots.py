@@ -1,25 +1,98 @@
-"""The picture of a run: `metrics.jsonl` as curves that a person can read."""
+"""The picture of a run, `metrics.jsonl` as curves, and the colours that a meaning has in every picture and page.
+
+The colours begin with Okabe and Ito's, which colour-blind readers tell apart, darker where a line of the original would
+be too pale on white, each with a lighter one for dark pages.
+"""
 
 from __future__ import annotations
 
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.watch.colours import DARK, LIGHT, PHASES, Theme, colour, reward_meanings
-from grpo_jax.watch.headline import headline
-from grpo_jax.watch.names import held_out
+from grpo_jax.watch.summary import headline, held_out, metric_names
+from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLOURS = {
+    "policy": ("#0072b2", "#56b4e9"),
+    "reference": ("#5c4d9e", "#a99be6"),
+    "start": ("#52606d", "#b8c2cc"),
+    "high": ("#d55e00", "#f28c4b"),
+    "low": ("#b8578f", "#e08cba"),
+    "rollout": ("#b87d00", "#f0bb45"),
+    "evaluation": ("#1595b0", "#67d3e8"),
+    "nothing": ("#8793a0", "#74808c"),
+    "reward0": ("#009e73", "#2cc99b"),
+    "reward1": ("#7c7f00", "#c6c94a"),
+    "reward2": ("#7f5539", "#c29a7b"),
+    "reward3": ("#9b1d64", "#f06aae"),
+}
+"""Meaning → colour on white and on dark.
+
+`policy` is the policy that is trained, and its updates; `reference` the reference; `start` the state before training;
+`high` and `low` are beyond a bound, or on the wrong side; `rollout` and `evaluation` those phases; `nothing` teaches or
+says nothing; `reward0` … are the reward functions, the first also a right answer.
+"""
+
+PHASES = {
+    "rollout": "rollout",
+    "reference": "reference",
+    "rewards": "reward0",
+    "update": "policy",
+    "evaluation": "evaluation",
+    "other": "nothing",
+}
+"""Phase of a run → meaning."""
+
 _MOST = 2000  # points of a curve; a panel is some 450 pixels wide
 _LETTERS = 14  # of a legend, for each inch of a panel
+
+
+class Theme(NamedTuple):
+    """Colours of the page, of text, of quiet text and of the lines of a grid."""
+
+    page: str
+    ink: str
+    grey: str
+    grid: str
+
+
+LIGHT = Theme("#ffffff", "#1f2933", "#5d6b7a", "#e4e7eb")
+DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
+
+
+def colour(meaning: str, *, dark: bool = False) -> str:
+    """Return the colour of a meaning.
+
+    Example:
+      >>> colour("policy"), colour("policy", dark=True)
+      ('#0072b2', '#56b4e9')
+    """
+    return COLOURS[meaning][dark]
+
+
+def reward_meanings(names: Iterable[str]) -> dict[str, str]:
+    """Return name → meaning of reward functions; of more than there are colours for, some share one.
+
+    Example:
+      >>> reward_meanings(["accuracy", "format", "accuracy"])
+      {'accuracy': 'reward0', 'format': 'reward1'}
+    """
+    colours = [meaning for meaning in COLOURS if meaning.startswith("reward")]
+    return {name: colours[i % len(colours)] for i, name in enumerate(dict.fromkeys(names))}
+
+
+def as_css(*, dark: bool) -> str:
+    """Return the declarations of a style sheet: `--policy: #0072b2; …`."""
+    return " ".join(f"--{meaning}: {colour(meaning, dark=dark)};" for meaning in COLOURS)
 
 
 class Panel(NamedTuple):
@@ -33,11 +106,11 @@ class Panel(NamedTuple):
     unit: str
     curves: tuple[tuple[str, str, str], ...]
     stacked: bool = False
-    low: float | None = None
+    low: float | None = 0.0
 
 
 class Found(NamedTuple):
-    """A panel of which something was logged: label → values [n], NaN where there is none; label → meaning."""
+    """A panel of a run with its curves, label → values [n] (NaN where there is none), and their label → meaning."""
 
     panel: Panel
     curves: dict[str, np.ndarray]
@@ -45,48 +118,51 @@ class Found(NamedTuple):
 
 
 _PANELS = (
-    Panel("Reward", "mean over completions", ((r"reward", "weighted sum", "policy"), (r"rewards/(.+)/mean", "", ""))),
-    Panel("Held-out prompts", "mean score", ((r"held out: (.+)", "", ""),)),
+    Panel(
+        "Reward",
+        "mean over completions",
+        (("reward", "weighted sum", "policy"), ("rewards/(.+)/mean", "", "")),
+        low=None,
+    ),
+    Panel("Held-out prompts", "mean score", (("held out: (.+)", "", ""),), low=None),
     Panel(
         "KL divergence",
         "nats per token",
-        ((r"kl", "to the reference", "reference"), (r"kl_initial", "to the initial policy", "start")),
+        (("kl", "to the reference", "reference"), ("kl_initial", "to the initial policy", "start")),
+        low=None,
     ),
-    Panel("Entropy of the policy", "nats per token", ((r"entropy", "all tokens", "policy"),), low=0.0),
+    Panel("Entropy of the policy", "nats per token", (("entropy", "all tokens", "policy"),)),
     Panel(
         "Completion length",
         "tokens",
         (
-            (r"completions/mean_length", "mean", "policy"),
-            (r"completions/max_length", "longest", "high"),
-            (r"completions/min_length", "shortest", "low"),
+            ("completions/mean_length", "mean", "policy"),
+            ("completions/max_length", "longest", "high"),
+            ("completions/min_length", "shortest", "low"),
         ),
-        low=0.0,
     ),
     Panel(
         "Clipped ratios",
         "share of tokens",
-        ((r"clip_fraction_low", "too low", "low"), (r"clip_fraction_high", "too high", "high")),
-        low=0.0,
+        (("clip_fraction_low", "too low", "low"), ("clip_fraction_high", "too high", "high")),
     ),
     Panel(
         "Equal groups and cut-offs",
         "share",
         (
-            (r"frac_reward_zero_std", "groups with equal rewards", "nothing"),
-            (r"completions/clipped_ratio", "completions without an end", "high"),
+            ("frac_reward_zero_std", "groups with equal rewards", "nothing"),
+            ("completions/clipped_ratio", "completions without an end", "high"),
         ),
-        low=0.0,
     ),
-    Panel("Gradient norm", "before clipping", ((r"grad_norm", "all parameters", "policy"),), low=0.0),
-    Panel("Time", "seconds per optimizer step", ((r"seconds/(?!total)(.+)", "", ""),), stacked=True, low=0.0),
+    Panel("Gradient norm", "before clipping", (("grad_norm", "all parameters", "policy"),)),
+    Panel("Time", "seconds per optimizer step", (("seconds/(?!total)(.+)", "", ""),), stacked=True),
 )
 _NOTHING_AT_ZERO = ("KL divergence", "Clipped ratios")
 """Panels that show nothing where all their values are 0: there is no reference, or each batch makes one update."""
 
 
 def draw_report(
-    lines: Sequence[Mapping[str, Any]], *, title: str = "", only: Sequence[str] | None = None, dark: bool = False
+    lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None, dark: bool = False
 ) -> Figure:
     """Draw the curves of a run: rewards, held-out rates, KL, entropy, lengths, clipping, gradient norm, phase times.
 
@@ -115,9 +191,8 @@ def draw_report(
     steps = np.array([line["step"] for line in lines], float)
     found = [panel for panel in find_panels(lines) if only is None or panel.panel.title in only]
     rows = _rows(len(found))
-    columns = max(rows, default=1)
+    size = (4.6 * max(rows, default=1) + 0.2, 2.9 * max(len(rows), 1) + 0.8)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    size = (4.6 * columns + 0.2, 2.9 * max(len(rows), 1) + 0.8)
     figure = Figure(figsize=size, dpi=110, layout=layout, facecolor=theme.page)
     told = headline(lines) or "nothing was logged"
     heading = textwrap.fill(_text(f"{title}: {told}" if title else told), int(9.5 * size[0]))
@@ -140,7 +215,7 @@ def draw_report(
 
 
 def _rows(count: int) -> list[int]:
-    """How many panels stand in each row: at most 3, as evenly as can be, so that no place is left empty.
+    """Return the number of panels in each row: at most 3, as evenly as can be, so that no place is left empty.
 
     Example:
       >>> _rows(8), _rows(7), _rows(4), _rows(1), _rows(0)
@@ -150,8 +225,8 @@ def _rows(count: int) -> list[int]:
     return [count // rows + (row < count % rows) for row in range(rows)]
 
 
-def find_panels(lines: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Return the panels of which anything was logged, with their curves.
+def find_panels(lines: Sequence[Line]) -> list[Found]:
+    """Return the panels for which anything was logged, with their curves.
 
     Args:
       lines: n objects of `metrics.jsonl`.
@@ -162,22 +237,21 @@ def find_panels(lines: Sequence[Mapping[str, Any]]) -> list[Found]:
     """
     functions = reward_colours(lines)
     lines = [{f"held out: {held_out(name)}" if held_out(name) else name: line[name] for name in line} for line in lines]
-    names = list(dict.fromkeys(name for line in lines for name in line))
+    names = metric_names(lines)
     found = []
     for panel in _PANELS:
         curves = _curves(panel, names, lines)
         meanings = {label: meaning for _, label, meaning in panel.curves}
-        own = {label: meanings.get(label) or PHASES.get(label, "nothing") for label in curves}
-        if not panel.stacked:
-            own |= {label: meaning for label, meaning in functions.items() if label in curves and label not in meanings}
+        named = PHASES if panel.stacked else functions  # by labels that are names of phases, or of functions
         if curves:
+            own = {label: meanings.get(label) or named.get(label) or "nothing" for label in curves}
             found.append(Found(panel, curves, own))
     return found
 
 
-def reward_colours(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def reward_colours(lines: Sequence[Line]) -> dict[str, str]:
     """Return name → meaning, for its colour, of each reward function and each held-out score of a run."""
-    names = dict.fromkeys(name for line in lines for name in line)
+    names = metric_names(lines)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for name in names if (score := held_out(name)) and score != "reward"]
     return {"reward": "policy", **reward_meanings([*functions, *scores])}
@@ -241,13 +315,14 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
     return np.where(there.any(1), np.where(there, values, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
 
 
-def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Return label → values [n] of a panel's metrics, those of which any value is finite."""
+def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Line]) -> dict[str, np.ndarray]:
+    """Return label → values [n] of a panel's metrics, without those that have no finite value."""
     curves: dict[str, np.ndarray] = {}
     for pattern, label, _ in panel.curves:
         for name in names:
             if match := re.fullmatch(pattern, name):
-                values = np.array([_as_float(line.get(name)) for line in lines])
+                logged = [line.get(name) for line in lines]
+                values = np.array([value if isinstance(value, int | float) else np.nan for value in logged], float)
                 # Without a reference the logged KL is 0 throughout: nothing to show.
                 if np.isfinite(values).any() and not (name == "kl" and np.nanmax(np.abs(values)) == 0):
                     curves[label or match[1]] = values
@@ -259,11 +334,6 @@ def _curves(panel: Panel, names: Sequence[str], lines: Sequence[Mapping[str, Any
         if np.allclose(first, second, equal_nan=True):
             del curves["weighted sum"]
     return curves
-
-
-def _as_float(value: Any) -> float:
-    """Return a logged value as a float, NaN for what is none."""
-    return float(value) if isinstance(value, int | float) else np.nan
 
 
 def _style(axes: Axes, panel: Panel, theme: Theme, *, letters: int) -> None:
@@ -301,17 +371,16 @@ def _style(axes: Axes, panel: Panel, theme: Theme, *, letters: int) -> None:
 def _lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
     """Draw each curve: pale raw values and the smoothed curve; few values as dots joined by a line."""
     for label, values in curves.items():
-        own: dict[str, Any] = {"color": colours[label]}
         there = np.isfinite(values)
         x, y = steps[there], values[there]
         if len(y) < 20:
-            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=_label(label, y[-1]), **own)
+            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=_label(label, y[-1]), color=colours[label])
             continue
         stride = -(-len(y) // _MOST)
-        axes.plot(x[::stride], y[::stride], linewidth=0.8, alpha=0.25, **own)
+        axes.plot(x[::stride], y[::stride], linewidth=0.8, alpha=0.25, color=colours[label])
         x, y = thin(x, _MOST), thin(y, _MOST)
         curve = smooth(y, width=len(y) / 40)
-        axes.plot(x, curve, linewidth=1.8, label=_label(label, curve[-1]), **own)
+        axes.plot(x, curve, linewidth=1.8, label=_label(label, curve[-1]), color=colours[label])
 
 
 def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
@@ -320,8 +389,7 @@ def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colo
     x = thin(steps, _MOST)
     areas = [smooth(y, width=len(y) / 40) for y in (thin(seconds, _MOST) for seconds in times)]
     labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
-    own = [colours[label] for label in curves]
-    axes.stackplot(x, areas, labels=labels, colors=own, alpha=0.75, linewidth=0)
+    axes.stackplot(x, areas, labels=labels, colors=[colours[label] for label in curves], alpha=0.75, linewidth=0)
 
 
 def _label(name: str, last: float) -> str:

@@ -1,8 +1,8 @@
-"""Trackers: callbacks that send a run's numbers to TensorBoard, Weights & Biases, trackio or a notebook's cell.
+"""Callbacks of a run, and trackers, which are callbacks that are closed at the end.
 
-A tracker is a `watch.Callback` that is closed at the end, and any other is written in the same three lines:
-`Tracker(log, close)`, where `log(step, metrics)` gets the finite numbers of `metrics.jsonl`. The packages are extras of
-this one and imported by the function that opens a tracker.
+`Tracker(log, close)` makes one of two functions, where `log(step, metrics)` gets the finite numbers of
+`metrics.jsonl`. Those of TensorBoard, Weights & Biases, trackio and a notebook's cell are here; their packages are
+extras of this one and imported by the function that opens a tracker.
 
 ```python
 with tensorboard("runs/sums/tensorboard") as tracker:
@@ -21,17 +21,55 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.plots import draw_report, save_figure
 
+Callback = Callable[[int, Mapping[str, float]], object]
+"""Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
+
+Trackers and live plots are such functions, and whoever opened one closes it:
+
+```python
+def tensorboard(step, metrics):
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, step)
+
+callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step)]
+```
+"""
+
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
-"""In a run directory: which runs its lines go to, so that a run that goes on goes on there too."""
+"""File of a run directory that says which runs its lines go to, so that a run that goes on goes on there too."""
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Return the callbacks, or raise a `TypeError` that says which one cannot be called."""
+    callbacks = tuple(callbacks)
+    for i, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise TypeError(f"callbacks[{i}] = {callback!r} is not a function; give one that takes (step, metrics)")
+    return callbacks
+
+
+def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> None:
+    """Call each callback with the step and a copy of the metrics as plain Python numbers.
+
+    Raises:
+      Exception: whatever a callback raises, with a note that names it.
+    """
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
+    for i, callback in enumerate(callbacks):
+        try:
+            callback(step, dict(values))
+        except Exception as error:
+            error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
+            raise
 
 
 class Tracker:
@@ -48,11 +86,11 @@ class Tracker:
       closed
     """
 
-    def __init__(self, log: Callable[[int, dict[str, float]], Any], close: Callable[[], Any]):
+    def __init__(self, log: Callable[[int, dict[str, float]], object], close: Callable[[], object]):
         self._log = log
         self._close = close
 
-    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a logged step."""
         self._log(step, {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)})
 
@@ -63,7 +101,7 @@ class Tracker:
         self._close()
 
 
-def tensorboard(log_dir: str | os.PathLike[str], **settings: Any) -> Tracker:
+def tensorboard(log_dir: str | os.PathLike[str], **settings: object) -> Tracker:
     """Open a TensorBoard event file, written without TensorFlow or PyTorch.
 
     Args:
@@ -83,7 +121,7 @@ def tensorboard(log_dir: str | os.PathLike[str], **settings: Any) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def wandb(**settings: Any) -> Tracker:
+def wandb(**settings: object) -> Tracker:
     """Open a run of Weights & Biases.
 
     Args:
@@ -93,10 +131,11 @@ def wandb(**settings: Any) -> Tracker:
     Raises:
       ImportError: wandb is not installed.
     """
-    return _run("wandb", settings)
+    run = _package("wandb", "wandb").init(**settings)
+    return _run_tracker(run.log, run.finish)
 
 
-def trackio(**settings: Any) -> Tracker:
+def trackio(**settings: object) -> Tracker:
     """Open a run of trackio.
 
     Args:
@@ -105,7 +144,8 @@ def trackio(**settings: Any) -> Tracker:
     Raises:
       ImportError: trackio is not installed.
     """
-    return _run("trackio", settings)
+    run = _package("trackio", "trackio").init(**settings)
+    return _run_tracker(run.log, run.finish)
 
 
 def live_plot(
@@ -138,11 +178,15 @@ def live_plot(
         if time.monotonic() - drawn >= seconds:
             draw()
 
-    return Tracker(log, lambda: draw() if lines else None)
+    def close() -> None:
+        if lines:
+            draw()
+
+    return Tracker(log, close)
 
 
 def check_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None) -> list[str]:
-    """The names of the trackers that `report_to` asks for, each of which can be opened.
+    """Return the names of the trackers that `report_to` asks for, each of which can be opened.
 
     Raises:
       ImportError: the package of one is not installed.
@@ -200,24 +244,25 @@ def open_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None, *,
 def _opened(
     name: str, config: GRPOConfig, run_dir: str | os.PathLike[str] | None, step: int, runs: dict[str, str]
 ) -> Tracker:
-    """Open one tracker; `runs`: tracker → the run that it goes on with, which one that is new is added to."""
+    """Open one tracker; `runs` has the run that it goes on with by the tracker's name, and gets one that is new."""
     if name == "tensorboard":
         directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
         return tensorboard(Path(directory).expanduser(), purge_step=step + 1 if step else 0)
-    package = _package(name, name)
-    if name == "wandb" and getattr(package, "run", None) is not None:
-        active = package.run
-        return Tracker(lambda step, metrics: active.log(metrics, step=step), lambda: None)
-    settings: dict[str, Any] = {"project": config.project, "name": config.run_name, "config": config.to_dict()}
-    if name == "wandb":
-        settings["project"] = os.environ.get("WANDB_PROJECT", config.project)
-        # A run of Weights & Biases is found again by its id, one of trackio by its name.
-        settings |= {"id": runs[name], "resume": "allow"} if name in runs else {}
+    package, all_settings = _package(name, name), config.to_dict()
+    if name == "trackio":  # finds a run again by its name
+        run_name = runs.get(name, config.run_name)
+        run = package.init(project=config.project, name=run_name, config=all_settings, resume="allow")
+        runs[name] = run.name
+        return _run_tracker(run.log, run.finish)
+    if getattr(package, "run", None) is not None:  # an active one, which whoever began it ends
+        return _run_tracker(package.run.log, lambda: None)
+    project = os.environ.get("WANDB_PROJECT", config.project)
+    if name in runs:  # found again by its id
+        run = package.init(project=project, name=config.run_name, config=all_settings, id=runs[name], resume="allow")
     else:
-        settings |= {"name": runs.get(name, config.run_name), "resume": "allow"}
-    run = package.init(**settings)
-    runs[name] = run.id if name == "wandb" else run.name
-    return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
+        run = package.init(project=project, name=config.run_name, config=all_settings)
+    runs[name] = run.id
+    return _run_tracker(run.log, run.finish)
 
 
 def _installed(package: str) -> bool:
@@ -227,13 +272,12 @@ def _installed(package: str) -> bool:
         return True
 
 
-def _run(package: str, settings: Mapping[str, Any]) -> Tracker:
-    """A tracker on a run of one of the two packages, which share an interface."""
-    run = _package(package, package).init(**settings)
-    return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
+def _run_tracker(log: Callable[..., object], finish: Callable[[], object]) -> Tracker:
+    """Return a tracker by the `log` of a run of Weights & Biases or of trackio, which share an interface."""
+    return Tracker(lambda step, metrics: log(metrics, step=step), finish)
 
 
-def _package(name: str, extra: str) -> Any:
+def _package(name: str, extra: str) -> ModuleType:
     """Import a package, or say how to get it."""
     try:
         return importlib.import_module(name)

@@ -1,14 +1,14 @@
-"""What a run leaves behind and tells: the files of its directory, and callbacks.
+"""The files of a run directory, written as the run goes and read back.
 
 | file | what it holds |
 |---|---|
 | `config.json` | the config, package versions, the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended, `turns` |
-| `warnings.jsonl` | one JSON object a warning: step, category, message |
-| `report.png`, `report.html` | the picture of the run and its page, drawn by `pictures.write_pictures` |
+| `warnings.jsonl` | one JSON object per warning: step, category, message |
+| `report.png`, `report.html` | the picture of the run and its page, drawn by `page.write_pictures` |
 
-`turns` is of completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
+`turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
 Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
 `completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.
@@ -21,33 +21,93 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.lines import read_lines, whole_lines
-from grpo_jax.watch.names import plain
 
-Callback = Callable[[int, Mapping[str, Any]], Any]
-"""Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
+JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
+"""A value that JSON can hold."""
 
-Trackers and live plots are such functions, and whoever opened one closes it:
+Line = Mapping[str, float | None]
+"""An object of `metrics.jsonl`: `step` and metrics by name; None where a value is not finite."""
 
-```python
-def tensorboard(step, metrics):
-    for name, value in metrics.items():
-        writer.add_scalar(name, value, step)
-
-callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step)]
-```
-"""
+CompletionRow = Mapping[str, Any]
+"""An object of `completions.jsonl`: "prompt" and "completion" (text or messages), "rewards" (function → number, or None
+for "not scored"), "advantage", "ended", "turns" (of a completion of several), and what reward functions log beside."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file, up to a line that a kill tore, and nothing if there is no file."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for _, line in _whole_lines(file):
+            yield line
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset of the next line, object) for each line, up to one that is torn."""
+    end = 0
+    for text in file:
+        end += len(text)
+        try:
+            line = json.loads(text) if text.endswith(b"\n") else None
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return
+        yield end, line
+
+
+def plain(value: object) -> JSON:
+    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None.
+
+    Example:
+      >>> import numpy as np
+      >>> plain({"loss": np.float32(0.5), "kl": float("nan"), "lengths": np.arange(2)})
+      {'loss': 0.5, 'kl': None, 'lengths': [0, 1]}
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
+
+
+def is_dialogue(turns: object) -> bool:
+    """Return whether `turns` of a row of `completions.jsonl` says who said what in a completion of several turns.
+
+    Example:
+      >>> is_dialogue([{"by": "policy", "text": "32"}, {"by": "environment", "text": "higher"}]), is_dialogue([2])
+      (True, False)
+    """
+    return (
+        isinstance(turns, list)
+        and turns != []
+        and all(isinstance(turn, dict) and turn.keys() == {"by", "text"} for turn in turns)
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a run's numbers, without importing them."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 class RunWriter:
@@ -88,7 +148,7 @@ class RunWriter:
             raise ValueError("run_dir is None: there are no files")
         return self.run_dir / name
 
-    def config(self, config: GRPOConfig, **more: Any) -> None:
+    def config(self, config: GRPOConfig, **more: object) -> None:
         """Write `config.json`: the config, versions, the command line, and whatever else is given."""
         content = {
             "config": config.to_dict(),
@@ -102,11 +162,11 @@ class RunWriter:
             text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
             self.replace("config.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
-    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line to `metrics.jsonl`."""
         self._append("metrics.jsonl", [{"step": step, **metrics}])
 
-    def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
         """Add lines to `completions.jsonl`: one per completion, with the step in front."""
         self._append("completions.jsonl", [{"step": step, **row} for row in rows])
 
@@ -124,7 +184,7 @@ class RunWriter:
                 continue
             with open(self.path(name), "r+b") as file:
                 end = 0
-                for start_of_next, line in whole_lines(file):
+                for start_of_next, line in _whole_lines(file):
                     undone = not evaluated and any(key.startswith("eval/") for key in line)
                     if line["step"] > step or (line["step"] == step and undone):
                         break
@@ -145,7 +205,7 @@ class RunWriter:
                 os.replace(self.path(name), self.path(name + ending))
         return max(steps), ending
 
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         """Add lines in one write."""
         if self.run_dir is not None:
             lines = [json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
@@ -155,7 +215,7 @@ class RunWriter:
             except OSError as error:  # a write that fails does not say where
                 raise OSError(error.errno, error.strerror, str(self.path(name))) from error
 
-    def replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
+    def replace(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         """Write a file of the run directory whole or not at all."""
         temporary = self.path(f".{name}.partial")
         with open(temporary, "wb") as file:
@@ -173,36 +233,3 @@ def refused_if_unusable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
             f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
             " give a directory of your own, or None to keep nothing"
         ) from error
-
-
-def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Return the callbacks, or raise a `TypeError` that says which one cannot be called."""
-    callbacks = tuple(callbacks)
-    for i, callback in enumerate(callbacks):
-        if not callable(callback):
-            raise TypeError(f"callbacks[{i}] = {callback!r} is not a function; give one that takes (step, metrics)")
-    return callbacks
-
-
-def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, Any]) -> None:
-    """Call each callback with the step and a copy of the metrics as plain Python numbers.
-
-    Raises:
-      Exception: whatever a callback raises, with a note that names it.
-    """
-    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
-    for i, callback in enumerate(callbacks):
-        try:
-            callback(step, dict(values))
-        except Exception as error:
-            error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
-            raise
-
-
-def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide a run's numbers, without importing them."""
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

@@ -17,7 +17,7 @@ from grpo_jax import init_policy, save_pretrained
 # from trl import GRPOConfig, GRPOTrainer
 from grpo_jax.compat import GRPOConfig, GRPOTrainer
 from grpo_jax.turns import observation_ids, read_tools, tool_message
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 STEPS, BATCH = 140, 8
 

@@ -21,7 +21,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.state import create_state
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 # μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.

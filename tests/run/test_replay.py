@@ -14,7 +14,7 @@ from grpo_jax import GRPOConfig, replay, train
 from grpo_jax.run import collect
 from grpo_jax.run.replay import BadBatches, NotFiniteError
 from grpo_jax.update.packed import PackedUpdater
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {

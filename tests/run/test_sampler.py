@@ -31,7 +31,7 @@ from grpo_jax.run.prepare import new_state, prepare
 from grpo_jax.run.sampler import ARGUMENTS, check_sampler, mismatch, read_completions, sample_by
 from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import Hints
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.

@@ -14,7 +14,7 @@ from grpo_jax import GRPOConfig, init_policy, train
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
 from grpo_jax.update import packed, prompts
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 SMALL = {

@@ -24,7 +24,7 @@ from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import new_state, prepare
 from grpo_jax.turns.episodes import EnvironmentFault
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a turn, so that most completions have several.

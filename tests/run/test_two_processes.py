@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_jax.watch.lines import read_lines
+from grpo_jax.watch.writer import read_lines
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
 

@@ -10,10 +10,10 @@ import pytest
 from grpo_jax import GRPOConfig
 from grpo_jax.update.state import create_state
 from grpo_jax.watch import monitor as monitor_module
-from grpo_jax.watch.lines import read_lines
 from grpo_jax.watch.monitor import MOST_WARNINGS, Monitor
 from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Tracker
+from grpo_jax.watch.writer import read_lines
 
 STATE = create_state({"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0))
 CONFIG = GRPOConfig(beta=0.1)

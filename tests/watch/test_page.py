@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report
-from grpo_jax.watch.writer import RunWriter
+from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report, write_pictures
+from grpo_jax.watch.writer import RunWriter, read_lines
 
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 %TITLE% %DATA% 数字"
 HEALTHY = Path(__file__).with_name("healthy_runs.jsonl")
@@ -377,3 +376,21 @@ def test_a_dialogue_in_a_real_browser(played, tmp_path):
         rewards = run("[...document.querySelectorAll('#rows thead th')].map(th => th.innerText)")
         assert rewards == ["step", "group", "prompt", "completion", "right", "short", "advantage", "ended"]
         assert [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"] == []
+
+
+@pytest.mark.quick
+def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
+    writer = RunWriter(tmp_path)
+    writer.metrics(1, {"reward": 1.0})
+    write_pictures(writer)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    before = (tmp_path / "report.png").read_bytes()
+
+    def fail(figure, file):
+        file.write(b"half")
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("grpo_jax.watch.page.save_figure", fail)
+    with pytest.warns(RuntimeWarning, match=r"report.png was not drawn: RuntimeError: no font"):
+        write_pictures(writer)
+    assert (tmp_path / "report.png").read_bytes() == before

@@ -1,15 +1,17 @@
-"""Trackers: each gets the finite numbers of every logged step and is closed; packages are imported when asked for."""
+"""Callbacks get copies of plain numbers; each tracker gets the finite numbers of every logged step and is closed."""
 
 import math
 import struct
 import sys
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.watch import trackers
-from grpo_jax.watch.writer import notify
+from grpo_jax.watch.trackers import check_callbacks, notify
 
 LINES = [(10, {"reward": 0.25, "kl": math.nan, "note": "text"}), (20, {"reward": 0.5, "kl": 0.125, "seconds/total": 3})]
 
@@ -255,3 +257,37 @@ def test_a_real_event_file_of_tensorboard(tmp_path):
     feed(trackers.tensorboard(tmp_path))
     (path,) = tmp_path.glob("events.out.tfevents.*")
     assert scalars(path) == {(10, "reward"): 0.25, (20, "reward"): 0.5, (20, "kl"): 0.125, (20, "seconds/total"): 3.0}
+
+
+# Callbacks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_callbacks_get_plain_numbers_and_copies_of_their_own():
+    seen = []
+
+    def spoil(step, metrics):
+        seen.append((step, dict(metrics)))
+        metrics.clear()
+
+    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
+    assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
+    assert [type(value) for value in seen[0][1].values()] == [float, int, float]
+
+
+@pytest.mark.quick
+def test_a_callback_that_raises_is_named():
+    def tracker(step, metrics):
+        raise ConnectionError("no network")
+
+    with pytest.raises(ConnectionError) as caught:
+        notify([lambda step, metrics: None, tracker], 4, {})
+    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
+    assert caught.value.__notes__[0].endswith("at step 4")
+
+
+@pytest.mark.quick
+def test_a_callback_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
+        check_callbacks([print, "wandb"])
+    assert check_callbacks(iter([print])) == (print,)

@@ -1,4 +1,4 @@
-"""Run files survive kills and resumes, times add up, and what a person is told is true."""
+"""Run files survive kills and resumes, and hold strict JSON of whatever text and arrays they are given."""
 
 import json
 import pathlib
@@ -12,11 +12,8 @@ import pytest
 
 import grpo_jax
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.lines import read_lines
-from grpo_jax.watch.names import held_out, plain
-from grpo_jax.watch.phases import Phases, describe_run
-from grpo_jax.watch.pictures import write_pictures
-from grpo_jax.watch.writer import RunWriter, check_callbacks, notify
+from grpo_jax.watch.page import write_pictures
+from grpo_jax.watch.writer import RunWriter, plain, read_lines
 
 ROOT = pathlib.Path(grpo_jax.__file__).parent.parent
 
@@ -207,140 +204,6 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path):
         RunWriter(tmp_path / "file")
     with pytest.raises(ValueError, match=r"cannot be written to \(Not a directory\)"):
         RunWriter(tmp_path / "file" / "run")
-
-
-@pytest.mark.quick
-def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
-    writer = RunWriter(tmp_path)
-    writer.metrics(1, {"reward": 1.0})
-    write_pictures(writer)
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    before = (tmp_path / "report.png").read_bytes()
-
-    def fail(figure, file):
-        file.write(b"half")
-        raise RuntimeError("no font")
-
-    monkeypatch.setattr("grpo_jax.watch.pictures.save_figure", fail)
-    with pytest.warns(RuntimeWarning, match=r"report.png was not drawn: RuntimeError: no font"):
-        write_pictures(writer)
-    assert (tmp_path / "report.png").read_bytes() == before
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.mark.quick
-def test_phases_count_each_second_once():
-    clock = Clock()
-    phases = Phases(clock)
-    clock.now += 1  # in no phase
-    with phases("rollout"):
-        clock.now += 2
-        with phases("rewards"):
-            clock.now += 4
-        clock.now += 8
-    with phases("update"):
-        clock.now += 16
-    with phases("rollout"):
-        clock.now += 32
-    assert phases.take() == {"seconds/rollout": 42, "seconds/rewards": 4, "seconds/update": 16, "seconds/total": 63}
-    clock.now += 3
-    assert phases.take() == {"seconds/total": 3}
-
-
-@pytest.mark.quick
-def test_a_phase_that_raises_is_closed_and_one_that_is_open_is_split():
-    clock = Clock()
-    phases = Phases(clock)
-
-    def fail():
-        with phases("rewards"):
-            clock.now += 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    with phases("update"):
-        clock.now += 2
-        assert phases.take() == {"seconds/rewards": 1, "seconds/update": 2, "seconds/total": 3}
-        clock.now += 4
-    clock.now += 8
-    assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
-
-
-@pytest.mark.quick
-def test_callbacks_get_plain_numbers_and_copies_of_their_own():
-    seen = []
-
-    def spoil(step, metrics):
-        seen.append((step, dict(metrics)))
-        metrics.clear()
-
-    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
-    assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
-    assert [type(value) for value in seen[0][1].values()] == [float, int, float]
-
-
-@pytest.mark.quick
-def test_a_callback_that_raises_is_named():
-    def tracker(step, metrics):
-        raise ConnectionError("no network")
-
-    with pytest.raises(ConnectionError) as caught:
-        notify([lambda step, metrics: None, tracker], 4, {})
-    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
-    assert caught.value.__notes__[0].endswith("at step 4")
-
-
-@pytest.mark.quick
-def test_a_callback_that_is_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
-        check_callbacks([print, "wandb"])
-    assert check_callbacks(iter([print])) == (print,)
-
-
-@pytest.mark.quick
-def test_held_out_scores():
-    scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
-    assert {name: held_out(name) for name in scores} == scores
-    assert not any(held_out(f"eval/{name}") for name in ("mean_length", "clipped_ratio", "rewards/a/std", "seconds"))
-    assert held_out("evaluation") is None
-
-
-@pytest.mark.quick
-def test_the_banner_by_hand():
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=16,
-        gradient_accumulation_steps=2,
-        steps_per_generation=6,
-        num_iterations=2,
-        max_completion_length=64,
-        max_steps=20,
-    )
-    text = describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000, num_devices=2)
-    # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 minibatches of 16 prompts, each in 2; 2 passes.
-    assert text == (
-        "1 M parameters · 4 GB of training state · 2 devices\n"
-        "each iteration: 48 prompts × 4 = 192 completions of up to 64 tokens · 2 passes × 3 minibatches = 6 updates of"
-        " 16 prompts in 2 micro-batches\n"
-        "20 optimizer steps · 4 iterations · 48 prompts, gone through 4 times"
-    )
-    small = describe_run(GRPOConfig(mesh={"data": 2, "tensor": 2}), num_rows=6, num_parameters=500, state_bytes=0)
-    assert small == (
-        "500 parameters · 0 B of training state · 4 devices\n"
-        "each iteration: 2 prompts × 8 = 16 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of"
-        " 2 prompts\n"
-        "9 optimizer steps · 9 iterations · 6 prompts, gone through 3 times"
-    )
 
 
 @pytest.mark.quick

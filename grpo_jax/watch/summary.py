@@ -1,0 +1,282 @@
+"""A run in words: its sizes at the start, its headline at the end, and the model card of the policy it trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.writer import JSON, Line, read_lines
+
+MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
+"""Stands in a card that a push may replace."""
+
+_NOT_TOLD = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
+"""Beginnings of fields that say nothing of what was learned."""
+
+_NO_SCORE = {"mean_length", "min_length", "max_length", "clipped_ratio"}
+_NO_SCORE |= {"seconds", "std", "missing", "errors", "unscored"}
+"""Last parts of the names of `eval/` metrics that are no scores."""
+
+_PHASES = {
+    "rollout": "rollouts",
+    "update": "updates",
+    "rewards": "reward functions",
+    "reference": "log-probs of the reference",
+    "evaluation": "evaluations",
+}
+
+
+def numbers(lines: Iterable[Line], name: str) -> list[float]:
+    """Return the finite values of a metric, in the order in which they were logged."""
+    values = (line.get(name) for line in lines)
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def metric_names(lines: Iterable[Line]) -> list[str]:
+    """Return the names of all metrics of some lines, in the order in which they came up."""
+    return list(dict.fromkeys(name for line in lines for name in line))
+
+
+def held_out(name: str) -> str | None:
+    """Return what an `eval/` metric is a score of; None for one that is no score, or not of an evaluation.
+
+    Example:
+      >>> [held_out(name) for name in ("eval/accuracy", "eval/rewards/accuracy/mean", "eval/mean_length", "kl")]
+      ['accuracy', 'accuracy', None, None]
+    """
+    if not name.startswith("eval/") or name.rpartition("/")[2] in _NO_SCORE:
+        return None
+    return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
+
+
+def many(count: int, noun: str, plural: str = "s") -> str:
+    """Return a count with its noun: "1 prompt", "2 prompts"."""
+    return f"{count} {noun}{plural if count != 1 else ''}"
+
+
+def short(number: float, unit: str = "") -> str:
+    """Return a number to three digits with its SI prefix: "1.23 M", "14.8 GB"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * factor:
+            return f"{number / factor:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def describe_run(
+    config: GRPOConfig,
+    *,
+    num_rows: int,
+    num_parameters: int,
+    state_bytes: int,
+    num_devices: int | None = None,
+    device: str = "",
+) -> str:
+    """Return what the sizes of a run come to, in three lines for its start.
+
+    Args:
+      config: the run's settings.
+      num_rows: rows of the dataset.
+      num_parameters: of the policy.
+      state_bytes: of the whole training state: policy, old policy, references, optimizer.
+      num_devices: devices of the run; None: those of `config.mesh`, 1 without one.
+      device: their kind.
+
+    Example:
+      >>> config = GRPOConfig(per_device_train_batch_size=64, max_steps=50)
+      >>> print(describe_run(config, num_rows=400, num_parameters=1_234_567, state_bytes=14_815_000, device="cpu"))
+      1.23 M parameters · 14.8 MB of training state · 1 device (cpu)
+      each iteration: 8 prompts × 8 = 64 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of 8 prompts
+      50 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
+    """
+    sizes, steps = config.sizes(num_devices), config.total_steps(num_rows, num_devices)
+    devices = num_devices or math.prod((config.mesh or {}).values())
+    iterations = math.ceil(steps / sizes.updates)
+    micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
+    epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
+    return (
+        f"{short(num_parameters)} parameters · {short(state_bytes, 'B')} of training state ·"
+        f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
+        f"each iteration: {many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
+        f" of up to {config.max_completion_length} tokens ·"
+        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
+        f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}{micro}\n"
+        f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')} ·"
+        f" {many(num_rows, 'prompt')}, gone through {epochs:g} time{'s' * (epochs != 1)}"
+    )
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """Return the sentence of a run: its first held-out score, or else its reward, and the phase that took most time.
+
+    Args:
+      lines: objects of `metrics.jsonl`.
+
+    Returns:
+      One line without a full stop, "" where nothing was logged.
+
+    Example:
+      >>> lines = [{"step": 0, "eval/accuracy": 0.125}, {"step": 9, "seconds/update": 6.0, "seconds/total": 8.0}]
+      >>> headline([*lines, {"step": 10, "eval/accuracy": 0.98}])
+      'accuracy on held-out prompts 0.125 → 0.98 in 10 steps; 75 % of the time in updates'
+    """
+    if not lines:
+        return ""
+    steps = max(numbers(lines, "step"))
+    change = _change(lines)
+    sentence = f"{change}{' in ' * bool(change)}{steps:,} step{'s' * (steps != 1)}"
+    seconds = phase_seconds(lines)
+    if seconds:
+        longest = max(seconds, key=seconds.__getitem__)
+        share = seconds[longest] / sum(seconds.values())
+        sentence += f"; {100 * share:.0f} % of the time in {_PHASES.get(longest, longest)}"
+    return sentence
+
+
+def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
+    """Return the seconds of each phase over a run; "other" are those in no phase.
+
+    Example:
+      >>> phase_seconds([{"seconds/update": 1.5, "seconds/total": 2.0}] * 2)
+      {'update': 3.0, 'other': 1.0}
+    """
+    names = [name for name in metric_names(lines) if name.startswith("seconds/")]
+    seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := numbers(lines, name))}
+    total = seconds.pop("total", 0.0)
+    other = total - sum(seconds.values())
+    return seconds | ({"other": other} if other > 0 else {})
+
+
+def _change(lines: Sequence[Line]) -> str:
+    """Return the first and the last value of the run's first held-out score, or else of its reward."""
+    scores = {name: f"{score} on held-out prompts" for name in metric_names(lines) if (score := held_out(name))}
+    for name, label in {**scores, "reward": "reward"}.items():
+        values = numbers(lines, name)
+        if values:
+            return f"{label} {values[0]:.3g}{f' → {values[-1]:.3g}' if len(values) > 1 else ''}"
+    return ""
+
+
+def model_card(
+    repo_id: str,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    adapters: bool = False,
+    base_model: str | None = None,
+    dataset: str | None = None,
+    license: str | None = None,
+    picture: str | None = None,
+) -> str:
+    """Return a model card: Markdown under the hub's metadata.
+
+    The command line of the run, its paths and its prompts are not in it: they may be nobody else's business.
+
+    Args:
+      repo_id: of the repository, for the lines that load it.
+      run_dir: the directory of the run; None leaves out what only a run can tell.
+      adapters: PEFT's format, rather than all weights.
+      base_model: name on the hub of the model that training began with, or None.
+      dataset: name on the hub of the data, or None.
+      license: the hub's name of a licence, such as "apache-2.0"; None leaves the field out.
+      picture: name of the file in the repository with the curves, or None.
+
+    Example:
+      >>> card = model_card("me/sums", base_model="Qwen/Qwen3-0.6B", license="apache-2.0")
+      >>> "license: apache-2.0" in card, 'from_pretrained("me/sums")' in card
+      (True, True)
+    """
+    from huggingface_hub import ModelCardData
+
+    metadata = ModelCardData(
+        base_model=base_model,
+        datasets=None if dataset is None else [dataset],
+        library_name="peft" if adapters else "transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["grpo", "grpo_jax"],
+    )
+    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    if adapters:
+        subject = f"Adapters (LoRA){f' of {base}' * bool(base)}, trained"
+    else:
+        subject = f"A language model, trained{f' from {base}' * bool(base)}"
+    parts = [
+        f"# {repo_id.rpartition('/')[2]}",
+        f"{subject} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
+    ]
+    if run_dir is not None:
+        parts += _run_parts(Path(run_dir), dataset, picture)
+    parts += ["## How to load it", _loading(repo_id, adapters, base_model), MARK]
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[str]:
+    """Return the parts of a card that its run tells: headline, picture, data, scores, settings, versions."""
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    path = run_dir / "config.json"
+    about = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    sentence = headline(lines)
+    parts = [f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""]
+    parts += [f"![Curves of the run]({picture})"] if picture else []
+    parts += ["## What it was trained on", _training(lines, about.get("prompts"), dataset)]
+    scores = _scores(lines)
+    parts += ["## Scores", scores] if scores else []
+    changed = changed_settings(about.get("config", {}))
+    told = [name for name in changed if not name.startswith(_NOT_TOLD)]
+    if told:
+        settings = "\n".join(f"{name} = {json.dumps(changed[name], ensure_ascii=False)}" for name in told)
+        parts += ["## Settings", "Those that are not the defaults of `GRPOConfig`:", f"```\n{settings}\n```"]
+    versions = about.get("versions", {})
+    if versions:
+        parts += ["## Versions", ", ".join(f"{package} {version}" for package, version in versions.items())]
+    return parts
+
+
+def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return the settings of a run's `config.json` that are not the defaults of `GRPOConfig`."""
+    usual: dict[str, JSON] = json.loads(json.dumps(GRPOConfig().to_dict()))
+    return {name: value for name, value in config.items() if name not in usual or usual[name] != value}
+
+
+def _training(lines: Sequence[Line], prompts: int | None, dataset: str | None) -> str:
+    """Return a sentence about the data and the rewards."""
+    data = f" of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    names = [name[8:-5] for name in metric_names(lines) if name.startswith("rewards/") and name.endswith("/mean")]
+    tokens = [count for count in numbers(lines, "num_tokens") if count]
+    parts = [f"{many(prompts, 'prompt') if prompts else 'Prompts'}{data}"]
+    parts += [f"rewarded by {', '.join(f'`{name}`' for name in names)}"] if names else []
+    parts += [f"{tokens[-1]:,.0f} tokens of completions sampled"] if tokens else []
+    return "; ".join(parts) + "."
+
+
+def _scores(lines: Sequence[Line]) -> str:
+    """Return a table of the held-out scores before the first step and after the last; "" if there are none."""
+    scores = [(score, numbers(lines, name)) for name in metric_names(lines) if (score := held_out(name))]
+    rows = [f"| {score} | {values[0]:.3g} | {values[-1]:.3g} |" for score, values in scores if values]
+    return "\n".join(["| on held-out prompts | before | after |", "|---|---|---|", *rows]) if rows else ""
+
+
+def _loading(repo_id: str, adapters: bool, base_model: str | None) -> str:
+    """Return the lines of code that load the policy, in transformers with PyTorch and in grpo_jax."""
+    base = base_model or "NAME OF THE BASE"
+    if adapters:
+        torch = (
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+            f'model = PeftModel.from_pretrained(base, "{repo_id}")'
+        )
+        ours = (
+            "from grpo_jax import from_pretrained, load_lora\n\n"
+            f'policy = load_lora("{repo_id}", from_pretrained("{base}"))'
+        )
+    else:
+        torch = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
+        )
+        ours = f'from grpo_jax import from_pretrained\n\npolicy = from_pretrained("{repo_id}")'
+    return f"In transformers, with PyTorch:\n\n```python\n{torch}\n```\n\nIn grpo_jax:\n\n```python\n{ours}\n```"
