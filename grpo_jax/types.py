@@ -170,7 +170,9 @@ class RewardFn(Protocol):
     of the dataset under its own name; only those are passed that its signature takes. Each is a list with one entry a
     completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays
     in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns one float
-    or None a completion; None means "not scored" and is not a zero. It may be `async`.
+    or None a completion; None means "not scored" and is not a zero. It may be `async`. One that cannot judge every row
+    may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises
+    ValueError.
     """
 
     def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...

@@ -230,7 +230,8 @@ def read_run(
     if "data" in wanted:
         parts |= problems.rows()
     if not problems and parts.get("rows") and not (parts.get("tools") or parts.get("environment_factory")):
-        problems.of("", check_reward_fns, parts["rewards"], parts["rows"][0], extras=EXTRAS, argument="data")
+        rows = parts["rows"]
+        problems.of("", check_reward_fns, parts["rewards"], rows[0], extras=EXTRAS, argument="data", rows=rows)
     raise_all(str(path), problems)
     run_dir = values.get("run_dir", f"runs/{path.stem}")
     return RunFile(values, folder, config, None if run_dir is None else Path(run_dir).expanduser(), **parts)

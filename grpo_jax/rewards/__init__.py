@@ -3,7 +3,7 @@ that come with the package), `answers` (reading answers out of text), `workers` 
 `instances` (environments likewise).
 """
 
-from grpo_jax.rewards.answers import final_number, number_reward
+from grpo_jax.rewards.answers import final_number, number_reward, sole_number
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.combine import clipped, from_row, gated, weighted
 from grpo_jax.rewards.contract import PartialRewards, RewardError, TrainerState, check_reward_fns, reward_names
@@ -35,6 +35,7 @@ __all__ = [
     "isolated",
     "number_reward",
     "reward_names",
+    "sole_number",
     "tag_reward",
     "weighted",
 ]

@@ -18,6 +18,7 @@ from grpo_jax.rewards.contract import (
     PartialRewards,
     RewardError,
     arguments_of,
+    check_rows,
     describe_fault,
     function_name,
     give_scores,
@@ -172,6 +173,10 @@ class _Combinator:
             for name, required in arguments_of(part).items():
                 arguments[name] = required or arguments.get(name, False)
         return arguments
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], *, argument: str = "the dataset") -> None:
+        """Raise ValueError if a function inside cannot judge some rows."""
+        check_rows(self.parts, rows, argument=argument)
 
 
 @dataclasses.dataclass(frozen=True)

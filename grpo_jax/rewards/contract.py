@@ -139,14 +139,18 @@ def check_reward_fns(
     *,
     extras: Iterable[str] = (),
     argument: str = "the dataset",
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Raise if a reward function needs an argument that nobody gives; to be called before anything is sampled.
+    """Raise if a reward function needs an argument that nobody gives, or says that it cannot judge some rows.
+
+    To be called before anything is sampled.
 
     Args:
       reward_fns: K reward functions, or one.
       columns: the names of the dataset's columns; None: not known, and arguments are not looked at.
       extras: the names of what else is at hand, such as `trainer_state`.
       argument: what the caller calls the dataset, for the messages.
+      rows: of the dataset, which `check_rows` is called with.
 
     Raises:
       ValueError: no function at all; something that is not callable; a column named like what was sampled; an argument
@@ -167,6 +171,39 @@ def check_reward_fns(
     problems = [f"{argument} has a column {name!r}, which the trainer itself gives: rename it" for name in taken]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, extras, argument)
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    raise_all("reward_fns", problems)
+    check_rows(fns, rows, argument=argument)
+
+
+def check_rows(
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    argument: str = "the dataset",
+) -> None:
+    """Raise if a reward function says that there are rows it cannot judge.
+
+    A function says so by a method `check_rows(rows, argument=...)` that raises ValueError for all such rows at once;
+    combinators and isolated functions ask the functions inside.
+
+    Args:
+      reward_fns: K reward functions, or one.
+      rows: of the dataset.
+      argument: what the caller calls the dataset, for the messages.
+
+    Raises:
+      ValueError: what the functions say; of several, all.
+    """
+    problems = []
+    for fn in as_list(reward_fns):
+        check = getattr(fn.func if isinstance(fn, functools.partial) else fn, "check_rows", None)
+        try:
+            if check is not None:
+                check(rows, argument=argument)
+        except ValueError as error:
+            problems += str(error).split("\n  ")[1:] or [str(error)]
     if len(problems) == 1:
         raise ValueError(problems[0])
     raise_all("reward_fns", problems)

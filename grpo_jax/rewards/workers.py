@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from grpo_jax.rewards.contract import (
     PartialRewards,
     RewardError,
     arguments_of,
+    check_rows,
     function_name,
     give_scores,
     read_outcome,
@@ -196,6 +197,10 @@ class _Isolated:
         else:
             return np.full(count, np.nan), {None: fault_of(reply, **self._limits)}
         return read_outcome(outcome, count)
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], *, argument: str = "the dataset") -> None:
+        """Raise ValueError if the function inside cannot judge some rows; no worker is asked."""
+        check_rows(self.fn, rows, argument=argument)
 
     def close(self) -> None:
         """End the workers; a later call starts new ones."""

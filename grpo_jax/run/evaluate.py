@@ -115,7 +115,7 @@ def evaluate(
     """
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
-    data = dataset
+    data, all_rows = dataset, []  # rows that a run has encoded are checked
     if not isinstance(data, EncodedPrompts):
         all_rows = load_rows(dataset)
         kwargs: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
@@ -127,7 +127,7 @@ def evaluate(
         kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
         data = encode_rows(setting, all_rows, policy.tokenizer, **kwargs)
     check_sampler(sampler, setting)
-    check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS)
+    check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS, rows=all_rows)
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of

@@ -92,10 +92,11 @@ def prepare(
     if fns is not None:
         fns = list(with_environments(fns, setting))
         faults.of(_check_no_environments, fns, config)
-        columns = {name: some[0] for name, some in rows.items() if some} or {"dataset": None}
-        for name, names in columns.items():
+        read: dict[str, Any] = {name: some for name, some in rows.items() if some} or {"dataset": None}
+        for name, some in read.items():
             what = "the dataset" if name == "dataset" else name
-            faults.of(check_reward_fns, fns, names and reward_columns(names, setting), extras=EXTRAS, argument=what)
+            columns = reward_columns(some[0], setting) if some else None
+            faults.of(check_reward_fns, fns, columns, extras=EXTRAS, argument=what, rows=some or ())
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
         config = _with_weights(config, fns)

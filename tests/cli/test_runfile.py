@@ -175,6 +175,9 @@ def test_a_reward_function_that_asks_for_a_column_that_is_not_there_is_refused_b
     path = write_run(folder, rewards=[{"accuracy_reward": "solution"}])
     with pytest.raises(ValueError, match="solution"):
         read_run(path, wanted=ALL)
+    path = write_run(folder, rewards=[{"number_reward": "answer"}])
+    with pytest.raises(ValueError, match=r"rows of data have no single one in the column 'answer': row 0 has"):
+        read_run(path, wanted=ALL)
 
 
 @pytest.mark.quick

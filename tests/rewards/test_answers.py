@@ -1,13 +1,19 @@
 """Answers: every way to write a right one is read, a wrong one never scores, and no text takes long."""
 
+import functools
 import json
 import pickle
+import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from grpo_jax.rewards.answers import final_number, number_reward
+from grpo_jax.rewards.answers import final_number, number_reward, sole_number
+from grpo_jax.rewards.combine import clipped, gated, weighted
+from grpo_jax.rewards.contract import check_reward_fns
+from grpo_jax.rewards.shipped import format_reward
+from grpo_jax.rewards.workers import isolated
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -87,7 +93,135 @@ WRITTEN = [
     ("<answer> 18 </answer> after 3 steps", "18"),
     ("<answer>17</answer> no: <answer>18</answer>", "18"),
     ("<think> 5 </think><answer>The answer is 18 for 3</answer>", "18"),
+    (r"\boxed{f(3) = 18}", "18"),
+    (r"\boxed{S_{10} = 18}", "18"),
+    (r"\boxed{\text{Answer} = 18}", "18"),
+    (r"\boxed{\sqrt{324} = 18}", "18"),
+    ("#### - 18", "-18"),
+    ("<answer>18 km/h</answer>", "18"),
+    # "answer" is said, and the answer is not announced.
+    ("Multiply by 100 to express the answer as a percentage: 50 / 200 * 100 = 25\nTotal = 25", "25"),
+    ("24 correct answers * 2 points/answer = 48 points. In all 48 + 18 = 66", "66"),
+    ("If you answer every question correctly, the total marks are 50*2 = 100. You get 10.", "10"),
+    ("It took 45 minutes for all the short answer questions: 240 - 195. So 45 / 3 = 15", "15"),
+    ("Convert the answer to weeks: 28 days / 7 days/week = 4 weeks. She has 2 more.", "2"),
+    ("Given 8 pints in a gallon, the final answer is 15 gallons * 8 pints / gallon = 120 pints", "120"),
+    ("The answer to both questions is 18, for 3 days", "18"),
+    ("Answer (in dollars): 18 for 3 days", "18"),
+    ("The answer to this question: 18 for 3 days", "18"),
 ]
+
+# Truths of one number in the spellings of mathematics, each also in a box and at the end of a sentence.
+NUMBERS = [
+    (r"90^\circ", "90"),
+    (r"90^{\circ}", "90"),
+    (r"90 ^ { \circ }", "90"),
+    (r"18.8^{\circ}", "18.8"),
+    (r"-40^{\circ}\text{C}", "-40"),
+    ("90^o", "90"),
+    (r"90\degree", "90"),
+    (r"90\text{ degrees}", "90"),
+    (r"\$32,\!348", "32348"),
+    (r"12,\!345,\!678.5", "12345678.5"),
+    (r"10,\!080", "10080"),
+    (r"10{,}080", "10080"),
+    (r"10\,080", "10080"),
+    (r"\frac{-100}{9}", "-100/9"),
+    (r"-\frac{-100}{9}", "100/9"),
+    (r"\frac{100}{-9}", "-100/9"),
+    (r"\dfrac{ -3 }{ 4 }", "-3/4"),
+    (r"\frac{1.5}{2}", "3/4"),
+    (r"\cfrac{.5}{2}", "1/4"),
+    (r"\frac{1,\!000}{3}", "1000/3"),
+    (r"-2\frac{1}{2}", "-5/2"),
+    (r"\frac34", "3/4"),
+    (r"15\mbox{ cm}^2", "15"),
+    (r"15\text{ cm}^{2}", "15"),
+    (r"12\ \text{units}^3", "12"),
+    ("12 m2", "12"),
+    (r"5.4 \text{ cents}", "5.4"),
+    (r"\text{8 inches}", "8"),
+    (r"6\text{ (cm)}", "6"),
+    (r"x = -5", "-5"),
+    (r"x = - 5", "-5"),
+    (r"x_1 = 7", "7"),
+    (r"f(2) = 7", "7"),
+    (r"\angle A = 60^\circ", "60"),
+    (r"3.2\times 10^4", "32000"),
+    (r"3 \cdot 10^{-5}", "0.00003"),
+    (r"2 \cdot 9 = 18", "18"),
+    (r"50\%", "50"),
+    ("$36$", "36"),
+    ("18 a day", "18"),
+    ("18 km/h", "18"),
+    ("June 20", "20"),
+    ("+5", "5"),
+]
+
+# Truths that are no single number: the first number in them, or the last, is a wrong answer.
+NO_NUMBER = r"""
+\sqrt{13} ; 3\sqrt{13} ; 3 \cdot \sqrt{13} ; \frac{3\sqrt{2}}{2} ; \sqrt[3]{5} ; 2√3 ; 70 \sqrt{2} \text{ m}
+3 \times 10^{5}\sqrt{2} ; 7\pi ; 7 \pi ; 9π ; \frac{\pi}{4} ; \frac{10\pi}{3} ; \frac{1}{2}\pi
+2^{10} ; 2.5^3 ; 1,000^2 ; 3/4^2 ; 10^{-3} ; x^{-2} ; 3^{\frac{1}{2}} ; e^2 ; \binom{5}{2} ; \log 2 ; \sin 30^\circ
+1+2i ; 5i ; 3x ; 3x+2 ; x^2+4x+4 ; 2n ; n/2 ; \frac{x+1}{2} ; 3/x ; x + 3
+(3,4) ; (3, 4) ; [0,1) ; [3,\infty) ; (-\infty, 5] ; x \ge 3 ; x > 3 ; 3 \le x ; \pm 3 ; x = \pm 3
+3, 4 ; 3 \text{ or } 4 ; 3 \text{ and } 4 ; 3 or 4 ; 1,2,3 ; \{1,2\} ; \begin{pmatrix}1\\2\end{pmatrix}
+4:3 ; 3:30 ; 1011_2 ; 2516_{8} ; 0.\overline{3} ; .\overline{12} ; |x|=5 ; \lfloor 3.5 \rfloor
+\infty ; \emptyset ; \text{(B)} ; B ; even ; inf ; nan ; True ; \frac{5}{0} ; \frac{-,}{3}
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("text", "number"), NUMBERS)
+def test_a_truth_of_one_number_is_read_and_so_are_answers_in_its_spelling(text, number):
+    assert sole_number(text) == Fraction(number)
+    score = number_reward()
+    written = [rf"So \boxed{{{text}}}, of 3.", f"<answer>{text}</answer> of 3"]
+    if text[0] in "-0123456789":  # behind #### stands a number, or it begins a heading
+        written.append(f"#### {text}\nof 3")
+    if "- " not in text:  # within a sentence, a sign that is apart from its number is an operation
+        written.append(f"It is {text}.")
+    assert score(completions=written, answer=[text] * len(written)) == [1.0] * len(written)
+    wrong = [rf"\boxed{{{Fraction(number) + 1}}}", rf"\boxed{{{-Fraction(number)}}}"]
+    assert score(completions=wrong, answer=[text] * 2) == [0.0] * 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", [*re.split(" ; |\n", NO_NUMBER.strip()), ""])
+def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text):
+    assert sole_number(text) is None
+    assert sole_number(rf"So 3 + 15 = 18 is not it: \boxed{{{text}}}") is None
+    with pytest.raises(ValueError, match=r"which is no single number\. Leave such rows out"):
+        number_reward()(completions=["18"], answer=[text])
+    score, written = number_reward(), rf"\boxed{{{text}}}"
+    assert not any(score(completions=[written], answer=[n])[0] for n in re.findall(r"\d+", text))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["8!", "25% of 80", "18 (out of 20)", "She has 3, then 8."])
+def test_what_a_policy_may_say_beside_its_answer_is_refused_in_a_truth(text):
+    assert sole_number(text) is None
+    assert final_number(rf"\boxed{{{text}}}") is not None
+
+
+@pytest.mark.quick
+def test_rows_that_it_cannot_judge_are_refused_before_a_run_all_at_once():
+    rows = [{"prompt": "p", "answer": truth} for truth in ("18", r"3\sqrt{13}", None, "B", 18.5, *["(1, 2)"] * 40)]
+    message = (
+        r"compares numbers, and 42 of 45 rows of the dataset have no single one in the column 'answer': "
+        r"row 1 has '3.*', row 3 has 'B', row 5 has '\(1, 2\)', row 6 .* row 7 has '\(1, 2\)'; "
+        r"also rows 8, 9, .*, 32, …\. Leave such rows out, .* accuracy_reward compares text, and .* math_verify"
+    )
+    right = number_reward()
+    two = gated(format_reward("a"), clipped(weighted(right, 2.0), 0, 1))
+    for fns in (right, two, [format_reward("a"), right], isolated(right, timeout=5.0), functools.partial(right)):
+        check_reward_fns(fns, ["prompt", "answer"], rows=[rows[0], rows[2], rows[4]])
+        with pytest.raises(ValueError, match=message):
+            check_reward_fns(fns, ["prompt", "answer"], rows=rows)
+    with pytest.raises(ValueError, match="reward_fns has 2 errors"):
+        check_reward_fns([right, right], ["answer"], rows=rows)
+    with pytest.raises(ValueError, match="1 of 1 rows of eval_dataset"):
+        right.check_rows(rows[1:2], argument="eval_dataset")
 
 
 @pytest.mark.quick
@@ -165,7 +299,7 @@ def test_reward_reads_messages_numbers_and_whole_solutions_and_can_be_sent_to_a_
     assert scores == [1.0, 1.0, 1.0, None, 0.0]
     assert right.__name__ == "accuracy"
     assert right.reward_arguments == {"truth": True}
-    with pytest.raises(ValueError, match="column 'truth' holds 'none', in which there is no number"):
+    with pytest.raises(ValueError, match="column 'truth' holds 'none', which is no single number"):
         right(completions=["1"], truth=["none"])
 
 
@@ -199,6 +333,13 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not(split, count)
     ):
         assert sum(score(completions=completions, answer=truths)) == count
     wrong = [f"{int(truth.replace(',', '')) + 1:,}" for truth in truths]
+    # Without a mark at its end; and every solution is a truth itself.
+    reasons = [re.sub("<<.*?>>", "", solution.rpartition("\n####")[0]) for solution in solutions]
+    for end in ("Total = {}", "So it is ${}.", "**{}**", "The answer is {}."):
+        unmarked = [f"{reason}\n{end.format(truth)}" for reason, truth in zip(reasons, truths, strict=True)]
+        assert sum(score(completions=unmarked, answer=truths)) == count
+    score.check_rows([{"answer": solution} for solution in solutions])
+    assert [sole_number(solution) for solution in solutions] == [Fraction(t.replace(",", "")) for t in truths]
     changed = [f"{s.rpartition('####')[0]}#### {number}" for s, number in zip(solutions, wrong, strict=True)]
     assert sum(score(completions=changed, answer=truths)) == 0
 
@@ -219,6 +360,17 @@ LONG = [
     "{",
     "-$",
     "x_",
+    "\\sqrt{",
+    "\\sqrt[",
+    "^{1",
+    "x_{1",
+    "-\\frac{1.5}{",
+    "\\circ^",
+    "answer (",
+    "answer * ",
+    "1 a + ",
+    "= - ",
+    "1,\\!",
 ]
 
 

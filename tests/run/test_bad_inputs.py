@@ -12,6 +12,7 @@ import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig
+from grpo_jax.rewards import number_reward
 from grpo_jax.run.prepare import prepare
 
 ROWS = [{"prompt": "ab", "answer": "x"}, {"prompt": "abc", "answer": "y"}]
@@ -105,6 +106,14 @@ BAD = [
         "dataset has a column 'completions', which the trainer itself",
     ),
     (dict(dataset=[{"prompt": "a", "prompts": "b"}]), "column 'prompts', which the trainer itself gives: rename it"),
+    (
+        dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
+        r"2 of 3 rows of the dataset have no single one in the column 'answer': row 1 has '7\\pi', row 2 has 'B'.",
+    ),
+    (
+        dict(eval_dataset=[ROWS[0]], dataset=[{"prompt": "a", "answer": 3}], reward_fns=number_reward()),
+        "1 of 1 rows of eval_dataset have no single one in the column 'answer': row 0 has 'x'",
+    ),
     # Prompts.
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
     (dict(dataset=[{"prompt": 3}]), f"dataset row 0 has the 'prompt' 3, of type int: {TEXT}"),

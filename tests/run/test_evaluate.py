@@ -9,6 +9,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.rewards import number_reward
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.run import sample as sample_module
@@ -115,6 +116,8 @@ def test_other_params_and_another_seed_give_other_samples():
 def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
     with pytest.raises(ValueError, match="'truth', which is no column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
+    with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single one in the column 'answer'"):
+        evaluate(tiny_policy(), ROWS, number_reward())
 
 
 def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
