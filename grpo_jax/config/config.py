@@ -197,7 +197,7 @@ class GRPOConfig(metaclass=ReadFirst):
     warmup_steps: NotNegative = 0
     """Optimizer steps of linear warm-up from 0; below 1: share of all steps."""
     weight_decay: NotNegative = 0.0
-    """AdamW's, decoupled."""
+    """AdamW's, decoupled: of all parameters but norms and biases, as in transformers."""
     adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
     """Decay of the first moment."""
     adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999

@@ -105,7 +105,7 @@ SAME: dict[str, str] = {
     "learning_rate": "",
     "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
     "warmup_steps": "",
-    "weight_decay": "",
+    "weight_decay": "norms and biases do not decay, embeddings and LoRA's factors do",
     "adam_beta1": "",
     "adam_beta2": "",
     "adam_epsilon": "",

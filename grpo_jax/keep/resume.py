@@ -101,6 +101,7 @@ def describe(
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
         "optimizer": "the caller's" if own_optimizer else "the config's",
+        "not_decayed": "norms and biases",
         "sampler": "the caller's" if own_sampler else "generate",
         "state": _leaves(state),
         "total_steps": total_steps,
@@ -140,6 +141,12 @@ def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
         warnings.warn(
             f"dataset: its prompts are those of the run, and its column{'s' * (len(names) > 1)} {', '.join(names)} not:"
             " rewards that read them may differ from here on",
+            stacklevel=2,
+        )
+    if "not_decayed" not in saved and present["config"]["weight_decay"] and present["optimizer"] == "the config's":
+        warnings.warn(
+            "weight_decay: so far it acted on norms and biases too; from here on it leaves them out, as transformers"
+            " does",
             stacklevel=2,
         )
     old, new = saved["versions"], present["versions"]

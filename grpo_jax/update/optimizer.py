@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
+import re
+from typing import Any
 
+import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.types import Params
+
+# transformers' rule, by names (`Trainer.get_decay_parameter_names`). It also leaves PyTorch's layer norms out by their
+# class: a norm of linen is known by its "scale".
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
 def make_schedule(config: GRPOConfig, total_steps: int) -> optax.Schedule:
@@ -30,15 +38,43 @@ def make_schedule(config: GRPOConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
+def is_decayed(path: str) -> bool:
+    """Whether weight decay acts on a parameter: not on norms and biases, as in transformers.
+
+    Args:
+      path: its names, joined by slashes.
+
+    Example:
+      >>> [is_decayed(f"layers_0/{name}") for name in ("mlp/up_proj/kernel", "input_layernorm/scale", "q_proj/bias")]
+      [True, False, False]
+    """
+    return _NOT_DECAYED.search(path.lower()) is None
+
+
+def _add_decay(weight: float) -> optax.GradientTransformation:
+    """Adds weight·θ to the updates of what decays.
+
+    Its state is empty, as that of `optax.adamw` is at this place without a mask (`optax.masked` has another), so that
+    checkpoints do not depend on it.
+    """
+
+    def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        decays = is_decayed(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return update + weight * param if decays else update
+
+    def add(updates: Params, params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(one, updates, params)
+
+    return optax.stateless(add)
+
+
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: GRPOConfig, total_steps: int) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    adamw = optax.adamw(
-        make_schedule(config, total_steps),
-        b1=config.adam_beta1,
-        b2=config.adam_beta2,
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+    adamw = optax.chain(
+        optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
+        _add_decay(config.weight_decay),
+        optax.scale_by_learning_rate(make_schedule(config, total_steps)),
     )
     return optax.chain(clip, adamw)

@@ -7,6 +7,7 @@ PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, with the name
 import dataclasses
 import functools
 import json
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -22,6 +23,7 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_ar
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
+from grpo_jax.update.optimizer import is_decayed
 
 GOLDEN = Path(__file__).parent / "golden" / "families.json"
 
@@ -674,3 +676,22 @@ def write_golden(names):
 
 if __name__ == "__main__":
     write_golden(sys.argv[1:])
+
+
+def test_what_decays_is_what_transformers_decays(case):
+    """`weight_decay` acts on the same parameters, by the name that each has in either place."""
+    _, directory, policy = case
+    model = torch_model(directory)
+    import transformers
+
+    theirs = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    trained = {name for name, _ in model.named_parameters()}
+    whole = lambda name: re.sub(r"experts\.\d+\.(gate|up)_proj.weight", "experts.gate_up_proj", name)
+    checked = set()
+    for tensor in tensor_plan(policy.config, policy.model.config):
+        # transformers holds the experts of a layer in one tensor.
+        name = re.sub(r"experts\.\d+\.down_proj.weight", "experts.down_proj", whole(tensor.name))
+        if name in trained:
+            checked.add(name)
+            assert {is_decayed("/".join(part.path)) for part in tensor.parts} == {name in theirs}, name
+    assert checked == trained

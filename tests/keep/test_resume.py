@@ -388,6 +388,18 @@ def test_other_columns_of_the_same_prompts_are_told():
 
 
 @pytest.mark.quick
+def test_a_run_that_decayed_norms_and_biases_is_told_that_they_no_longer_are():
+    saved = about(weight_decay=0.1)
+    warn_of_changes(saved, about(weight_decay=0.1))
+    del saved["not_decayed"]  # of an earlier version
+    assert differences(saved, about(weight_decay=0.1), step=4) == []
+    with pytest.warns(UserWarning, match="weight_decay: so far it acted on norms and biases too; from here on it"):
+        warn_of_changes(saved, about(weight_decay=0.1))
+    for harmless in ({}, {"weight_decay": 0.1, "optimizer": optax.sgd(0.1)}):
+        warn_of_changes(saved, about(**harmless))
+
+
+@pytest.mark.quick
 def test_other_versions_and_devices_are_told():
     saved = about()
     saved["versions"]["jax"] = "0.1"

@@ -1,14 +1,22 @@
-"""Schedules at hand-computed points, and the clip in front of AdamW."""
+"""Schedules at hand-computed points, the clip in front of AdamW, and what decays."""
 
 import dataclasses
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig
+from grpo_jax import GRPOConfig, add_lora, init_policy, save_pretrained
+from grpo_jax.hub.huggingface import stored_array
+from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
+
+RNG = np.random.default_rng(0)
 
 
 @pytest.mark.quick
@@ -47,6 +55,77 @@ def test_weight_decay_is_decoupled():
     params = {"w": jnp.array([2.0])}
     updates, _ = optimizer.update({"w": jnp.zeros(1)}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["w"], [-0.1 * 0.5 * 2.0], rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_norms_and_biases_do_not_decay():
+    """Where no gradient moves them, what decays shrinks by lr · weight_decay, and the rest stays as it is."""
+    optimizer = make_optimizer(GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5), 10)
+    lora = add_lora(tiny_policy(), jax.random.key(0), rank=2).params
+    linen = {"LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones((2, 2))}}
+    for params in (tiny_policy().params, lora, linen):
+        grads = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        for path, update in flatten_dict(updates).items():
+            matrix = path[-1] in ("kernel", "embedding", "a", "b")
+            np.testing.assert_allclose(update, -0.05 * matrix * flatten_dict(params)[path], rtol=1e-6, err_msg=path)
+
+
+def test_updates_are_those_of_pytorch_under_transformers(tmp_path):
+    """Four steps of AdamW over the two groups that transformers' Trainer makes: biases, norms and a tied embedding."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import transformers
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    policy = init_policy({"architectures": ["Qwen2ForCausalLM"], **shape, **heads}, jax.random.key(0))
+    leaves = {path: jnp.asarray(RNG.normal(size=x.shape), x.dtype) for path, x in flatten_dict(policy.params).items()}
+    policy = policy.replace(params=unflatten_dict(leaves))
+    save_pretrained(tmp_path / "model", policy)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    decayed = transformers.Trainer.get_decay_parameter_names(None, model)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [x for name, x in named.items() if (name in decayed) == decays], "weight_decay": 0.3 * decays}
+        for decays in (True, False)
+    ]
+    theirs = torch.optim.AdamW(groups, lr=0.02, betas=(0.8, 0.95), eps=1e-6)
+    moments = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    config = GRPOConfig(learning_rate=0.02, lr_scheduler_type="constant", weight_decay=0.3, **moments)
+    ours = make_optimizer(config, 4)
+    params, state = policy.params, ours.init(policy.params)
+    plan = tensor_plan(policy.config, policy.model.config)
+    for _ in range(4):
+        grads = {path: jnp.asarray(RNG.normal(size=x.shape), x.dtype) for path, x in leaves.items()}
+        updates, state = ours.update(unflatten_dict(grads), state, params)
+        params = optax.apply_updates(params, updates)
+        for tensor in plan:
+            named[tensor.name].grad = torch.tensor(stored_array(tensor, grads))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        theirs.step()
+    for tensor in plan:
+        found = stored_array(tensor, flatten_dict(params))
+        np.testing.assert_allclose(found, named[tensor.name].detach(), atol=2e-6, err_msg=tensor.name)
+        assert np.abs(found - stored_array(tensor, leaves)).max() > 0.02
+
+
+@pytest.mark.quick
+def test_the_state_is_that_of_adamw_so_that_older_checkpoints_are_read():
+    for decay in (0.0, 0.1):
+        ours = make_optimizer(GRPOConfig(weight_decay=decay), 10).init({"w": jnp.ones(2)})
+        plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda step: 1e-6, weight_decay=decay))
+        assert jax.tree.structure(ours) == jax.tree.structure(plain.init({"w": jnp.ones(2)}))
+
+
+@pytest.mark.quick
+def test_without_decay_the_updates_have_the_bytes_of_adamw():
+    config = GRPOConfig(learning_rate=0.1)
+    ours = make_optimizer(config, 10)
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(make_schedule(config, 10), weight_decay=0.0))
+    params = tiny_policy().params
+    grads = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), params)
+    step = lambda optimizer: jax.jit(optimizer.update)(grads, optimizer.init(params), params)[0]
+    chex.assert_trees_all_equal(step(ours), step(plain))
 
 
 @pytest.mark.quick
