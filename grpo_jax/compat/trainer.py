@@ -7,21 +7,20 @@ shorter with `train` itself.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from grpo_jax.compat.adapters import with_adapters
 from grpo_jax.compat.migrate import from_trl
 from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.hub.peft import add_lora, write_policy
+from grpo_jax.hub.peft import write_policy
 from grpo_jax.hub.policy import Policy, compute_dtype
-from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.publish import push_to_hub
@@ -30,11 +29,6 @@ from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.update.state import TrainState
-
-_PEFT_ELSEWHERE = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
-
-_PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-_PROJECTIONS |= {"per_layer_input_gate", "per_layer_projection"}
 
 
 class GRPOConfig:
@@ -45,6 +39,7 @@ class GRPOConfig:
       output_dir: the run directory, None for none.
       dtype: of the params, by `model_init_kwargs`; "auto": that of the checkpoint; None: float32.
       use_vllm: whether TRL would sample by vLLM, and correct for it.
+      disable_dropout: whether adapters do without their dropout.
 
     Raises:
       ValueError: a field that means something in TRL and cannot be had here, each with what to do; a wrong value.
@@ -67,6 +62,7 @@ class GRPOConfig:
         self.output_dir = moved.run_dir
         self.dtype = moved.dtype
         self.use_vllm = bool(values.get("use_vllm"))
+        self.disable_dropout = bool(values.get("disable_dropout"))
 
 
 class GRPOTrainer:
@@ -83,7 +79,7 @@ class GRPOTrainer:
       optimizers: an optax transformation and None.
       tools: functions that the policy may call, as in `train`.
       environment_factory: what makes an environment for each completion, as in `train`.
-      peft_config: PEFT's `LoraConfig`, or anything with its `r`, `lora_alpha`, `lora_dropout` and `target_modules`.
+      peft_config: PEFT's `LoraConfig`; fields that cannot be obeyed are refused by name (`compat.adapters`).
       rollout_func: samples in the place of the library, see `compat.rollout`; evaluations go on by the library. As in
         TRL its log-probs are corrected for with `use_vllm`, and else not.
       sampler: likewise, in the form of `train`.
@@ -119,25 +115,17 @@ class GRPOTrainer:
             raise ValueError("optimizers has a scheduler: an optax transformation has its schedule inside, give None.")
         if isinstance(eval_dataset, Mapping):
             raise ValueError("eval_dataset is a dict: give one dataset; evaluate() takes the others.")
-        args = GRPOConfig() if args is None else args
-        if not isinstance(args, GRPOConfig | _config.GRPOConfig):
-            raise ValueError(
-                f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
-            )
-        self.config = args.config if isinstance(args, GRPOConfig) else args
+        args = _as_args(args)
+        self.config = args.config
+        self.run_dir = args.output_dir
+        self.policy = self._load(model, args.dtype)
         self.args = self.config
         self.num_generations = self.config.num_generations
-        self.run_dir = args.output_dir if isinstance(args, GRPOConfig) else None
-        if not isinstance(model, str | Path | Policy):
-            raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
-        dtype = args.dtype if isinstance(args, GRPOConfig) else None
-        if not isinstance(model, Policy):
-            model = self._load(model, dtype)
-        elif dtype is not None:
-            raise ValueError(f"model_init_kwargs has the dtype {dtype!r}, and model is a Policy: it is loaded already.")
         if processing_class is not None:
-            model = model.replace(tokenizer=processing_class)
-        self.policy = model if peft_config is None else _with_adapters(model, peft_config, self.config.seed)
+            self.policy = self.policy.replace(tokenizer=processing_class)
+        if peft_config is not None:
+            dropout = not args.disable_dropout
+            self.policy = with_adapters(self.policy, peft_config, seed=self.config.seed, dropout=dropout)
         self.state: TrainState | None = None
         self._reward_funcs = reward_funcs
         self._datasets = train_dataset, eval_dataset
@@ -147,7 +135,7 @@ class GRPOTrainer:
         self._sampler = sampler
         self._rollout_func = rollout_func
         if rollout_func is not None:
-            self._check_rollout(corrected=not isinstance(args, GRPOConfig) or args.use_vllm)
+            self._check_rollout(corrected=args.use_vllm)
 
     @property
     def processing_class(self) -> Any:
@@ -182,8 +170,16 @@ class GRPOTrainer:
         sampler: Any = RolloutSampler(self._rollout_func, self, data)
         return rows, [with_fields(fn, sampler, rows[0]) for fn in as_list(self._reward_funcs)], sampler
 
-    def _load(self, model: str | Path, dtype: str | None) -> Policy:
+    def _load(self, model: str | Path | Policy, dtype: str | None) -> Policy:
         """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
+        if isinstance(model, Policy):
+            if dtype is not None:
+                raise ValueError(
+                    f"model_init_kwargs has the dtype {dtype!r}, and model is a Policy: it is loaded already."
+                )
+            return model
+        if not isinstance(model, str | Path):
+            raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
         if dtype == "auto":
             raw = read_json(find_checkpoint(model, weights=False) / "config.json") or {}
             stored = raw.get("dtype", raw.get("torch_dtype"))
@@ -286,28 +282,16 @@ class GRPOTrainer:
         )
 
 
-def _with_adapters(policy: Policy, peft: Any, seed: int) -> Policy:
-    """Adapters as a `LoraConfig` asks for them."""
-    for name, plain in _PEFT_ELSEWHERE.items():
-        if getattr(peft, name, plain) != plain:
-            raise ValueError(
-                f"peft_config.{name} is {getattr(peft, name)!r}: there is no such thing here, leave it out."
-            )
-    targets = getattr(peft, "target_modules", None)
-    if targets is None:
-        targets = ("q_proj", "v_proj")  # PEFT's choice for these families
-    if isinstance(targets, str) and targets != "all-linear":
-        raise ValueError(f"peft_config.target_modules is {targets!r}: give a list of names, or 'all-linear'.")
-    unknown = set() if isinstance(targets, str) else set(targets) - _PROJECTIONS
-    if unknown:
-        raise ValueError(f"peft_config.target_modules has {sorted(unknown)}: choose of {sorted(_PROJECTIONS)}.")
-    chosen = TARGETS if isinstance(targets, str) else "|".join(map(re.escape, sorted(targets)))
-    pattern = chosen if isinstance(targets, str) else rf"layers_\d+/(\w+/)?({chosen})"
-    return add_lora(
-        policy,
-        jax.random.key(seed),
-        rank=peft.r,
-        alpha=float(peft.lora_alpha),
-        targets=pattern,
-        dropout=float(getattr(peft, "lora_dropout", 0.0)),
-    )
+def _as_args(args: Any) -> GRPOConfig:
+    """What a trainer is given for `args`, as a config of this module."""
+    if args is None:
+        return GRPOConfig()
+    if isinstance(args, _config.GRPOConfig):
+        given = GRPOConfig(use_vllm=True)  # its sampler_correction says what is corrected
+        given.config = args
+        return given
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(
+            f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
+        )
+    return args

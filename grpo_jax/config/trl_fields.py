@@ -139,7 +139,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
     "model_init_kwargs": _other(None, "pass dtype to from_pretrained"),
     "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
-    "disable_dropout": _needless(False, "no model here has dropout; that of adapters is add_lora's dropout"),
+    "disable_dropout": _needless(False, "no model here has dropout; GRPOTrainer then leaves that of adapters out too"),
     "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
     "bf16": _other(None, 'use compute_dtype="bfloat16"'),
     "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,14 @@ from grpo_jax.types import Params
 
 
 def add_lora(
-    policy: Policy, key: jax.Array, *, rank: int = 16, alpha: float = 32.0, targets: str = TARGETS, dropout: float = 0.0
+    policy: Policy,
+    key: jax.Array,
+    *,
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: str = TARGETS,
+    dropout: float = 0.0,
+    init: Literal["uniform", "gaussian"] = "uniform",
 ) -> Policy:
     """Freeze a policy and give it fresh low-rank adapters to train.
 
@@ -34,12 +41,14 @@ def add_lora(
       alpha: the adapters' output is scaled by alpha / rank.
       targets: regular expression for the paths of the projections to adapt.
       dropout: rate in [0, 1) on the input of the adapters.
+      init: how their A is drawn: "uniform" in ±in^(−1/2), or "gaussian" with the standard deviation 1 / rank.
 
     Returns:
       A `Policy` whose params are the adapters and whose model holds the base; it computes what `policy` did.
 
     Raises:
-      ValueError: a rank below 1, a dropout outside [0, 1), targets without a match, a policy that has adapters already.
+      ValueError: a rank below 1, a dropout outside [0, 1), another init, targets without a match, a policy that has
+        adapters already.
 
     References:
       LoRA (arXiv:2106.09685), section 4.1.
@@ -57,7 +66,7 @@ def add_lora(
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; it has to be in [0, 1).")
-    adapters = init_adapters(key, policy.params, rank=rank, targets=targets)
+    adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
     return policy.replace(model=LoraModel(policy.params, policy.model, alpha / rank, dropout), params=adapters)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -91,23 +91,28 @@ class LoraModel:
         return self.model.apply(collections, *args, **kwargs)
 
 
-def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS) -> Params:
-    """Fresh adapters: A uniform in ±in^(−1/2), as PEFT draws it, and B zero.
+def init_adapters(
+    key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS, init: Literal["uniform", "gaussian"] = "uniform"
+) -> Params:
+    """Fresh adapters: A drawn as PEFT draws it, and B zero.
 
     Args:
       key: typed PRNG key, consumed.
       base: params of a `Transformer`.
       rank: columns of A, at least 1.
       targets: regular expression that the whole path of a projection, as `layers_0/self_attn/q_proj`, has to match.
+      init: A is "uniform" in ±in^(−1/2), or "gaussian" with the standard deviation 1 / rank.
 
     Returns:
       Adapters, float32, nested like `base`.
 
     Raises:
-      ValueError: a rank below 1, or targets that no projection matches.
+      ValueError: a rank below 1, another init, or targets that no projection matches.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it has to be at least 1.")
+    if init not in ("uniform", "gaussian"):
+        raise ValueError(f"init is {init!r}; it has to be 'uniform' or 'gaussian'.")
     try:
         pattern = re.compile(targets)
     except re.error as error:
@@ -121,7 +126,11 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
         fan_in, fan_out = kernels[path].shape
         bound = fan_in**-0.5
-        adapters[(*path, "a")] = jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
+        adapters[(*path, "a")] = (
+            jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
+            if init == "uniform"
+            else jax.random.normal(subkey, (fan_in, rank)) / rank
+        )
         adapters[(*path, "b")] = jnp.zeros((rank, fan_out), jnp.float32)
     return unflatten_dict(adapters)
 
