@@ -87,7 +87,7 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, promp
     """What a plan says, or why there is none."""
     begin = _cpu_seconds()
     try:
-        found = plan(model, config, prompt_length=prompt, device=machine, largest=False)
+        found = plan(model, config, prompt_length=prompt, device=machine, largest=False, donate=True)
     except ValueError as error:
         return {"error": str(error)}
     if found.device is None:
@@ -189,8 +189,8 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
 
 - **fits**: "one group at a time" where a device cannot hold the keys and values of its four groups together, but can
   decode them one by one (`rollout_batch_size`: {GROUP} completions per device).
-- **held**: GB on each device that stay for the whole run: the caller's params and those in training, and AdamW's
-  moments.
+- **held**: GB on each device that stay for the whole run: the params and AdamW's two moments, as in `grpo-jax train`
+  and with `train(policy, …, donate=True)`. Without `donate` the caller's params stay beside them: a third more.
 - **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
   longer completions were not tried.
 - **longest T**: where the first phase reaches the memory with all groups at once, on straight lines between the

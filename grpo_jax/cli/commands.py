@@ -98,10 +98,10 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     given: dict[str, Any] = {"eval_dataset": run.eval_rows, **run.turns}
     what = (load_policy(run), run.rows, run.rewards, run.config)
     if dry_run:
-        rehearse(*what, **given)
+        rehearse(*what, **given, donate=True)
         return
     with _kept(run) as keep:
-        train_policy(*what, **given, run_dir=run.run_dir, resume=resume, callbacks=[keep])
+        train_policy(*what, **given, run_dir=run.run_dir, resume=resume, callbacks=[keep], donate=True)
     if run.run_dir is not None:
         print(f"{run.run_dir}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
 

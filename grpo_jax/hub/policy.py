@@ -23,13 +23,41 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
 
+class Donated(dict[str, Any]):
+    """The params of a policy that `train(..., donate=True)` has taken: whoever uses them is told so.
+
+    Example:
+      >>> Donated()["embed_tokens"]
+      Traceback (most recent call last):
+      ValueError: policy is empty: train(..., donate=True) took its params, and changed them in place. ...
+    """
+
+    def refuse(self, *_: Any) -> Any:
+        """Say where the params are."""
+        raise ValueError(
+            "policy is empty: train(..., donate=True) took its params, and changed them in place. Use"
+            " policy.replace(params=state.params) with the state that train returned, or load the policy anew."
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
+
+    def __reduce__(self) -> Any:
+        return Donated, ()
+
+    def __repr__(self) -> str:
+        return "Donated()"
+
+
+jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A language model with everything that goes into its checkpoint.
 
     Attributes:
       model: `Transformer`; `model.config` is the shape of the decoder.
-      params: its parameters, a nested dict of arrays.
+      params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
       tokenizer: of transformers, or None where the checkpoint has none.
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
@@ -74,6 +102,15 @@ class Policy:
         model = self.model if mesh is None else _on_mesh(self.model, mesh)
         frozen = not jax.tree_util.all_leaves([model])
         return self.replace(model=place(model, mesh) if frozen else model, params=place(self.params, mesh))
+
+    def empty(self) -> None:
+        """Let go of the params, which belong to a training state from now on."""
+        object.__setattr__(self, "params", Donated())
+
+    def check_held(self) -> None:
+        """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+            Donated().refuse()
 
     def replace(self, **changes: Any) -> Policy:
         """This policy with other fields, as `policy.replace(params=state.params)`."""

@@ -180,11 +180,15 @@ class Checkpoints:
             leaf.delete()
         return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)})[0]
 
+    def target(self, state: TrainState) -> TrainState:
+        """What `restore` takes: the shapes of a state where it will read another, so that this one can be freed."""
+        return jax.tree.map(_abstract, state) if self.steps() else state
+
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read.
 
         Args:
-          state: the state at step 0, whose shapes and devices the arrays get.
+          state: the state at step 0, whose shapes and devices the arrays get, or its `target`.
           resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
 
         Returns:

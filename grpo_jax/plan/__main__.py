@@ -37,6 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, metavar="RANK", help="adapters on a frozen base (default: all params)")
     parser.add_argument("--quantize", help="how that base is held: nf4 or int8 (default: plain)")
     parser.add_argument("--quantize-embeddings", action="store_true", help="and embedding and head (default: plain)")
+    parser.add_argument("--donate", action="store_true", help="its params become the run's, as in grpo-jax train")
     parser.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, v5e-8, v6e-8, v5p-4, …")
     parser.add_argument("--memory", type=float, help="GB of a device: the largest batch that fits is looked for")
     parser.add_argument("--request", action="store_true", help=argparse.SUPPRESS)
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute_dtype=arguments.dtype,
         mesh=parse_mesh(arguments.mesh),
     )
-    names = ("param_dtype", "device", "lora", "quantize", "quantize_embeddings")
+    names = ("param_dtype", "device", "lora", "quantize", "quantize_embeddings", "donate")
     how = {name: getattr(arguments, name) for name in names}
     show_plan(arguments.model, config, prompt_length=arguments.prompt, gigabytes=arguments.memory, **how)
 

@@ -64,6 +64,7 @@ def plan(
     lora: int | None = None,
     quantize: str | None = None,
     quantize_embeddings: bool = False,
+    donate: bool = False,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
 
@@ -79,6 +80,7 @@ def plan(
       lora: rank of adapters that are trained on a frozen base, as `add_lora` makes them; None: all params are trained.
       quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
       quantize_embeddings: as in `from_pretrained`.
+      donate: as in `train`, which then holds no params of the caller's; so it is in `grpo-jax train`.
 
     Returns:
       A `Plan`.
@@ -94,7 +96,7 @@ def plan(
       (2, True)
     """
     raw = read_model(model)
-    loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings))
+    loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings, donate))
     request = {
         "model": raw,
         "config": config.to_dict(),
@@ -227,7 +229,7 @@ def _at_batch(
     """The plan at one batch size."""
     devices = None if target is None else target.devices()
     run = _Run.of(raw, config, prompt_length, loaded, devices)
-    held = held_bytes(run.state, run.base)
+    held = held_bytes(run.state, run.base, donate=loaded.donate)
     compiled = {"rollout": run.lower_rollout(), "update": run.lower_update()}
     compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
     found = {phase: compile_program(lowered, run.own_bytes) for phase, lowered in compiled.items()}

@@ -35,12 +35,13 @@ def read_model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, A
 
 
 class Loaded(NamedTuple):
-    """How the params of a run are loaded; fields as in `plan`."""
+    """How the params of a run are loaded, and whether it takes them; fields as in `plan`."""
 
     param_dtype: str = "float32"
     lora: int | None = None
     quantize: str | None = None
     quantize_embeddings: bool = False
+    donate: bool = False
 
     def params(self, shape: TransformerConfig, raw: Mapping[str, Any]) -> tuple[Any, Any]:
         """The shapes of what is trained, and of the base that is not; None where all params are trained."""
@@ -77,8 +78,8 @@ def checked(raw: Mapping[str, Any], config: GRPOConfig, loaded: Loaded) -> Loade
     return loaded
 
 
-def held_bytes(state: Any, base: Any) -> dict[str, int]:
-    """Bytes that stay on each device, by part, of a training state and of the base under adapters."""
+def held_bytes(state: Any, base: Any, *, donate: bool = False) -> dict[str, int]:
+    """Bytes that stay on each device, by part, of a training state, the base under adapters and the caller's params."""
     held = {
         "base": base,
         "params": state.params,
@@ -87,6 +88,6 @@ def held_bytes(state: Any, base: Any) -> dict[str, int]:
         "reference": state.ref_params,
         "old params": state.old_params,
         "initial params": state.initial_params,
-        "policy": state.params,
+        "policy": None if donate else state.params,
     }
     return {name: size for name, tree in held.items() if (size := bytes_on_device(tree))}

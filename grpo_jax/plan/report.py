@@ -16,7 +16,7 @@ class Plan:
       devices: of the mesh.
       held: bytes on each device, by part: "base" (frozen, under adapters), "params", "master params", "optimizer",
         "reference", "old params", "initial params" (what the config keeps of them), "policy" (the caller's own params,
-        which training leaves alone).
+        which training leaves alone, unless they are donated).
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
       parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
         temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them

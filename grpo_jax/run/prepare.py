@@ -77,6 +77,8 @@ def prepare(
     sampler: Sampler | None = None,
 ) -> Run:
     """Check the arguments of `train` against each other, and derive what follows from them."""
+    if isinstance(policy, Policy):
+        policy.check_held()  # without params nothing can be said of the rest
     faults = _Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
@@ -304,8 +306,8 @@ def _encode(
     return data
 
 
-def new_state(run: Run) -> TrainState:
-    """The state at step 0, holding only what this config will read."""
+def new_state(run: Run, *, donate: bool = False) -> TrainState:
+    """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
     config = run.task.config
     state = create_state(
         run.policy.params,
@@ -318,6 +320,7 @@ def new_state(run: Run) -> TrainState:
         entropy_coef=config.entropy_coef,
         # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+        donate=donate,
     )
     return place(state, run.mesh)
 

@@ -79,13 +79,14 @@ def rehearse(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
     sampler: Sampler | None = None,
+    donate: bool = False,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
 
-    All works on copies and nothing is written. The arguments are those of `train`.
+    Nothing is written, and without `donate` all works on copies. The arguments are those of `train`.
 
     Args:
-      policy: what `from_pretrained` returns; its params are copied, not changed.
+      policy: what `from_pretrained` returns; its params are copied, not changed, unless `donate` says otherwise.
       dataset: rows with a `prompt` and any other columns.
       reward_fns: one or more reward functions with TRL's contract; each is called once.
       config: the settings of the run.
@@ -94,6 +95,7 @@ def rehearse(
       tools: functions that the policy may call, as in `train`.
       environment_factory: what makes environments, as in `train`; one group of episodes is played.
       sampler: another engine in the place of `generate`; it is called once, for one group.
+      donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
 
     Returns:
       A `DryRun`: sizes, memory by XLA's own account, seconds of each phase, and what looks suspicious.
@@ -128,7 +130,10 @@ def rehearse(
         given |= {"tools": tools, "environment_factory": environment_factory}
         run = prepare(policy, dataset, reward_fns, config, **given)
     with phase("state"):
-        state = jax.block_until_ready(new_state(run))
+        state = jax.block_until_ready(new_state(run, donate=donate))
+        run.policy.empty()
+        if donate:
+            policy.empty()
     data = run.task.data
     sizes = describe_run(
         config,
@@ -153,7 +158,7 @@ def rehearse(
     with phase("memory analysis"):
         memory = {
             "training state": _bytes(after),
-            "policy": _bytes((as_argument(policy.model), policy.params)),
+            "policy": _bytes((as_argument(policy.model), () if donate else policy.params)),
             **_programs(run, after),
         }
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -76,12 +76,13 @@ def train(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
     sampler: Sampler | None = None,
+    donate: bool = False,
     dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
 
     Args:
-      policy: what `from_pretrained` returns; its params are copied, not changed.
+      policy: what `from_pretrained` returns; its params are copied, not changed, unless `donate` says otherwise.
       dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which reward functions get
         under their own names.
       reward_fns: one or more reward functions with TRL's contract.
@@ -102,6 +103,9 @@ def train(
         with `rollout_ahead`.
       sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`
         (`evaluate` takes a sampler of its own).
+      donate: the params of `policy` become those of the run, which otherwise holds a copy of them beside the caller's:
+        with AdamW a quarter of the memory that full fine-tuning holds. Once the run begins, `policy` is empty, and
+        whoever uses it is told so; its model, tokenizer and files remain, for `policy.replace(params=state.params)`.
       dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
@@ -147,13 +151,14 @@ def train(
             DeprecationWarning,
             stacklevel=2,
         )
-        report: Any = rehearse(policy, dataset, reward_fns, config, **given)
+        report: Any = rehearse(policy, dataset, reward_fns, config, **given, donate=donate)
         return report
     run = prepare(policy, dataset, reward_fns, config, **given)
     publisher = _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
-    own_dir, state = run_dir if leads else None, new_state(run)
+    own_dir, state = run_dir if leads else None, new_state(run, donate=donate)
+    run.policy.empty()  # on a mesh its params may be a copy, and only the state's are needed
     with (
         locked(own_dir),
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
@@ -163,13 +168,21 @@ def train(
         contextlib.ExitStack() as ahead,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
+        state = checkpoints.target(state)  # by now only shapes, where a state will be read: there is room for one
         state, found, loop.batch, completions, told = checkpoints.restore(state, resume)
         loop.ahead = None if completions is None else Ahead(completions, told)
         progress = loop.progress = found or loop.progress
-        rows, dropped = len(run.task.data.rows), len(run.task.data.dropped)
-        sizes = {"total_steps": run.total_steps, "num_rows": rows, "num_dropped": dropped}
-        monitor.start(state, progress, **sizes, resumed=found is not None)
+        monitor.start(
+            state,
+            progress,
+            total_steps=run.total_steps,
+            num_rows=len(run.task.data.rows),
+            num_dropped=len(run.task.data.dropped),
+            resumed=found is not None,
+        )
         publisher.open()
+        if donate:  # only now: a run that was refused has taken nothing
+            policy.empty()
         evaluate_if_due(loop, state)
         ahead.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(progress.step + 2 * run.sizes.updates)

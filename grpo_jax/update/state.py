@@ -8,6 +8,7 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from grpo_jax.maths.reference import sync_reference
@@ -51,9 +52,16 @@ class TrainState(flax.struct.PyTreeNode):
     master_params: Params | None = None
 
 
-def _copy(tree: Params) -> Params:
-    # Not an identity: a donated state may hold no buffer twice, and the caller's params must outlive the run.
-    return jax.tree.map(jnp.copy, tree)
+def _unshared(tree: Any, held: set[int]) -> Any:
+    """The tree with copies of the arrays that stand in it twice or in `held` (ids), as a donated state needs it."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
+            x = jnp.copy(x)
+        held.add(id(x))
+        return x
+
+    return jax.tree.map(one, tree)
 
 
 def _trained(updates: Params) -> Params:
@@ -76,8 +84,9 @@ def create_state(
     keep_masters: bool = True,
     entropy_coef: float = 0.0,
     entropy_bonus: float | None = None,
+    donate: bool = False,
 ) -> TrainState:
-    """Start a run from `params`, which are copied.
+    """Start a run from `params`, which are copied, or with `donate` become those of the state.
 
     Args:
       params: pytree of float arrays.
@@ -89,9 +98,10 @@ def create_state(
       keep_masters: hold float32 masters beside params of less.
       entropy_coef: ≥ 0, first coefficient of the entropy bonus.
       entropy_bonus: what the first update applies of it; None: all of it.
+      donate: the state holds the arrays of `params` themselves, which its first update takes from the caller.
 
     Returns:
-      A `TrainState` at step 0.
+      A `TrainState` at step 0, no two of whose arrays are one.
 
     Raises:
       ValueError: params with a leaf that is not of floats, such as a quantized base's.
@@ -110,11 +120,11 @@ def create_state(
     masters = None
     if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-    return TrainState(
-        params=_copy(params),
-        old_params=_copy(params) if keep_old else None,
-        ref_params=_copy(params) if keep_reference else None,
-        initial_params=_copy(params) if keep_initial else None,
+    state = TrainState(
+        params=params,
+        old_params=params if keep_old else None,
+        ref_params=params if keep_reference else None,
+        initial_params=params if keep_initial else None,
         opt_state=optimizer.init(params if masters is None else masters),
         step=jnp.zeros((), jnp.int32),
         key=key,
@@ -123,11 +133,13 @@ def create_state(
         skipped=jnp.zeros((), jnp.int32),
         master_params=masters,
     )
+    # An optimizer too may keep the params that it begins with.
+    return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
 
 
 def begin_iteration(state: TrainState) -> TrainState:
     """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
-    return state if state.old_params is None else state.replace(old_params=_copy(state.params))
+    return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
 def finish_update(

@@ -43,6 +43,9 @@ def test_what_is_held_is_what_was_counted_by_hand():
     assert found.held["params"] == found.held["reference"] == params
     assert found.held["optimizer"] == pytest.approx(2 * params, abs=64)
     assert "master params" not in found.held
+    taken = plan(MODEL, config, prompt_length=8, donate=True, largest=False)
+    assert {**taken.held, "policy": params} == found.held
+    assert taken.peak == found.peak - params
     half = plan(MODEL, config, prompt_length=8, param_dtype="bfloat16", memory=1e9, largest=False)
     assert (half.fits, half.largest_batch, half.longest_completion) == (True, None, None), "not looked for"
     assert half.held["params"] == half.held["reference"] == params // 2

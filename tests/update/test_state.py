@@ -47,6 +47,32 @@ def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
 
 
 @pytest.mark.quick
+def test_donated_params_are_the_states_own_and_only_what_is_held_beside_them_is_a_copy():
+    params = jax.tree.map(jnp.copy, PARAMS)
+    given = pointers(params)
+    state = create_state(params, OPTIMIZER, jax.random.key(0), keep_old=True, keep_reference=True, donate=True)
+    assert pointers(state.params) == given
+    held = pointers(state)
+    assert len(held) == len(set(held))
+    after = jax.jit(lambda state: finish_update(state, GRADS, True, OPTIMIZER), donate_argnums=0)(state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert pointers(after.params) == given, "changed where it stands"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_an_optimizer_keeps_of_the_params_and_what_stands_twice_is_a_copy(donate):
+    twice = jnp.ones(3)
+    params = {"a": twice, "b": twice, "c": np.ones(2, np.float32)}
+    keeping = optax.GradientTransformation(lambda params: {"start": params}, OPTIMIZER.update)
+    state = create_state(params, keeping, jax.random.key(0), donate=donate)
+    held = pointers(state) + ([] if donate else [twice.unsafe_buffer_pointer()])
+    assert len(held) == len(set(held))
+    jax.block_until_ready(jax.jit(lambda state: state.replace(step=state.step + 1), donate_argnums=0)(state))
+    assert twice.is_deleted() == donate
+
+
+@pytest.mark.quick
 def test_what_is_not_needed_is_not_held():
     state = state_of()
     assert (state.old_params, state.ref_params, state.initial_params) == (None, None, None)

@@ -1,0 +1,182 @@
+"""A policy that is donated: the run takes its buffers, holds no copy of them, and says so to whoever looks for them."""
+
+import gc
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from cli_files import run as run_command
+from cli_files import write_run
+from tiny import tiny_policy, tiny_tokenizer
+
+from grpo_jax import (
+    GRPOConfig,
+    add_lora,
+    evaluate,
+    generate,
+    init_policy,
+    make_prompts,
+    rehearse,
+    save_pretrained,
+    train,
+)
+from grpo_jax.cli import commands
+from grpo_jax.keep.checkpoint import Checkpoints
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
+EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
+
+
+def fresh():
+    """A policy of 60,000 weights, beside which a batch is small."""
+    config = {**tiny_policy().config, "hidden_size": 64, "intermediate_size": 128}
+    return init_policy(config, jax.random.key(0), tokenizer=tiny_tokenizer())
+
+
+def config_of(**settings):
+    small = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 2}
+    small |= {"learning_rate": 1e-2, "logging_steps": 1, "gradient_checkpointing": False, "compute_dtype": "float32"}
+    return GRPOConfig(**small | settings)
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
+
+def live_bytes():
+    """Bytes of all buffers that arrays of this process hold, each counted once."""
+    gc.collect()
+    arrays = [x for x in jax.live_arrays() if not x.is_deleted() and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    shards = [shard.data for x in arrays for shard in x.addressable_shards]
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
+
+
+def copies_held(policy, **arguments):
+    """How often what is held while rewards are computed is the policy, beyond what this process held before it."""
+    one, before, held = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes(), []
+
+    def reward(completions):
+        held.append((live_bytes() - before) / one + 1)  # the policy itself is part of `before`
+        return lengths(completions)
+
+    train(policy, ROWS, reward, config_of(**arguments.pop("settings", {})), **arguments)
+    return max(held)
+
+
+def test_a_donated_run_holds_one_policy_less_and_is_the_same_run():
+    assert 3.9 < copies_held(fresh()) < 4.2, "the caller's, the run's and two moments"
+    assert 2.9 < copies_held(fresh(), donate=True) < 3.2
+    given, kept = fresh(), fresh()
+    state = train(given, ROWS, lengths, config_of(), donate=True)
+    chex.assert_trees_all_equal(state, train(kept, ROWS, lengths, config_of()))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.params))
+
+
+def test_on_a_mesh_the_copy_that_was_put_there_is_the_runs():
+    mesh = {"settings": {"mesh": {"fsdp": 2}, "per_device_train_batch_size": 2}}
+    assert 3.9 < copies_held(fresh(), **mesh) < 4.2, "a policy on one device, the run's on two, and two moments"
+    assert 2.9 < copies_held(fresh(), **mesh, donate=True) < 3.2
+
+
+def buffers(arrays):
+    return {x.unsafe_buffer_pointer() for x in arrays if not (x.is_deleted() or x.dtype == jax.random.key(0).dtype)}
+
+
+def test_the_run_works_in_the_buffers_that_it_was_given_also_where_another_policy_has_them():
+    policy = fresh()
+    params, other = policy.params, policy.replace(generation_config={"eos_token_id": 1})
+    given, missing = buffers(jax.tree.leaves(params)), []
+
+    def reward(completions):
+        missing.append(given - buffers(jax.live_arrays()))
+        return lengths(completions)
+
+    state = train(policy, ROWS, reward, config_of(), donate=True)
+    assert missing == [set(), set()]
+    assert buffers(jax.tree.leaves(state.params)) == given
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    with pytest.raises(ValueError, match=EMPTY):
+        train(other, ROWS, lengths, config_of())
+
+
+def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
+    policy = fresh()
+    state = train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
+    tokens = jnp.ones((1, 2), jnp.int32)
+    sampling = {"num_generations": 2, "max_completion_length": 2}
+    for use in (
+        lambda: train(policy, ROWS, lengths, config_of()),
+        lambda: evaluate(policy, ROWS, lengths),
+        lambda: policy.model.apply({"params": policy.params}, tokens),
+        lambda: generate(policy.model, policy.params, make_prompts([[5]]), jax.random.key(0), **sampling),
+        lambda: save_pretrained(tmp_path, policy),
+        lambda: add_lora(policy, jax.random.key(0)),
+        lambda: jax.tree.leaves(policy.params),
+        lambda: policy.params["embed_tokens"],
+        lambda: list(policy.params.items()),
+    ):
+        with pytest.raises(ValueError, match=EMPTY):
+            use()
+    trained = policy.replace(params=state.params)
+    assert trained.model.apply({"params": trained.params}, tokens).shape == (1, 2, len(tiny_tokenizer()))
+
+
+def test_a_run_that_is_refused_takes_nothing(tmp_path):
+    policy = fresh()
+    with pytest.raises(ValueError, match="mesh"):
+        train(policy, ROWS, lengths, config_of(mesh={"fsdp": 64}), donate=True)
+    train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
+    with pytest.raises(ValueError, match="learning_rate"):
+        train(policy, ROWS, lengths, config_of(learning_rate=2e-2), run_dir=tmp_path, donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
+    policy.model.apply({"params": policy.params}, jnp.ones((1, 2), jnp.int32))
+
+
+def test_a_resumed_run_has_one_state_and_the_bytes_of_a_run_left_alone(tmp_path, monkeypatch):
+    alone = train(fresh(), ROWS, lengths, config_of(max_steps=3, lr_scheduler_type="constant"))
+    settings = config_of(max_steps=1, lr_scheduler_type="constant")
+    train(
+        fresh(), ROWS, lengths, settings, run_dir=tmp_path
+    )  # a run that keeps the policy is resumed by one that does not
+    load, held, policy = Checkpoints._load, [], fresh()
+    one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
+
+    def measured(*arguments):
+        held.append((live_bytes() - before) / one)
+        return load(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "_load", measured)
+    settings = config_of(max_steps=3, lr_scheduler_type="constant")
+    state = train(policy, ROWS, lengths, settings, run_dir=tmp_path, donate=True)
+    chex.assert_trees_all_equal(state.params, alone.params)
+    assert held[0] < 0.1, "nothing of the state at step 0 is held while another is read"
+
+
+def test_adapters_are_donated_and_their_base_stays():
+    policy = add_lora(fresh(), jax.random.key(0), rank=2)
+    base = jax.tree.leaves(policy.model.base)
+    train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
+    assert not any(leaf.is_deleted() for leaf in base)
+    with pytest.raises(ValueError, match=EMPTY):
+        jax.tree.leaves(policy.params)
+
+
+def test_a_rehearsal_holds_what_the_run_would(capsys):
+    kept, given = fresh(), fresh()
+    found = [rehearse(policy, ROWS, lengths, config_of(), donate=policy is given).memory for policy in (kept, given)]
+    assert [memory["policy"] for memory in found] == [sum(x.nbytes for x in jax.tree.leaves(kept.params)), 0]
+    with pytest.raises(ValueError, match=EMPTY):
+        jax.tree.leaves(given.params)
+
+
+def test_the_command_donates(tmp_path, monkeypatch):
+    load, loaded = commands.load_policy, []
+    monkeypatch.setattr(commands, "load_policy", lambda run: loaded.append(load(run)) or loaded[-1])
+    path = write_run(tmp_path)
+    run_command("train", path, "--dry-run")
+    run_command("train", path)
+    assert len(loaded) == 2
+    for policy in loaded:
+        with pytest.raises(ValueError, match=EMPTY):
+            jax.tree.leaves(policy.params)
