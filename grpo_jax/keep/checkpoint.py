@@ -268,7 +268,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run goes on"
                 f" from the one of step {good}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         if unreadable:
             self._checkpointer.reload()

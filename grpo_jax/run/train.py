@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.prepare import Run, about, new_state, prepare
 from grpo_jax.run.publish import Publisher
-from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.sampler import Sampler
@@ -77,7 +75,6 @@ def train(
     environment_factory: Any = None,
     sampler: Sampler | None = None,
     donate: bool = False,
-    dry_run: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
 
@@ -106,7 +103,6 @@ def train(
       donate: the params of `policy` become those of the run, which otherwise holds a copy of them beside the caller's:
         with AdamW a quarter of the memory that full fine-tuning holds. Once the run begins, `policy` is empty, and
         whoever uses it is told so; its model, tokenizer and files remain, for `policy.replace(params=state.params)`.
-      dry_run: deprecated: call `rehearse`, whose `DryRun` True returns.
 
     Returns:
       The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint;
@@ -143,17 +139,17 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
-    given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
-    given |= {"tools": tools, "environment_factory": environment_factory}
-    if dry_run:
-        warnings.warn(
-            "train(..., dry_run=True) is deprecated: call grpo_jax.rehearse(policy, dataset, reward_fns, config)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        report: Any = rehearse(policy, dataset, reward_fns, config, **given, donate=donate)
-        return report
-    run = prepare(policy, dataset, reward_fns, config, **given)
+    run = prepare(
+        policy,
+        dataset,
+        reward_fns,
+        config,
+        eval_dataset=eval_dataset,
+        optimizer=optimizer,
+        tools=tools,
+        environment_factory=environment_factory,
+        sampler=sampler,
+    )
     publisher = _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
@@ -169,17 +165,8 @@ def train(
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
         state = checkpoints.target(state)  # by now only shapes, where a state will be read: there is room for one
-        state, found, loop.batch, completions, told = checkpoints.restore(state, resume)
-        loop.ahead = None if completions is None else Ahead(completions, told)
-        progress = loop.progress = found or loop.progress
-        monitor.start(
-            state,
-            progress,
-            total_steps=run.total_steps,
-            num_rows=len(run.task.data.rows),
-            num_dropped=len(run.task.data.dropped),
-            resumed=found is not None,
-        )
+        state = begin_or_resume(loop, state, resume)
+        progress = loop.progress
         publisher.open()
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
@@ -227,6 +214,23 @@ def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publish
         raise ValueError(f"profile_steps = {config.profile_steps}: there is nowhere to write the trace; give run_dir")
     check_trackers(config, run_dir)
     return Publisher(config, run.policy, run_dir)
+
+
+def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
+    """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
+    state, found, loop.batch, completions, told = loop.checkpoints.restore(state, resume)
+    loop.ahead = None if completions is None else Ahead(completions, told)
+    loop.progress = found or loop.progress
+    data = loop.run.task.data
+    loop.monitor.start(
+        state,
+        loop.progress,
+        total_steps=loop.run.total_steps,
+        num_rows=len(data.rows),
+        num_dropped=len(data.dropped),
+        resumed=found is not None,
+    )
+    return state
 
 
 def collect_batch(loop: _Loop, state: TrainState) -> None:

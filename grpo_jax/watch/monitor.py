@@ -82,7 +82,7 @@ class Monitor:
                 f" on from, so the run begins anew; its lines are kept in files with {ending} after their names"
                 " (save_steps and save_minutes say how often a run is saved)",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         self._writer.config(self._config, prompts=num_rows)

@@ -83,6 +83,7 @@ def buffers(arrays):
     return {x.unsafe_buffer_pointer() for x in arrays if not (x.is_deleted() or x.dtype == jax.random.key(0).dtype)}
 
 
+@pytest.mark.quick
 def test_the_run_works_in_the_buffers_that_it_was_given_also_where_another_policy_has_them():
     policy = fresh()
     params, other = policy.params, policy.replace(generation_config={"eos_token_id": 1})
@@ -100,6 +101,7 @@ def test_the_run_works_in_the_buffers_that_it_was_given_also_where_another_polic
         train(other, ROWS, lengths, config_of())
 
 
+@pytest.mark.quick
 def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
     policy = fresh()
     state = train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)

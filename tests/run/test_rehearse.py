@@ -6,13 +6,12 @@ import os
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from test_diagnosis import batch, params, state, updater
 from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, rehearse, train
+from grpo_jax import GRPOConfig, rehearse
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.run.rehearse import DryRun, _of_the_group
@@ -126,22 +125,8 @@ def test_numbers_that_look_wrong(monkeypatch):
     ]
 
 
+@pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
     update = updater().lower(state(), batch())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
     assert lower_decode(updater().model, params(), batch().prompts, 2, 4, sampling=Sampling()) is None
-
-
-@pytest.mark.quick
-def test_the_old_door_warns_and_hands_on_all_arguments(tmp_path, monkeypatch):
-    given = []
-    loop = importlib.import_module("grpo_jax.run.train")
-    monkeypatch.setattr(loop, "rehearse", lambda *args, **more: given.append((args, more)) or "report")
-    how = {"eval_dataset": ROWS, "optimizer": optax.sgd(0.1), "sampler": lengths}
-    how |= {"tools": [lengths], "environment_factory": object}
-    with pytest.warns(DeprecationWarning, match=r"dry_run=True\) is deprecated: call grpo_jax.rehearse") as caught:
-        report = train("policy", ROWS, lengths, "config", run_dir=tmp_path / "run", dry_run=True, **how)
-    assert report == "report"
-    assert given == [(("policy", ROWS, lengths, "config"), how)]
-    assert caught[0].filename == __file__
-    assert not (tmp_path / "run").exists()
