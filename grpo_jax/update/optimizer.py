@@ -70,11 +70,25 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: GRPOConfig, total_steps: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again."""
+    """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again.
+
+    The learning rate is that of the `step` which `update` is given, as `finish_update` does: steps whose update was
+    skipped count. Adam's own count, of its bias correction, is of the updates that were made.
+    """
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    adamw = optax.chain(
+    adamw = optax.chain(  # the parts of `optax.adamw`, and its state
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         _add_decay(config.weight_decay),
-        optax.scale_by_learning_rate(make_schedule(config, total_steps)),
+        _scale_by_rate_of_step(make_schedule(config, total_steps)),
     )
     return optax.chain(clip, adamw)
+
+
+def _scale_by_rate_of_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_learning_rate` at the `step` that `update` is given; without one it counts its own updates."""
+    by_count = optax.scale_by_learning_rate(schedule)
+
+    def update(updates: Any, state: Any, params: Any = None, *, step: Any = None, **_: Any) -> tuple[Any, Any]:
+        return by_count.update(updates, state if step is None else state._replace(count=step), params)
+
+    return optax.GradientTransformationExtraArgs(by_count.init, update)

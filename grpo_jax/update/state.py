@@ -158,7 +158,8 @@ def finish_update(
     Where there are masters, they are the θ of the first formula, and params are what they round to.
 
     Where `ok` is False, params and optimizer stay as they are to the last bit, and `skipped` counts one. The step is
-    counted all the same, so that schedules, the data and the keys of a run do not depend on it.
+    counted all the same, so that schedules, the data and the keys of a run do not depend on it: the optimizer is given
+    it as the extra argument `step`. A schedule that counts its own updates, as those of optax do, lags behind.
 
     Args:
       state: the present state.
@@ -172,10 +173,11 @@ def finish_update(
       The next state.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
+    update = optax.with_extra_args_support(optimizer).update
 
     def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
         held = params if masters is None else masters
-        updates, opt_state = optimizer.update(optax.tree.cast_like(grads, held), opt_state, held)
+        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
         held = optax.apply_updates(held, _trained(updates))
         return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
 

@@ -15,6 +15,7 @@ from grpo_jax import GRPOConfig, add_lora, init_policy, save_pretrained
 from grpo_jax.hub.huggingface import stored_array
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
+from grpo_jax.update.state import create_state, finish_update
 
 RNG = np.random.default_rng(0)
 
@@ -133,3 +134,36 @@ def test_one_config_gives_one_object_so_that_jit_knows_it_again():
     assert make_optimizer(GRPOConfig(), 10) is make_optimizer(GRPOConfig(), 10)
     assert make_optimizer(GRPOConfig(), 10) is not make_optimizer(GRPOConfig(), 11)
     assert isinstance(make_optimizer(GRPOConfig(), 10), optax.GradientTransformation)
+
+
+@pytest.mark.quick
+def test_a_skipped_update_does_not_make_the_schedule_lag():
+    """Adam moves by its learning rate while the gradient stays the same: what was applied can be read off the params.
+
+    So it is with a state whose own count lags, from a checkpoint of an earlier version.
+    """
+    config = GRPOConfig(learning_rate=1.0, lr_scheduler_type="linear", adam_epsilon=1e-12)
+    optimizer, schedule = make_optimizer(config, 8), make_schedule(config, 8)
+    state = create_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0))
+    place, oks = [0.0], [True, False, True, True, False, False, True]
+    for ok in oks:
+        state = finish_update(state, {"w": jnp.full(1, 0.1)}, jnp.array(ok), optimizer)
+        place.append(float(state.params["w"][0]))
+    moved = -np.diff(place)
+    np.testing.assert_allclose(moved, [1, 0, 6 / 8, 5 / 8, 0, 0, 2 / 8], atol=1e-5)
+    np.testing.assert_allclose(moved, [float(schedule(step)) * ok for step, ok in enumerate(oks)], atol=1e-5)
+
+
+@pytest.mark.quick
+def test_updates_and_state_are_those_of_optax_adamw():
+    """By which checkpoints of earlier versions, whose state is that of `optax.adamw`, are read."""
+    config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=0.5, adam_beta2=0.9)
+    adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.0)
+    ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(0.5), adamw)
+    params = {"w": jnp.array([0.3, -2.0]), "b": jnp.ones(3)}
+    mine, other = ours.init(params), theirs.init(params)
+    for step in range(5):
+        grads = jax.tree.map(lambda x, step=step: jnp.cos(x + step), params)
+        updates, mine = ours.update(grads, mine, params, step=jnp.int32(step))
+        expected, other = theirs.update(grads, other, params)
+        chex.assert_trees_all_equal((updates, mine), (expected, other))
