@@ -5,7 +5,7 @@ reward → advantage → sampler log-prob → old log-prob → reference log-pro
 ```
 
 The terms are looked at in the order in which they are computed, by the code that the update itself runs; the first
-that is not finite explains all that come after it.
+that is not finite explains all that come after it. Of several processes, all look together and find the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import show
+from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.metrics import finalize_metrics
@@ -88,10 +89,10 @@ def diagnose(
     """
     for term, values in _terms(state, batch, updater, rows):
         if isinstance(values, Mapping):
-            bad = {path: x for path, x in values.items() if not np.isfinite(x).all()}
+            bad = {path: value for path, value in values.items() if not np.isfinite(value)}
             if bad:
-                path, x = next(iter(bad.items()))
-                found = Finding(term, _first_bad(x)[0], parameter=path, count=len(bad))
+                path, value = next(iter(bad.items()))
+                found = Finding(term, value, parameter=path, count=len(bad))
                 break
         elif not np.isfinite(values).all():
             value, at = _first_bad(values)
@@ -108,13 +109,13 @@ def diagnose(
 def _terms(
     state: TrainState, batch: Batch, updater: Updater, rows: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[str, Any]]:
-    """Each term's values, computed when they are asked for."""
-    config = updater.config
+    """Each term's values, whole and on the host, computed when they are asked for."""
+    config, batch = updater.config, fetch(batch)
     # As the loss does it: nothing under the mask counts, and −inf is a log-prob like any other.
     clean = lambda x: bounded(jnp.where(batch.mask, x, 0), MIN_LOG_PROB, jnp.inf)
     if rows is not None:
         yield "reward", _rewards(rows, config).reshape(batch.mask.shape[:2])
-    yield "advantage", np.asarray(batch.advantages)
+    yield "advantage", batch.advantages
     l_old = clean(batch.sampling_log_probs)
     yield "sampler log-prob", np.asarray(l_old)
     if batch.old_log_probs is not None:
@@ -123,7 +124,7 @@ def _terms(
     for reference in (batch.ref_log_probs, batch.initial_log_probs):
         if reference is not None:
             yield "reference log-prob", np.asarray(clean(reference))
-    l = clean(updater.score(state.params, batch.prompts, batch.tokens, batch.mask))
+    l = clean(fetch(updater.score(state.params, batch.prompts, batch.tokens, batch.mask)))
     yield "log-prob", np.asarray(l)
     log_ratio = jnp.zeros_like(l) if updater.on_policy else l - l_old
     yield "ratio", np.asarray(RATIOS[config.importance_sampling_level](l, log_ratio, batch.mask))
@@ -131,14 +132,18 @@ def _terms(
         kl = kl_divergence(l, clean(batch.ref_log_probs), estimator=config.kl_estimator)
         yield "KL", np.asarray(jnp.where(batch.mask, kl, 0))
     grads, sums = updater.gradients(state, batch)
-    yield "loss", np.asarray(finalize_metrics(sums)["loss"])
-    leaves = dict(_leaves(grads))
-    yield "gradient", leaves
+    yield "loss", np.asarray(finalize_metrics(fetch(sums))["loss"])
+    first: dict[str, float] = {}
+    norms: dict[str, float] = {}
     # Finite one by one, and too large together: the norm is a sum of squares.
-    with np.errstate(over="ignore"):
-        norms = {path: np.sqrt(np.square(x, dtype=np.float32).sum(dtype=np.float32)) for path, x in leaves.items()}
+    with np.errstate(over="ignore", invalid="ignore"):
+        for path, x in _leaves(grads):  # one at a time: together they are as large as the policy
+            first |= {} if np.isfinite(x).all() else {path: _first_bad(x)[0]}
+            norms[path] = float(np.sqrt(np.square(x).sum(dtype=np.float32)))
+        yield "gradient", first
         if np.isfinite(list(norms.values())).all():
-            norms = {max(norms, key=norms.__getitem__): np.sqrt(sum(np.square(x) for x in norms.values()))}
+            total = np.sqrt(np.square(np.float32(list(norms.values()))).sum(dtype=np.float32))
+            norms = {max(norms, key=norms.__getitem__): float(total)}
     yield "gradient", norms
 
 
@@ -157,6 +162,6 @@ def _first_bad(values: np.ndarray) -> tuple[float, tuple[int, ...]]:
 
 
 def _leaves(tree: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """(path, array) of each leaf, in float32."""
+    """(path, array) of each leaf, whole and in float32."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(x, np.float32)
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), fetch(x).astype(np.float32)

@@ -85,7 +85,7 @@ class PaddedUpdater:
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         """The first half of `update`: the gradient of a minibatch, and its metric sums."""
-        return _jit_gradients(state, batch, **self._how)
+        return _jit_gradients(state, split(batch, self.mesh), **self._how)
 
     def lower(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> Any:
         """The program of `update`, lowered; only shapes are looked at."""
