@@ -281,9 +281,10 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         'what is best? set metric_for_best_model, such as "eval/<function>" or "reward" (an evaluation has no loss)',
     ),
     (
-        "load_best_model_at_end save_steps save_minutes",
-        lambda c: c.load_best_model_at_end and c.save_steps is None and c.save_minutes is None,
-        "there is one checkpoint, at the end, and nothing to choose from; set save_steps",
+        "load_best_model_at_end save_steps",
+        lambda c: c.load_best_model_at_end and c.save_steps is None,
+        "there is one checkpoint, at the end, and nothing to choose from (those of save_minutes are not chosen among);"
+        " set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",

@@ -244,9 +244,11 @@ class GRPOConfig(metaclass=ReadFirst):
     save_steps: Count | None = 500
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
     save_minutes: Positive | None = None
-    """Minutes after which a checkpoint is written even so; None: never. Ours."""
+    """Minutes after which a checkpoint is written even so; None: never. Of several processes the first one's clock
+    decides. Ours."""
     save_total_limit: Count | None = None
-    """Checkpoints kept, the newest ones; None: all."""
+    """Checkpoints kept, the newest ones of `save_steps` and the best; one that a stop or `save_minutes` adds goes when
+    the next of them is there. None: all."""
     profile_steps: Count | None = None
     """Optimizer steps of which `jax.profiler` writes a trace into the run directory, for TensorBoard or XProf, from the
     third iteration on; None: none. Ours."""
@@ -255,8 +257,8 @@ class GRPOConfig(metaclass=ReadFirst):
     Ours."""
     metric_for_best_model: str | None = None
     """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": the weighted sum of the functions there);
-    the checkpoint with the best is kept beside the newest `save_total_limit`. The last value logged counts, in an
-    evaluation that of the very step; None: none is best."""
+    the checkpoint with the best is kept beside the newest `save_total_limit`, of those of `save_steps` and the last.
+    The last value logged counts, in an evaluation that of the very step; None: none is best."""
     greater_is_better: bool | None = None
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
     load_best_model_at_end: bool = False

@@ -20,7 +20,6 @@ import ctypes
 import dataclasses
 import gc
 import json
-import math
 import shutil
 import time
 import warnings
@@ -33,7 +32,8 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import one_line, raise_all
-from grpo_jax.devices.sharding import fetch, mesh_of, split
+from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
+from grpo_jax.keep.best import Retention, best_of, is_scheduled
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.state import TrainState
@@ -60,6 +60,8 @@ class Checkpoints:
 
     def __init__(self, run_dir: str | Path | None, config: GRPOConfig, about: Mapping[str, Any] | None = None):
         self._config, self._about = config, about
+        self._last = None if about is None else about["total_steps"]
+        self._retention = Retention(config, self._last)
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saved_at = time.monotonic()
         self._checkpointer = None
@@ -71,7 +73,7 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
             _clear_away(self._directory)
             self._checkpointer = ocp.training.Checkpointer(
-                self._directory, preservation_policy=_kept(config), cleanup_tmp_directories=True
+                self._directory, preservation_policy=self._retention, cleanup_tmp_directories=True
             )
 
     def __enter__(self) -> Checkpoints:
@@ -90,14 +92,13 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # it has been told by wait
                 self._checkpointer.close()
 
-    def due(self, step: int, last: int) -> bool:
-        """Whether the run is to be saved after this step, the last one being `last`."""
-        every, minutes = self._config.save_steps, self._config.save_minutes
-        return (
-            step == last
-            or (every is not None and step % every == 0)
-            or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
-        )
+    def due(self, step: int) -> bool:
+        """Whether the run is to be saved after this step."""
+        if is_scheduled(self._config, step, self._last):
+            return True
+        minutes = self._config.save_minutes
+        # All write together: where each asked its own clock, one would write and wait for the others.
+        return minutes is not None and gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0]
 
     def save(
         self,
@@ -111,7 +112,12 @@ class Checkpoints:
 
         Waits for the checkpoint before it, if that is still being written.
         """
-        if self._checkpointer is None or self.latest() == progress.step:
+        if self._checkpointer is None:
+            return
+        steps = self.steps()
+        progress.metrics = {step: value for step, value in progress.metrics.items() if int(step) in steps}
+        self.measured(progress)
+        if progress.step in steps[-1:]:
             return
         self.wait()
         _give_back_memory()
@@ -120,13 +126,10 @@ class Checkpoints:
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: _shapes(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
+        self._retention.metrics = progress.metrics
         with self._explained(progress.step):
             response = self._checkpointer.save_checkpointables_async(
-                progress.step,
-                arrays,
-                metrics=self._metric(progress),
-                custom_metadata={"about": json.dumps(about)},
-                force=True,
+                progress.step, arrays, custom_metadata={"about": json.dumps(about)}, force=True
             )
         self._pending = progress.step, response
         self._saved_at = time.monotonic()
@@ -140,24 +143,36 @@ class Checkpoints:
                 response.result()  # not the checkpointer's wait: it would leave an event loop behind
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order."""
-        return [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
+        """The steps that there are checkpoints of, in order; all processes have to ask together."""
+        own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
+        return gather_objects(own)[0]
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint, None if there is none."""
         return max(self.steps(), default=None)
 
-    def best(self) -> tuple[int, float] | None:
-        """Step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
-        name = self._config.metric_for_best_model
-        if self._checkpointer is None or name is None:
-            return None
-        sign = 1 if self._config.best_is_greatest else -1
-        saved = self._checkpointer.checkpoints
-        measured = [(sign * at.metrics[name], at.step) for at in saved if name in (at.metrics or ())]
-        return (max(measured)[1], sign * max(measured)[0]) if measured else None
+    def measured(self, progress: Progress) -> None:
+        """Note the metric that the best checkpoint is found by, if it was measured for this step and that is scheduled.
 
-    def restore_best(self, state: TrainState) -> TrainState:
+        Its checkpoint may be written already: a stop did so, and the evaluation was made when the run went on.
+        """
+        name, step = self._config.metric_for_best_model, progress.step
+        if name is None or not is_scheduled(self._config, step, self._last):
+            return
+        if progress.metric is None:
+            warnings.warn(
+                f"metric_for_best_model = {name!r} has not been measured up to step {step}, so its checkpoint cannot"
+                " become the best: look for the right name in metrics.jsonl",
+                stacklevel=3,
+            )
+        elif not name.startswith("eval/") or progress.evaluated == step:
+            progress.metrics[str(step)] = progress.metric
+
+    def best(self, progress: Progress) -> tuple[int, float] | None:
+        """Step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
+        return best_of(self._config, self.steps(), progress.metrics, self._last)
+
+    def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
         """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
 
         The arrays of `state` are deleted before others are read: there is room for one. Where no checkpoint has the
@@ -165,7 +180,7 @@ class Checkpoints:
         """
         if not self._config.load_best_model_at_end:
             return state
-        best = self.best()
+        best = self.best(progress)
         if best is None:
             warnings.warn(
                 f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
@@ -208,13 +223,13 @@ class Checkpoints:
             )
         unreadable: dict[int, str] = {}
         for step in reversed(steps):
-            about, unreadable[step] = _tried(self._about_of, step)
+            about, unreadable[step] = _tried_by_all(self._about_of, step)
             if about is None:
                 continue
             if self._about is not None:
                 what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
                 raise_all(what, differences(about["run"], self._about, step))
-            found, unreadable[step] = _tried(self._load, step, state, about)
+            found, unreadable[step] = _tried_by_all(self._load, step, state, about)
             if found is None:
                 continue
             del unreadable[step]
@@ -223,6 +238,7 @@ class Checkpoints:
                 if self._config.rollout_ahead and found[3] is None:
                     warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
+            self._know_metrics(found[1], about)
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
@@ -234,21 +250,29 @@ class Checkpoints:
 
     def _about_of(self, step: int) -> dict[str, Any]:
         """What was written beside the arrays of a checkpoint."""
-        assert self._checkpointer is not None
-        metadata = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        from orbax.checkpoint import v1 as ocp
+
+        metadata = ocp.checkpointables_metadata(self._directory / str(step)).custom_metadata
         if not metadata or "about" not in metadata:
             raise ValueError("not a checkpoint of this library")
         return json.loads(metadata["about"])
 
     def _load(self, step: int, state: TrainState, about: Mapping[str, Any]) -> Restored:
-        """One checkpoint, shaped and placed like `state`."""
-        assert self._checkpointer is not None
+        """One checkpoint, shaped and placed like `state`.
+
+        Each process reads for itself and waits for none, since one of them may fail; `_tried_by_all` compares.
+        """
+        from orbax.checkpoint import v1 as ocp
+
+        own = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
         like = jax.tree.map(_abstract, state)
         wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if about.get(name) is not None:
                 wanted[name] = _of_shapes(kind, about[name], state.step.sharding)
-        loaded = self._checkpointer.load_checkpointables(step, wanted)
+        with ocp.Context(multiprocessing_options=alone):
+            loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return (
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
@@ -260,10 +284,12 @@ class Checkpoints:
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         """Say which checkpoints cannot be read, and give them other names: the run will write those steps again."""
         assert self._checkpointer is not None
+        now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
             path = self._directory / str(step)
-            aside = path.with_name(f"{step}.unreadable-{time.time_ns()}")
-            path.rename(aside)
+            aside = path.with_name(f"{step}.unreadable-{now}")
+            if jax.process_index() == 0:
+                path.rename(aside)
             warnings.warn(
                 f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run goes on"
                 f" from the one of step {good}",
@@ -271,22 +297,18 @@ class Checkpoints:
                 stacklevel=5,
             )
         if unreadable:
+            gather_objects(None)  # so that no process looks before they are renamed
             self._checkpointer.reload()
 
-    def _metric(self, progress: Progress) -> dict[str, float] | None:
-        """The metric that the best checkpoint is found by, if it was measured for this one."""
+    def _know_metrics(self, progress: Progress, about: Mapping[str, Any]) -> None:
+        """Leave out metrics of another name; those of an earlier version's run stand beside its checkpoints."""
+        assert self._checkpointer is not None
         name = self._config.metric_for_best_model
-        if name is None:
-            return None
-        if progress.metric is None:
-            warnings.warn(
-                f"metric_for_best_model = {name!r} has not been measured up to step {progress.step}, so its checkpoint"
-                " cannot become the best: look for the right name in metrics.jsonl",
-                stacklevel=3,
-            )
-            return None
-        stale = name.startswith("eval/") and progress.evaluated != progress.step
-        return None if stale else {name: progress.metric}
+        if "metrics" not in about["progress"]:
+            saved = [(at.step, at.metrics or {}) for at in self._checkpointer.checkpoints]
+            progress.metrics = {str(step): metrics[name] for step, metrics in saved if name in metrics}
+        elif about["run"] is not None and about["run"]["config"].get("metric_for_best_model") != name:
+            progress.metric, progress.metrics = None, {}
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
@@ -334,22 +356,6 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     return chosen, found["params"]
 
 
-def _kept(config: GRPOConfig) -> Any:
-    """Which checkpoints are kept: the newest ones, and the best one beside them."""
-    from orbax.checkpoint import v1 as ocp
-
-    policies = ocp.training.preservation_policies
-    if config.save_total_limit is None:
-        return None
-    newest = policies.LatestN(config.save_total_limit)
-    name, sign = config.metric_for_best_model, 1 if config.best_is_greatest else -1
-    if name is None:
-        return newest
-    value = lambda metrics: sign * metrics.get(name, -sign * math.inf)
-    best = policies.BestN(get_metric_fn=value, n=1, keep_checkpoints_without_metrics=False)
-    return policies.AnyPreservationPolicy([newest, best])
-
-
 def _clear_away(directory: Path) -> None:
     """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
 
@@ -375,6 +381,13 @@ def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
             reason = one_line(error)
         gc.collect()
     return None, reason
+
+
+def _tried_by_all(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """`_tried` in each process: a result that all have, or None and why the first that has none has none."""
+    found, own = _tried(function, *args)
+    reason = next(filter(None, gather_objects(own)), "")
+    return (None, reason) if reason else (found, "")
 
 
 def _give_back_memory() -> None:

@@ -192,9 +192,9 @@ def train(
         if stop:
             loop.save(state)
         checkpoints.wait()
-        monitor.end(progress.step, run.total_steps, best=checkpoints.best(), hurry=signals.hurry)
+        monitor.end(progress.step, run.total_steps, best=checkpoints.best(progress), hurry=signals.hurry)
         if not stop:
-            state = checkpoints.restore_best(state)
+            state = checkpoints.restore_best(state, progress)
             publisher.end(state.params, draw=monitor.draw)
     if stop or signals.received is not None:  # the second, while the pictures were drawn
         signals.leave()
@@ -305,10 +305,10 @@ def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) 
 
 def save_if_due(loop: _Loop, state: TrainState) -> None:
     """Write a checkpoint, and push the policy to the hub where the config says so."""
-    step, last = loop.progress.step, loop.run.total_steps
-    if loop.checkpoints.due(step, last):
+    step = loop.progress.step
+    if loop.checkpoints.due(step):
         loop.save(state)
-        loop.publisher.saved(step, state.params, last=last)
+        loop.publisher.saved(step, state.params, last=loop.run.total_steps)
 
 
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
@@ -339,6 +339,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
     if best is not None and best.startswith("eval/") and best not in measured:
         raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
     progress.measured(best, measured)
+    loop.checkpoints.measured(progress)
     loop.monitor.evaluation(step, metrics)
 
 

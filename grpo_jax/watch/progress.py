@@ -27,6 +27,8 @@ class Progress:
       tokens: completion tokens sampled since the start.
       skipped: updates in a row, up to now, that were skipped because loss or gradient was not finite.
       metric: newest value of `metric_for_best_model`; None before the first.
+      metrics: step → that metric of each scheduled checkpoint that there is, also of one that was written, at a stop,
+        before its evaluation was made.
       window: name → [sum, count] of the metrics since the last line of the log.
     """
 
@@ -37,6 +39,7 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     metric: float | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:

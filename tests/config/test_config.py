@@ -146,8 +146,13 @@ BAD = [
     ),
     (
         dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),
-        "load_best_model_at_end = True: there is one checkpoint, at the end, and nothing to choose from; set"
-        " save_steps",
+        "load_best_model_at_end = True: there is one checkpoint, at the end, and nothing to choose from (those of"
+        " save_minutes are not chosen among); set save_steps",
+    ),
+    (
+        dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None, save_minutes=1),
+        "load_best_model_at_end = True: there is one checkpoint, at the end, and nothing to choose from (those of"
+        " save_minutes are not chosen among); set save_steps",
     ),
     (
         dict(report_to="mlflow"),

@@ -78,13 +78,15 @@ def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, 
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):
-    """Checkpoints of these steps, one a metric."""
-    with Checkpoints(run_dir, GRPOConfig(**settings), about) as checkpoints:
+    """Checkpoints of these steps, one a metric, by a run that goes on if there is one."""
+    with Checkpoints(run_dir, GRPOConfig(**{"save_steps": 1, **settings}), about) as checkpoints:
+        progress = checkpoints.restore(state_at(0))[1] or Progress()
         for step, metric in zip(steps, metrics or [None] * len(steps), strict=True):
-            progress = Progress(step=step, metric=metric, evaluated=step if evaluated is None else evaluated)
+            progress.step, progress.metric = step, metric
+            progress.evaluated = step if evaluated is None else evaluated
             checkpoints.save(state_at(step), progress, None)
         checkpoints.wait()
-        return checkpoints.best()
+        return checkpoints.best(progress)
 
 
 def names_in(run_dir):
@@ -117,7 +119,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
     assert names_in(tmp_path) == sorted({"8", "10", str(best[0])})
 
 
-BEST = {"metric_for_best_model": "reward", "save_total_limit": 1, "load_best_model_at_end": True}
+BEST = {"metric_for_best_model": "reward", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
 
 
 @pytest.mark.quick
@@ -126,7 +128,7 @@ def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, 
     write(tmp_path, 2, 4, 6, metrics=metrics, **BEST)
     last = state_at(6)
     with Checkpoints(tmp_path, GRPOConfig(**BEST)) as checkpoints:
-        best = checkpoints.restore_best(last)
+        best = checkpoints.restore_best(last, checkpoints.restore(state_at(0))[1])
         assert checkpoints.latest() == 6  # which a longer run goes on from
     chex.assert_trees_all_equal(as_data(best), as_data(state_at(step)))
     # There was room for one of them.
@@ -137,14 +139,14 @@ def test_at_the_end_the_best_state_is_loaded_in_the_place_of_the_last(tmp_path, 
 def test_without_a_best_the_last_state_stays(tmp_path):
     last = state_at(4)
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
-        assert checkpoints.restore_best(last) is last
+        assert checkpoints.restore_best(last, Progress()) is last
     with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has not been measured"):
         write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
     with (
         Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints,
         pytest.warns(RuntimeWarning, match="load_best_model_at_end: no checkpoint has a measured 'rewrd'"),
     ):
-        assert checkpoints.restore_best(last) is last
+        assert checkpoints.restore_best(last, Progress()) is last
 
 
 @pytest.mark.quick
@@ -164,15 +166,15 @@ def test_a_metric_that_does_not_exist_is_told(tmp_path):
 def test_when_a_save_is_due(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
-    due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings)).due(step, last=7)
+    due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings), {"total_steps": 7}).due(step)
     assert [step for step in range(1, 8) if due(step, save_steps=3)] == [3, 6, 7]
     assert [step for step in range(1, 8) if due(step, save_steps=None)] == [7]
     with Checkpoints(tmp_path, GRPOConfig(save_steps=None, save_minutes=2)) as checkpoints:
         for seconds, wanted in ((119, False), (2, True)):
             clock[0] += seconds
-            assert checkpoints.due(1, last=7) is wanted
+            assert checkpoints.due(1) is wanted
         checkpoints.save(state_at(1), Progress(step=1), None)
-        assert not checkpoints.due(2, last=7), "counted from the last save"
+        assert not checkpoints.due(2), "counted from the last save"
 
 
 def test_the_next_update_may_consume_what_is_being_saved(tmp_path):

@@ -1,0 +1,73 @@
+"""Which checkpoints of a run are kept and which of them is the best: by their steps, as if nothing had come between.
+
+A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop or the clock
+(`save_minutes`) adds are there to go on from: none of them becomes the best, and none takes a place of
+`save_total_limit`. So a run that was interrupted ends with the checkpoints, and with the best, of one that was not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_jax.config.config import GRPOConfig
+
+
+def is_scheduled(config: GRPOConfig, step: int, last: int | None) -> bool:
+    """Whether an undisturbed run, whose last step is `last`, has a checkpoint of this step.
+
+    Example:
+      >>> [step for step in range(9) if is_scheduled(GRPOConfig(save_steps=3), step, 8)]
+      [3, 6, 8]
+    """
+    return step == last or (config.save_steps is not None and step > 0 and step % config.save_steps == 0)
+
+
+def best_of(
+    config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, float], last: int | None
+) -> tuple[int, float] | None:
+    """Step and metric of the best scheduled checkpoint, the later of two as good; None if none was measured.
+
+    Example:
+      >>> best_of(GRPOConfig(metric_for_best_model="loss", save_steps=2), [2, 4, 5], {"2": 0.1, "4": 0.1, "5": 0.0}, 8)
+      (4, 0.1)
+    """
+    sign = 1 if config.best_is_greatest else -1
+    measured = [(sign * metrics[str(step)], step) for step in steps if str(step) in metrics]
+    value, step = max((one for one in measured if is_scheduled(config, one[1], last)), default=(0.0, None))
+    return None if step is None else (step, sign * value)
+
+
+def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, float], last: int | None) -> set[int]:
+    """The steps whose checkpoints are kept.
+
+    All without `save_total_limit`. With it, as many of the newest scheduled ones, the best, and what is newer than all
+    scheduled ones, at most as many too. Where `save_steps` is None there is no schedule, and all take places.
+
+    Example:
+      >>> sorted(kept_of(GRPOConfig(save_steps=2, save_total_limit=1), [2, 3, 4, 5], {}, 8))
+      [4, 5]
+    """
+    limit, steps = config.save_total_limit, sorted(steps)
+    if limit is None:
+        return set(steps)
+    planned = [step for step in steps if config.save_steps is None or is_scheduled(config, step, last)]
+    beside = [step for step in steps if step > max(planned, default=-1)]
+    best = best_of(config, steps, metrics, last)
+    return {*planned[-limit:], *beside[-limit:], *([] if best is None else best[:1])}
+
+
+@dataclasses.dataclass
+class Retention:
+    """`kept_of` as orbax asks for it, with the metrics of the present moment."""
+
+    config: GRPOConfig
+    last: int | None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each of some checkpoints is kept."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = kept_of(self.config, steps, self.metrics, self.last)
+        return [step in kept for step in steps]
