@@ -142,7 +142,7 @@ def _terms(
             norms[path] = float(np.sqrt(np.square(x).sum(dtype=np.float32)))
         yield "gradient", first
         if np.isfinite(list(norms.values())).all():
-            total = np.sqrt(np.square(np.float32(list(norms.values()))).sum(dtype=np.float32))
+            total = np.sqrt(np.square(np.asarray(list(norms.values()), np.float32)).sum(dtype=np.float32))
             norms = {max(norms, key=norms.__getitem__): float(total)}
     yield "gradient", norms
 
