@@ -1,6 +1,6 @@
-"""The worker's side of `grpo_jax.rewards.workers`: a script, so that it imports neither JAX nor this package.
+"""The worker's side of `grpo_jax.rewards.processes`: a script, so that it imports neither JAX nor this package.
 
-It reads a setup, answers "ready", then reads requests, answers "begun" and then with what came of each, all over one
+It reads a setup, answers "ready", then reads requests and answers each with "begun" and then its result, all over one
 connection. Requests come as pickles, from the process that started it; replies go as JSON, so that nothing that a
 reward function made is unpickled there.
 
@@ -27,10 +27,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Iterable, Mapping, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import IO, Any
 
 _TEXT_LIMIT = 2**22  # characters that an environment may say: more fit into no completion
 _MESSAGE_LIMIT = 2000  # characters of an exception's text; a reply must not be the way around the limit of output
@@ -69,7 +69,7 @@ def main(descriptor: int) -> None:
             _send(connection, _answer(fn, request, runner))
 
 
-def _fork_on_request(connection: Connection, factory: Any, setup: Mapping[str, Any]) -> None:
+def _fork_on_request(connection: Connection, factory: Callable[[], object], setup: Mapping[str, Any]) -> None:
     """Fork for each instance and end forks, until the connection is closed; then end all.
 
     A fork that has ended is waited for only when that is asked for: until then its number is no other process's.
@@ -80,8 +80,9 @@ def _fork_on_request(connection: Connection, factory: Any, setup: Mapping[str, A
             request = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             break
-        _send(connection, {"codes": [_end(pid, children) for pid in request["end"]]})
+        codes = [_end(pid, children) for pid in request["end"]]
         if not request["fork"]:
+            _send(connection, {"codes": codes})
             continue
         here, there = Pipe()
         pid = os.fork()
@@ -91,7 +92,7 @@ def _fork_on_request(connection: Connection, factory: Any, setup: Mapping[str, A
             _live(there, factory, setup)
         there.close()
         children.add(pid)
-        _send(connection, {"pid": pid})
+        _send(connection, {"codes": codes, "pid": pid})
         reduction.send_handle(connection, here.fileno(), None)
         here.close()
     for pid in list(children):
@@ -99,7 +100,7 @@ def _fork_on_request(connection: Connection, factory: Any, setup: Mapping[str, A
 
 
 def _end(pid: int, children: set[int]) -> int:
-    """End a fork and all that it started; how it ended."""
+    """End a fork and all that it started; return its exit code."""
     if pid not in children:
         return 0
     children.remove(pid)
@@ -109,7 +110,7 @@ def _end(pid: int, children: set[int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _live(connection: Connection, factory: Any, setup: Mapping[str, Any]) -> None:
+def _live(connection: Connection, factory: Callable[[], object], setup: Mapping[str, Any]) -> None:
     """Be the process of one instance; never returns."""
     try:
         os.setpgid(0, 0)
@@ -126,9 +127,9 @@ def _live(connection: Connection, factory: Any, setup: Mapping[str, Any]) -> Non
         os._exit(0)
 
 
-def _serve_instance(connection: Connection, factory: Any, output: Any) -> None:
+def _serve_instance(connection: Connection, factory: Callable[[], object], output: IO[bytes] | None) -> None:
     """Make the instance, then call its methods and read its attributes, until the connection is closed."""
-    instance: Any = None
+    instance: object = None
     with asyncio.Runner() as runner:
         while True:
             try:
@@ -139,7 +140,7 @@ def _serve_instance(connection: Connection, factory: Any, output: Any) -> None:
                 what, name, args, keywords = pickle.loads(request)
                 if what == "make":
                     instance = factory()
-                    value: Any = [type(instance).__module__, type(instance).__qualname__]
+                    value: object = [type(instance).__module__, type(instance).__qualname__]
                 elif what == "read":
                     value = getattr(instance, name)
                 else:
@@ -154,8 +155,8 @@ def _serve_instance(connection: Connection, factory: Any, output: Any) -> None:
             _send(connection, reply | _printed(output))
 
 
-def _printed(output: Any) -> dict[str, str]:
-    """What was printed since the last call, which is then forgotten."""
+def _printed(output: IO[bytes] | None) -> dict[str, str]:
+    """Return the part of a reply that holds what was printed since the last call, which is then forgotten."""
     if output is None:
         return {}
     output.seek(0)
@@ -165,8 +166,8 @@ def _printed(output: Any) -> dict[str, str]:
     return {"printed": text} if text else {}
 
 
-def _as_sent(value: Any) -> dict[str, Any]:
-    """Return what a method returned in a form that JSON has: as it is, or as it reads, with what it is."""
+def _as_sent(value: Any) -> dict[str, object]:
+    """Return the reply for a method's value: as it is if JSON has it, or its text, with its type."""
     if isinstance(value, str):
         return {"value": str.__str__(value)[:_TEXT_LIMIT]}
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -186,7 +187,7 @@ def _as_sent(value: Any) -> dict[str, Any]:
     return {"value": {**_stand_in(value), "text": text, "number": number}, "other": True}
 
 
-def _send(connection: Connection, reply: Mapping[str, Any]) -> None:
+def _send(connection: Connection, reply: Mapping[str, object]) -> None:
     """Send a reply as JSON."""
     connection.send_bytes(json.dumps(reply).encode())
 
@@ -228,7 +229,7 @@ def _limit(memory_mb: int | None, max_output_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_output_bytes, max_output_bytes))
 
 
-def _answer(fn: Any, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
+def _answer(fn: Callable[..., object], request: bytes, runner: asyncio.Runner) -> dict[str, object]:
     """Call the function and return the reply."""
     try:
         count, inputs = pickle.loads(request)
@@ -243,13 +244,13 @@ def _answer(fn: Any, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
         return _failure(error)
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def _awaited(awaitable: Awaitable[object]) -> object:
     """Await anything that can be awaited; a runner takes coroutines only."""
     return await awaitable
 
 
-def _plain(outcome: Any, count: int) -> dict[str, Any]:
-    """Return what a function returned in a form that JSON has; what it is worth is judged in the parent."""
+def _plain(outcome: object, count: int) -> dict[str, object]:
+    """Return the reply for a function's rewards as JSON has them; they are judged in the parent."""
     if hasattr(outcome, "tolist"):
         outcome = outcome.tolist()
     if isinstance(outcome, (str, bytes, Mapping, set, frozenset)) or not isinstance(outcome, Iterable):
@@ -275,12 +276,12 @@ def _plain_item(item: Any) -> Any:
         return _stand_in(item)
 
 
-def _stand_in(value: Any) -> dict[str, str]:
-    """Return what a message needs to know of a value."""
+def _stand_in(value: object) -> dict[str, str]:
+    """Return the repr and the type of a value, for a message."""
     return {"repr": repr(value)[:_REPR_LIMIT], "type": type(value).__name__}
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException) -> dict[str, object]:
     """Return the reply for an exception."""
     if isinstance(error, MemoryError):
         return {"limit": "memory"}

@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import describe_fault, own_copy, short
-from grpo_jax.rewards.instances import ProcessLost
+from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message

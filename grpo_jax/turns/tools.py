@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 from grpo_jax.config.fields import raise_all, show
 from grpo_jax.rewards.contract import own_copy
-from grpo_jax.rewards.instances import CALLED_BY_TRAINER
+from grpo_jax.rewards.workers import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

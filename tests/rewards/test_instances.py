@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from test_workers import is_alive, wait_for
 
-from grpo_jax.rewards.instances import ProcessLost, makes_environments
-from grpo_jax.rewards.workers import isolated
+from grpo_jax.rewards.processes import ProcessLost
+from grpo_jax.rewards.workers import isolated, makes_environments
 from grpo_jax.turns.tools import as_text, environment_tools
 
 TIMEOUT = 3.0
@@ -150,17 +150,33 @@ def test_processes_end_when_nobody_needs_them(desks):
     own.close()
 
 
+def test_making_one_imports_nothing_of_the_script_that_runs(tmp_path):
+    """Of which JAX would cost each environment two seconds; and a script without a guard may make them."""
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import isolated_environments as environments
+from grpo_jax.rewards.workers import isolated
+open({str(tmp_path / "runs")!r}, "a").write("once ")
+print(isolated(environments.Desk, timeout=50.0)().process()[2])
+"""
+    (tmp_path / "my_script.py").write_text(script)
+    done = subprocess.run([sys.executable, str(tmp_path / "my_script.py")], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    assert (tmp_path / "runs").read_text() == "once "
+
+
 def test_they_end_with_this_process(tmp_path):
     """Killed, while one hangs."""
     code = f"""
 import sys, threading, time
 sys.path[:0] = {sys.path!r}
 import isolated_environments as environments
-from grpo_jax.rewards.workers import isolated
+from grpo_jax.rewards.workers import isolated, makes_environments
 game = isolated(environments.Game, timeout=500.0)()
 game.reset()
 threading.Thread(target=game.respond, args=("hang",)).start()
-print(game._instance._pid, game._instance._origin._process.pid, flush=True)
+print(game._instance._pid, game._instance._origin.process.pid, flush=True)
 time.sleep(500)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

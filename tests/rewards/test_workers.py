@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import worker_functions as functions
 
-from grpo_jax.rewards import workers as reward_workers
+from grpo_jax.rewards import processes
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.combine import from_row, gated, weighted
 from grpo_jax.rewards.contract import PartialRewards, RewardError, check_reward_fns
@@ -239,14 +239,14 @@ def test_a_worker_that_dies_before_it_has_read_the_request_is_replaced_without_a
     fn = isolated(functions.in_the_worker, timeout=10)
     pid = int(fn(completions=COMPLETIONS)[1])
     os.kill(pid, signal.SIGSTOP)
-    begin = reward_workers._Worker.begin
+    begin = processes.Worker.begin
 
     def begin_and_kill(self, *args):
         begin(self, *args)
         if self.process.pid == pid:
             os.kill(pid, signal.SIGKILL)
 
-    monkeypatch.setattr(reward_workers._Worker, "begin", begin_and_kill)
+    monkeypatch.setattr(processes.Worker, "begin", begin_and_kill)
     assert fn(completions=COMPLETIONS)[1] != pid
 
 
@@ -260,7 +260,7 @@ def test_workers_that_die_before_each_request_are_a_fault_after_the_second(monke
         os.kill(self.process.pid, signal.SIGKILL)
         self.job, self.begun, self.deadline = job, False, time.monotonic() + timeout
 
-    monkeypatch.setattr(reward_workers._Worker, "begin", kill_and_begin)
+    monkeypatch.setattr(processes.Worker, "begin", kill_and_begin)
     with pytest.raises(PartialRewards, match="signal 9"):
         fn(completions=COMPLETIONS)
     assert len(set(killed)) == 2
