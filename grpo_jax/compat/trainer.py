@@ -217,14 +217,15 @@ class GRPOTrainer:
         return self.state
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Mean reward of each function on held-out rows, under TRL's names: `eval_rewards/<function>/mean`."""
+        """Mean rewards on held-out rows, under TRL's names: `eval_reward`, `eval_rewards/<function>/mean` and more."""
         data = self._datasets[1] if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
         settings = settings_of(self.config)
         metrics, rows = evaluate(self.policy, data, self._reward_funcs or [], **settings, **self._answered_by)
-        scores = {f"eval_rewards/{name}/mean": metrics.pop(name) for name in rows[0]["rewards"]}
-        return scores | {f"eval_completions/{name}": value for name, value in metrics.items()}
+        named = {name: f"rewards/{name}/mean" for name in rows[0]["rewards"]}
+        named |= {name: f"completions/{name}" for name in ("mean_length", "clipped_ratio")} | {"reward": "reward"}
+        return {f"eval_{named.get(name, name)}": value for name, value in metrics.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy in Hugging Face's layout, adapters in PEFT's; with `push_to_hub` push it too.

@@ -256,7 +256,7 @@ class GRPOConfig(metaclass=ReadFirst):
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""
     metric_for_best_model: str | None = None
-    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": the weighted sum of the functions there);
+    """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": `reward` of held-out prompts);
     the checkpoint with the best is kept beside the newest `save_total_limit`, of those of `save_steps` and the last.
     The last value logged counts, in an evaluation that of the very step; None: none is best."""
     greater_is_better: bool | None = None

@@ -47,6 +47,33 @@ def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
+def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
+    """Weighted sum of the rewards of each completion, over the functions that scored it.
+
+    r = Σ_k w_k R_k over scored k, NaN where no function scored. Its mean over the others is the metric `reward` of a
+    rollout and of an evaluation, as in TRL.
+
+    Args:
+      rewards: [..., K], NaN for "not scored".
+      weights: K numbers; None for ones.
+
+    Returns:
+      [...] float64.
+
+    Example:
+      >>> total_rewards(np.array([[1.0, np.nan], [0.5, 2.0], [np.nan, np.nan]]), [1.0, 0.5]).tolist()
+      [1.0, 1.5, nan]
+    """
+    weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
+    return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
+
+
+def mean_of_scored(totals: np.ndarray) -> float:
+    """Return the mean of the numbers that are not NaN; NaN where all are."""
+    scored = totals[~np.isnan(totals)]
+    return float(scored.mean()) if scored.size else float("nan")
+
+
 def compute_rewards(
     reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
     *,

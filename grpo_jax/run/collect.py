@@ -29,7 +29,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.rewards.calls import means_of
+from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Sampler, mismatch, sample_by
@@ -352,13 +352,10 @@ def _equally_long(*prompts: Prompts) -> list[Prompts]:
 def _rollout_metrics(config: GRPOConfig, groups: _Groups, present: np.ndarray) -> dict[str, float]:
     """What TRL logs of a rollout, under TRL's names."""
     lengths = present.sum(axis=-1)
-    weights = np.ones(groups.rewards.shape[2]) if config.reward_weights is None else np.array(config.reward_weights)
-    weighted = np.nansum(groups.rewards * weights[None, None], axis=2)
-    rewards = np.where(np.isnan(groups.rewards).all(axis=2), np.nan, weighted)
-    scored = rewards[~np.isnan(rewards)]
+    rewards = total_rewards(groups.rewards, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
     return {
-        "reward": float(scored.mean()) if scored.size else float("nan"),
+        "reward": mean_of_scored(rewards),
         "reward_std": float(np.mean(spread)) if spread else 0.0,
         "frac_reward_zero_std": float(np.asarray(_zero_signal(groups.rewards, **_aggregation(config))).mean()),
         "completions/mean_length": float(lengths.mean()),

@@ -12,15 +12,15 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.hub.policy import Policy
-from grpo_jax.rewards.calls import means_of
-from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, check_reward_fns, reward_names
+from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
+from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, as_list, check_reward_fns, reward_names
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.turns.episodes import Setting
-from grpo_jax.turns.setting import encode_rows, make_setting, reward_columns, with_environments
+from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
 from grpo_jax.types import Params
 
 
@@ -43,6 +43,7 @@ def evaluate(
     on_long_prompt: str = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
     on_reward_error: str = "raise",
+    reward_weights: Sequence[float] | None = None,
     trainer_state: TrainerState | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Any = None,
@@ -75,6 +76,7 @@ def evaluate(
       on_long_prompt: likewise.
       chat_template_kwargs: likewise.
       on_reward_error: "raise", or "none" to score a failure as missing.
+      reward_weights: of the functions in the metric `reward`, as in training; None for ones.
       trainer_state: for reward functions that name it.
       tools: as in `train`, for completions of several turns.
       environment_factory: likewise.
@@ -87,12 +89,15 @@ def evaluate(
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
 
     Returns:
-      metrics: for each function its mean over the scored completions under its name; `mean_length` (tokens) and
-        `clipped_ratio` (share of completions without an EOS); and what the functions logged by `log_metric`.
+      metrics: for each function its mean over the scored completions under its name (or as `rewards/<name>/mean`, if
+        it has the name of a metric that follows); `reward`, the mean over completions of the weighted sum over the
+        functions that scored them (`rewards.calls.total_rewards`); `mean_length` (tokens) and `clipped_ratio` (share of
+        completions without an EOS); and what the functions logged by `log_metric`.
       rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
-      ValueError: as `text.load_rows`, `text.encode_prompts` and `rewards.compute_rewards`.
+      ValueError: `reward_weights` that are not one for each function; as `text.load_rows`, `text.encode_prompts` and
+        `rewards.compute_rewards`.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
@@ -128,10 +133,15 @@ def evaluate(
         data = encode_rows(setting, all_rows, policy.tokenizer, **kwargs)
     check_sampler(sampler, setting)
     check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS, rows=all_rows)
+    weights, names = environment_weights(reward_weights, as_list(reward_fns)), reward_names(reward_fns)
+    if weights is not None and len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} weights for {', '.join(names)}: give one for each function"
+        )
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    names, scored, lengths, ended = reward_names(reward_fns), [], [], []
+    scored, lengths, ended = [], [], []
     found: list[dict[str, Any]] = []
     batch_size *= shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
@@ -167,10 +177,8 @@ def evaluate(
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
         found += completion_rows(scored[-1], names, sampled)
-    metrics = _means(names, scored)
-    metrics["mean_length"] = float(np.concatenate(lengths).mean())
-    metrics["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
-    return metrics, found
+    mean_length, clipped_ratio = float(np.concatenate(lengths).mean()), float(1 - np.concatenate(ended).mean())
+    return _means(names, weights, scored, mean_length=mean_length, clipped_ratio=clipped_ratio), found
 
 
 def settings_of(config: GRPOConfig) -> dict[str, Any]:
@@ -194,21 +202,24 @@ def settings_of(config: GRPOConfig) -> dict[str, Any]:
         "on_long_prompt": config.on_long_prompt,
         "chat_template_kwargs": config.chat_template_kwargs,
         "on_reward_error": config.on_reward_error,
+        "reward_weights": config.reward_weights,
         "max_tool_calling_iterations": config.max_tool_calling_iterations,
         "environment_timeout": config.environment_timeout,
         "on_environment_error": config.on_environment_error,
     }
 
 
-def _means(names: Sequence[str], scored: Sequence[Scores]) -> dict[str, float]:
-    """Means of what the functions logged, then of each function's scores under its name, NaN without any."""
+def _means(
+    names: Sequence[str], weights: Sequence[float] | None, scored: Sequence[Scores], **more: float
+) -> dict[str, float]:
+    """Means of what the functions logged, of each function's scores and of their sums, NaN without any; and more."""
     logged: dict[str, list[float]] = {}
     for name, values in (item for some in scored for item in some.logged.items()):
         logged.setdefault(name, []).extend(values)
     scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
-    present = [column[~np.isnan(column)] for column in scores.T]
-    means = [float(column.mean()) if column.size else float("nan") for column in present]
-    return means_of(logged) | dict(zip(names, means, strict=True))
+    own = {"reward": mean_of_scored(total_rewards(scores, weights)), **more}
+    keys = [f"rewards/{name}/mean" if name in own else name for name in names]
+    return means_of(logged) | dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | own
 
 
 def pass_at_k(right: Any, k: int) -> float:

@@ -30,7 +30,7 @@ from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.turns.episodes import Setting
-from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, reward_columns, with_environments
+from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
 from grpo_jax.types import is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
@@ -101,7 +101,7 @@ def prepare(
             faults.of(check_reward_fns, fns, columns, extras=EXTRAS, argument=what, rows=some or ())
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
-        config = _with_weights(config, fns)
+        config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, fns or ()))
         given = (config, setting)
         encoded = {name: faults.of(_encode, policy, some, *given, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
@@ -270,15 +270,6 @@ def _setting(
         seconds=config.environment_timeout,
         on_error=config.on_environment_error,
     )
-
-
-def _with_weights(config: GRPOConfig, fns: Sequence[Any] | None) -> GRPOConfig:
-    """The config, whose weights leave those of environments out: they are 1."""
-    own = sum(isinstance(fn, EnvironmentReward) for fn in fns or ())
-    weights = config.reward_weights
-    if not own or weights is None or len(weights) != len(fns or ()) - own:
-        return config
-    return dataclasses.replace(config, reward_weights=[*weights, *[1.0] * own])
 
 
 def _encode(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.policy import Policy
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
 from grpo_jax.keep.run_dir import locked
-from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate, settings_of
@@ -333,20 +331,9 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
     except Interrupted:  # the run that goes on makes it again
         return
     progress.evaluated = step
-    if best == "eval/reward" and "reward" not in metrics:
-        metrics["reward"] = _total_reward(run, metrics)  # not always: it would repeat a single function's
     measured = {f"eval/{name}": value for name, value in metrics.items()}
     if best is not None and best.startswith("eval/") and best not in measured:
         raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
     progress.measured(best, measured)
     loop.checkpoints.measured(progress)
     loop.monitor.evaluation(step, metrics)
-
-
-def _total_reward(run: Run, metrics: dict[str, float]) -> float:
-    """The weighted sum of the reward functions' means, over those that scored anything; NaN where none did."""
-    names = reward_names(run.task.reward_fns)
-    weights = run.task.config.reward_weights or [1.0] * len(names)
-    scored = [weight * metrics[name] for name, weight in zip(names, weights, strict=True)]
-    scored = [value for value in scored if not math.isnan(value)]
-    return sum(scored) if scored else math.nan

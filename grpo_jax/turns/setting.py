@@ -124,6 +124,12 @@ def with_environments(reward_fns: Any, setting: Setting | None) -> Any:
     return [*as_list(reward_fns), *own] if own else reward_fns
 
 
+def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[Any]) -> list[float] | None:
+    """Weights of reward functions, with those of environments, which are 1, where they are left out."""
+    own = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
+    return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
+
+
 def reward_columns(columns: Iterable[str], setting: Setting | None) -> list[str]:
     """The dataset's columns, and what else reward functions are given of each completion."""
     return [*columns, *(() if setting is None else ("environments", "environment_rewards"))]

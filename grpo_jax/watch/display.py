@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from grpo_jax.watch.summary import held_out
+from grpo_jax.watch.summary import held_out_scores
 from grpo_jax.watch.writer import CompletionRow, is_dialogue
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
       ('reward 0.250 · KL 0.00123', '2.5 s: rollout 2.0')
     """
     numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in _SHOWN if name in metrics]
-    numbers += [f"held-out {held_out(name)} {_digits(value, 3)}" for name, value in metrics.items() if held_out(name)]
+    numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     total = phases.pop("total", sum(phases.values()))
     parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items())

@@ -30,7 +30,7 @@ from grpo_jax.watch.plots import (
     thin,
     usual_times,
 )
-from grpo_jax.watch.summary import changed_settings, headline, held_out, metric_names, numbers, phase_seconds
+from grpo_jax.watch.summary import changed_settings, headline, held_out_scores, metric_names, numbers, phase_seconds
 from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines
 
 POINTS = 400
@@ -154,8 +154,9 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 def _tiles(lines: Sequence[Line]) -> list[tuple[str, str]]:
     """Return what the run came to, a name and a text each: steps, rewards and held-out scores, tokens."""
     tiles = [("steps", f"{max(numbers(lines, 'step')):,}")] if lines else []
+    scores = held_out_scores(metric_names(lines))
     for name in metric_names(lines):
-        label = "reward" if name == "reward" else f"held out: {held_out(name)}" if held_out(name) else ""
+        label = "reward" if name == "reward" else f"held out: {scores[name]}" if name in scores else ""
         values = numbers(lines, name) if label else []
         if values:
             tiles.append((label, f"{values[0]:.3g} → {values[-1]:.3g}"))

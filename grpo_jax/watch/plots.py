@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.watch.summary import headline, held_out, metric_names
+from grpo_jax.watch.summary import headline, held_out_scores, metric_names
 from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
@@ -236,7 +236,8 @@ def find_panels(lines: Sequence[Line]) -> list[Found]:
       [('Reward', {'weighted sum': 'policy'}), ('KL divergence', {'to the reference': 'reference'})]
     """
     functions = reward_colours(lines)
-    lines = [{f"held out: {held_out(name)}" if held_out(name) else name: line[name] for name in line} for line in lines]
+    scores = held_out_scores(metric_names(lines))
+    lines = [{f"held out: {scores[name]}" if name in scores else name: line[name] for name in line} for line in lines]
     names = metric_names(lines)
     found = []
     for panel in _PANELS:
@@ -253,7 +254,7 @@ def reward_colours(lines: Sequence[Line]) -> dict[str, str]:
     """Return name → meaning, for its colour, of each reward function and each held-out score of a run."""
     names = metric_names(lines)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
-    scores = [score for name in names if (score := held_out(name)) and score != "reward"]
+    scores = [score for score in held_out_scores(names).values() if score != "reward"]
     return {"reward": "policy", **reward_meanings([*functions, *scores])}
 
 

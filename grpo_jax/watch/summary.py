@@ -53,6 +53,19 @@ def held_out(name: str) -> str | None:
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
+def held_out_scores(names: Iterable[str]) -> dict[str, str]:
+    """Return what each `eval/` metric among these is a score of; without the sum of rewards beside a single function.
+
+    Example:
+      >>> held_out_scores(["eval/right", "eval/reward", "kl"]), held_out_scores(["eval/a", "eval/b", "eval/reward"])
+      ({'eval/right': 'right'}, {'eval/a': 'a', 'eval/b': 'b', 'eval/reward': 'reward'})
+    """
+    found = {name: score for name in names if (score := held_out(name))}
+    if len(found) == 2:
+        found.pop("eval/reward", None)
+    return found
+
+
 def many(count: int, noun: str, plural: str = "s") -> str:
     """Return a count with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {noun}{plural if count != 1 else ''}"
@@ -152,7 +165,7 @@ def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 def _change(lines: Sequence[Line]) -> str:
     """Return the first and the last value of the run's first held-out score, or else of its reward."""
-    scores = {name: f"{score} on held-out prompts" for name in metric_names(lines) if (score := held_out(name))}
+    scores = {name: f"{score} on held-out prompts" for name, score in held_out_scores(metric_names(lines)).items()}
     for name, label in {**scores, "reward": "reward"}.items():
         values = numbers(lines, name)
         if values:
@@ -254,7 +267,7 @@ def _training(lines: Sequence[Line], prompts: int | None, dataset: str | None) -
 
 def _scores(lines: Sequence[Line]) -> str:
     """Return a table of the held-out scores before the first step and after the last; "" if there are none."""
-    scores = [(score, numbers(lines, name)) for name in metric_names(lines) if (score := held_out(name))]
+    scores = [(score, numbers(lines, name)) for name, score in held_out_scores(metric_names(lines)).items()]
     rows = [f"| {score} | {values[0]:.3g} | {values[-1]:.3g} |" for score, values in scores if values]
     return "\n".join(["| on held-out prompts | before | after |", "|---|---|---|", *rows]) if rows else ""
 

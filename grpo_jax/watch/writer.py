@@ -11,7 +11,8 @@
 `turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
 Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
-`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`.
+`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`;
+`eval/reward` is of held-out prompts what `reward` is of those of training.
 """
 
 from __future__ import annotations

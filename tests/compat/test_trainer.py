@@ -213,7 +213,13 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     assert len(completions) == 2 * 8
     truths = {row["prompt"][0]["content"]: row["ground_truth"] for row in rows}
     assert all(row["truth"] == truths[row["prompt"][0]["content"]] for row in completions)
-    assert set(names["metrics"]) >= {"eval_rewards/correct/mean", "eval_rewards/brevity/mean"}
+    found = names["metrics"]
+    assert found.keys() == {
+        *("eval_rewards/correct/mean", "eval_rewards/brevity/mean", "eval_reward"),
+        *("eval_completions/mean_length", "eval_completions/clipped_ratio", "eval_mean_ids", "eval_at_step"),
+    }
+    total = found["eval_rewards/correct/mean"] + 0.5 * found["eval_rewards/brevity/mean"]
+    assert found["eval_reward"] == pytest.approx(total), "every completion is scored by both"
     saved = from_pretrained(out / "final")
     trained = names["trainer"].state.params
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, trained))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.rewards.calls import compute_rewards, means_of
+from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.combine import gated, weighted
 from grpo_jax.rewards.contract import (
     EXTRAS,
@@ -362,6 +362,20 @@ def test_none_is_not_scored_and_not_zero():
     assert stats["rewards/reward/missing"] == pytest.approx(0.5)
     assert stats["rewards/reward/errors"] == 0
     assert stats["rewards/unscored"] == pytest.approx(2 / 6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("weights", [None, [2.0, -0.5, 1.0]])
+def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
+    rewards = np.array([[0.25, np.nan, 1], [np.nan, 2, np.nan], [np.nan] * 3, [0, 0, np.nan]], np.float32)
+    expected = []
+    for row in rewards.tolist():
+        scored = [w * r for w, r in zip(weights or [1.0] * 3, row, strict=True) if r == r]
+        expected.append(sum(scored) if scored else float("nan"))
+    found = total_rewards(rewards.reshape(2, 2, 3), weights)
+    np.testing.assert_array_equal(found, np.reshape(expected, (2, 2)))
+    assert mean_of_scored(found) == (expected[0] + expected[1] + expected[3]) / 3
+    assert np.isnan(mean_of_scored(found[1, :1]))
 
 
 @pytest.mark.quick

@@ -40,6 +40,31 @@ def test_means_rows_and_lengths_agree():
     assert metrics["clipped_ratio"] == pytest.approx(np.mean([not row["ended"] for row in rows]))
 
 
+@pytest.mark.quick
+def test_the_reward_of_an_evaluation_is_that_of_training():
+    """Functions that abstain on part of the rows: the mean of the rows' sums, and not a sum of the functions' means."""
+
+    def early(answer):
+        return [1.0 if text == "ab" else None for text in answer]
+
+    def reward(answer):
+        return [0.5 if text in "gh" else None for text in answer]
+
+    weights, settings = [2.0, 0.4], {"max_completion_length": 4, "temperature": 1.0}
+    metrics, _ = evaluate(tiny_policy(), ROWS[:4], [early, reward], reward_weights=weights, **settings)
+    assert metrics["reward"] == pytest.approx((2.0 * 1.0 + 0.4 * 0.5) / 2), "c and def have no score"
+    assert (metrics["early"], metrics["rewards/reward/mean"]) == (1.0, 0.5), "the sum keeps its name"
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1}
+    config = GRPOConfig(shuffle_dataset=False, reward_weights=weights, **sizes, **settings)
+    lines = []
+    rows, told = ROWS[:4], lambda step, line: lines.append(line)
+    train(tiny_policy(), rows, [early, reward], config, eval_dataset=rows, callbacks=[told])
+    (trained,) = [line["reward"] for line in lines if "reward" in line]
+    assert [line["eval/reward"] for line in lines if "eval/reward" in line] == pytest.approx([trained, trained])
+    with pytest.raises(ValueError, match="reward_weights has 1 weights for early, reward: give one for each"):
+        evaluate(tiny_policy(), ROWS, [early, reward], reward_weights=[1.0], **settings)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_batch_size_changes_nothing(temperature):
     settings = {"temperature": temperature, "max_completion_length": 6}

@@ -144,8 +144,10 @@ def test_weights_of_environments_are_one():
 
 
 def test_evaluation_and_rehearsal_play_too():
-    metrics, rows = evaluate(POLICY, ROWS, [], environment_factory=Game, max_completion_length=40, temperature=1.0)
-    assert set(metrics) == {"Game", "mean_length", "clipped_ratio"}
+    how = {"environment_factory": Game, "max_completion_length": 40, "temperature": 1.0}
+    metrics, rows = evaluate(POLICY, ROWS, [lambda completions: [1.0] * len(completions)], reward_weights=[0.5], **how)
+    assert set(metrics) == {"lambda", "Game", "reward", "mean_length", "clipped_ratio"}
+    assert metrics["reward"] == pytest.approx(0.5 + metrics["Game"]), "the weight of an environment is one"
     assert all(row["turns"] for row in rows)
     report = rehearse(POLICY, ROWS, [], GRPOConfig(**SMALL), environment_factory=Game)
     assert report.metrics["turns/mean"] > 0

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.summary import MARK, describe_run, headline, held_out, model_card, phase_seconds
+from grpo_jax.watch.summary import MARK, describe_run, headline, held_out, held_out_scores, model_card, phase_seconds
 from grpo_jax.watch.writer import RunWriter
 
 
@@ -14,6 +14,10 @@ def test_held_out_scores():
     assert {name: held_out(name) for name in scores} == scores
     assert not any(held_out(f"eval/{name}") for name in ("mean_length", "clipped_ratio", "rewards/a/std", "seconds"))
     assert held_out("evaluation") is None
+    assert held_out_scores(["kl", *scores, "eval/reward"]) == scores | {"eval/reward": "reward"}
+    assert held_out_scores(["eval/accuracy", "eval/reward"]) == {"eval/accuracy": "accuracy"}, "the same once more"
+    assert held_out_scores(["eval/reward", "eval/rewards/reward/mean"]) == {"eval/rewards/reward/mean": "reward"}
+    assert held_out_scores(["eval/reward"]) == {"eval/reward": "reward"}
 
 
 @pytest.mark.quick
