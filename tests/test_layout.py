@@ -25,8 +25,8 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-PURE = {"types", "maths", "models"}
-COMPOSED = {"devices", "rollout", "update"}
+PURE = {"types", "maths", "devices", "models"}
+COMPOSED = {"rollout", "update"}
 ROOMS = set.union(*FLOORS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}

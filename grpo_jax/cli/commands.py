@@ -19,10 +19,11 @@ from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.runfile import NAME, RunFile, in_folder, lora_arguments, read_file, read_run
 from grpo_jax.cli.trl import translate
 from grpo_jax.devices import distributed
+from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
-from grpo_jax.hub.policy import Policy, compute_dtype, init_policy
+from grpo_jax.hub.policy import Policy, init_policy
 from grpo_jax.keep.checkpoint import load_params
 from grpo_jax.plan.__main__ import show_plan
 from grpo_jax.run.evaluate import evaluate as evaluate_policy

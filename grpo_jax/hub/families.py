@@ -23,7 +23,7 @@ from grpo_jax.hub.keys import (
     two_ropes,
     windows_of,
 )
-from grpo_jax.hub.seeing import SEEING, text_config
+from grpo_jax.hub.multimodal import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.types import Json
 

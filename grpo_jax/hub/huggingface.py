@@ -33,10 +33,10 @@ from grpo_jax.hub.files import (
     stored_tensors,
     write_json,
 )
+from grpo_jax.hub.multimodal import sees
 from grpo_jax.hub.mxfp4 import unpacked, without_mxfp4
 from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
-from grpo_jax.hub.seeing import sees
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel

@@ -6,19 +6,20 @@ import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
-from grpo_jax.hub.seeing import sees, text_config
+from grpo_jax.hub.multimodal import sees, text_config
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.sight import implementation, platform_of
+from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Model, Params
 
@@ -165,23 +166,6 @@ def init_policy(
             files = {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
-
-
-def compute_dtype(name: str, devices: Sequence[Any] = ()) -> Literal["float32", "bfloat16"]:
-    """Of the matrix products: as `GRPOConfig.compute_dtype` says, or for "auto" as the devices have it.
-
-    Args:
-      name: "auto", or what is returned.
-      devices: those that compute, of one kind; none for the default device.
-
-    Example:
-      >>> compute_dtype("auto", jax.devices("cpu")), compute_dtype("bfloat16")
-      ('float32', 'bfloat16')
-    """
-    if name != "auto":
-        return cast(Literal["float32", "bfloat16"], name)
-    platform, capability = platform_of(devices)
-    return "bfloat16" if platform == "tpu" or capability >= 8 else "float32"
 
 
 def with_settings(

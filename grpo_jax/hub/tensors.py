@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
-from grpo_jax.hub.seeing import sees
+from grpo_jax.hub.multimodal import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params

@@ -21,6 +21,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.devices.platform import platform_of
+
 NOBODY = -1
 """The number of what no token sees and what sees nothing: padding."""
 
@@ -45,19 +47,6 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
     if platform == "cpu":
         return "einsum"
     return "triton" if platform in ("gpu", "cuda") and capability >= 8 else "tiles"
-
-
-def platform_of(devices: Sequence[Any] = ()) -> tuple[str, float]:
-    """Platform of devices of one kind, and an NVIDIA GPU's compute capability, else 0; none: of the default device."""
-    first = devices[0] if len(devices) else default_device()
-    return first.platform, float(getattr(first, "compute_capability", 0))
-
-
-def default_device() -> Any:
-    """The device that computes where none is named."""
-    config: Any = jax.config
-    chosen = config.jax_default_device
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
 
 
 class Marks(flax.struct.PyTreeNode):

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh, shard_count, split_sharding, tree_sharding
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.policy import compute_dtype, with_settings
+from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig

@@ -17,9 +17,10 @@ from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import raise_all, show
 from grpo_jax.config.sizes import Sizes
+from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.devices.streams import devices_of
-from grpo_jax.hub.policy import Policy, compute_dtype, with_settings
+from grpo_jax.hub.policy import Policy, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.hub.policy import compute_dtype as resolve
+from grpo_jax.devices.platform import compute_dtype as resolve
 from grpo_jax.turns.episodes import WORKERS
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line

@@ -1,0 +1,40 @@
+"""The platform that computes, and the dtype of matrix products that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import jax
+
+
+def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
+    """Return the platform of devices of one kind, and an NVIDIA GPU's compute capability, else 0.
+
+    Without any, those of the device that computes where none is named.
+    """
+    first = devices[0] if len(devices) else _default_device()
+    return first.platform, float(getattr(first, "compute_capability", 0))
+
+
+def _default_device() -> jax.Device:
+    settings: Any = jax.config  # its fields are added at run time
+    chosen = settings.jax_default_device
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+
+
+def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
+    """Return the dtype of matrix products that `GRPOConfig.compute_dtype` names, or for "auto" that of the devices.
+
+    Args:
+      name: "auto", or what is returned.
+      devices: those that compute, of one kind; none for the default device.
+
+    Example:
+      >>> compute_dtype("auto", jax.devices("cpu")), compute_dtype("bfloat16")
+      ('float32', 'bfloat16')
+    """
+    if name != "auto":
+        return cast(Literal["float32", "bfloat16"], name)
+    platform, capability = platform_of(devices)
+    return "bfloat16" if platform == "tpu" or capability >= 8 else "float32"
