@@ -141,8 +141,7 @@ def evaluate(
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    scored, lengths, ended = [], [], []
-    found: list[dict[str, Any]] = []
+    scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()
     batch_size *= shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
     for start in range(0, count, batch_size):
