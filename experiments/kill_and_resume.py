@@ -146,7 +146,7 @@ def interrupt(
         alive = wait_for(child, half_written) is None
     else:
         if kind == "SIGTERM":  # handled from the start of the run on, which is when its config is written
-            config = run_dir / "config.json"
+            config = run_dir / "run.json"
             old = config.stat().st_mtime_ns if config.exists() else 0
             if wait_for(child, lambda: config.exists() and config.stat().st_mtime_ns != old) is not None:
                 return "", 0.0

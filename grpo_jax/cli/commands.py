@@ -129,7 +129,7 @@ def _kept(run: RunFile) -> Iterator[Any]:
     try:
         yield write
     except Exception:
-        if new and not (file.parent / "config.json").exists():
+        if new and not (file.parent / "run.json").exists():
             file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # it is not empty
                 file.parent.rmdir()

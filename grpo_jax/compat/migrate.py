@@ -194,6 +194,15 @@ def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
         moved.translated["eval_strategy"] = f"eval_steps={moved.values['eval_steps']}, of logging_steps"
     name = "metric_for_best_model"
     best = moved.values.get(name)
+    # A dump has the loss and False, which transformers fills in where neither was set.
+    unset = best is None or (best == "loss" and moved.values.get("greater_is_better") is False)
+    if values.get("load_best_model_at_end") and unset:
+        for one in (name, "greater_is_better"):
+            if moved.values.pop(one, None) is not None:
+                moved.same.remove(one)
+        moved.values[name] = "eval/reward"
+        moved.translated[name] = '"eval/reward", where transformers takes the loss of an evaluation'
+        return
     if not isinstance(best, str) or not (best.startswith("eval_") or evaluates):
         return
     plain = best.removeprefix("eval_")

@@ -15,12 +15,12 @@ import jax
 
 from grpo_jax.compat.adapters import with_adapters
 from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.policies import with_tokenizer, write_into
 from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.hub.peft import write_policy
 from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
@@ -28,8 +28,11 @@ from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import load_rows, read_rows
 from grpo_jax.update.state import TrainState
+
+_EMPTY = [{"role": "user", "content": ""}]
+"""The prompt that what `reset` returns is added to, of a row without one."""
 
 
 class GRPOConfig:
@@ -73,9 +76,11 @@ class GRPOTrainer:
       model: a name on the hub, a directory or a `Policy`; models of PyTorch are refused.
       reward_funcs: one or more reward functions; models are refused.
       args: a `GRPOConfig` of this module, or the library's own.
-      train_dataset: rows.
+      train_dataset: rows. With an `environment_factory` they may lack a `prompt`, which `reset` gives then, or None may
+        stand for them, where `max_steps` is set.
       eval_dataset: rows, or None.
-      processing_class: a tokenizer in the place of the checkpoint's.
+      processing_class: a tokenizer in the place of the checkpoint's. Its EOS ends completions, beside those of
+        generation_config.json.
       callbacks: functions called as `callback(step, metrics)`; TRL's objects are refused.
       optimizers: an optax transformation and None.
       tools: functions that the policy may call, as in `train`.
@@ -119,11 +124,10 @@ class GRPOTrainer:
         args = _as_args(args)
         self.config = args.config
         self.run_dir = args.output_dir
-        self.policy = self._load(model, args.dtype)
+        self.policy = with_tokenizer(self._load(model, args.dtype), processing_class)
         self.args = self.config
         self.num_generations = self.config.num_generations
-        if processing_class is not None:
-            self.policy = self.policy.replace(tokenizer=processing_class)
+        self._base_name = None if isinstance(model, Policy) else str(model)
         if peft_config is not None:
             dropout = not args.disable_dropout
             self.policy = with_adapters(self.policy, peft_config, seed=self.config.seed, dropout=dropout)
@@ -155,6 +159,22 @@ class GRPOTrainer:
             raise ValueError("rollout_func works in one process; for several of them give sampler.")
         if not corrected:
             self.config = self.args = dataclasses.replace(self.config, sampler_correction=None)
+
+    def _rows(self, dataset: Any, argument: str) -> Any:
+        """The rows of a dataset; without prompts where the environments give them, with an empty message for each."""
+        factory = self._answered_by["environment_factory"]
+        if dataset is None:
+            if factory is None or isinstance(factory, Mapping) or self.config.max_steps <= 0:
+                raise ValueError(
+                    f"{argument} is None: give rows, or one environment_factory, whose reset gives the prompts, and"
+                    f" max_steps in GRPOConfig ({self.config.max_steps})."
+                )
+            return [{"prompt": _EMPTY} for _ in range(self.config.sizes().prompts)]
+        if factory is None:
+            return dataset
+        rows = read_rows(dataset, argument)
+        without = all(isinstance(row, Mapping) and "prompt" not in row for row in rows)
+        return [{"prompt": _EMPTY, **row} for row in rows] if without else rows
 
     def _rollout(self, dataset: Any) -> tuple[Any, Any, Sampler | None]:
         """Rows, reward functions and sampler for `train`."""
@@ -200,8 +220,9 @@ class GRPOTrainer:
                 f"resume_from_checkpoint is {resume_from_checkpoint!r}: a run goes on after its newest checkpoint in "
                 "output_dir; for a fresh one give another output_dir."
             )
-        data, eval_data = self._datasets
-        data, reward_funcs, sampler = self._rollout(data)
+        data, reward_funcs, sampler = self._rollout(self._rows(self._datasets[0], "train_dataset"))
+        eval_data = self._datasets[1]
+        eval_data = None if eval_data is None else self._rows(eval_data, "eval_dataset")
         self.state = train(
             self.policy,
             data,
@@ -222,6 +243,7 @@ class GRPOTrainer:
         data = self._datasets[1] if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
+        data = self._rows(data, "eval_dataset")
         settings = settings_of(self.config)
         metrics, rows = evaluate(self.policy, data, self._reward_funcs or [], **settings, **self._answered_by)
         named = {name: f"rewards/{name}/mean" for name in rows[0]["rewards"]}
@@ -229,18 +251,16 @@ class GRPOTrainer:
         return {f"eval_{named.get(name, name)}": value for name, value in metrics.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the policy in Hugging Face's layout, adapters in PEFT's; with `push_to_hub` push it too.
+        """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's, for `from_pretrained` of
+        either; with `push_to_hub` push it too.
 
         Args:
-          output_dir: where to; None, or the run directory, which holds the run's files: `final` in it.
+          output_dir: where to, beside what files are there; None: the run directory.
         """
         where = self.run_dir if output_dir is None else output_dir
         if where is None:
             raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
-        target = Path(where)
-        if self.run_dir is not None and target.absolute() == Path(self.run_dir).absolute():
-            target /= "final"
-        write_policy(target, self.policy)
+        write_into(where, self.policy, base_name=self._base_name)
         if self.config.push_to_hub:
             self.push_to_hub("Model save")
 

@@ -123,7 +123,8 @@ SAME: dict[str, str] = {
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
     "metrics of training count too; no loss is evaluated",
     "greater_is_better": "",
-    "load_best_model_at_end": "name `metric_for_best_model`; the checkpoints keep the last policy too",
+    "load_best_model_at_end": "where no `metric_for_best_model` is named, the trainer of `compat` takes `eval/reward`; "
+    "the checkpoints keep the last policy too",
     "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5; transformers 4 reported to all",
     "run_name": "",
     "project": "wandb's too, unless WANDB_PROJECT is set",

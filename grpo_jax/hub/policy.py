@@ -159,13 +159,16 @@ def init_policy(
         generation_config = {
             name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(name) is not None
         }
-    files: dict[str, bytes] = {}
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as scratch:
-            tokenizer.save_pretrained(scratch)
-            files = {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
+    files = {} if tokenizer is None else tokenizer_files(tokenizer)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files that a tokenizer of transformers is saved as, name to bytes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
 
 
 def with_settings(

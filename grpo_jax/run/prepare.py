@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,6 +200,14 @@ def _check_policy(policy: Any) -> None:
         raise ValueError(
             "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
             "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
+        )
+    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
+    if eos is not None and eos not in ids:
+        warnings.warn(
+            f"policy.tokenizer ends a text with {policy.tokenizer.eos_token!r} ({eos}), and completions end with"
+            f" policy.eos_token_ids = {ids} alone: if it is to end them too,"
+            f" policy.replace(generation_config={{'eos_token_id': {[eos, *ids]}}})",
+            stacklevel=2,
         )
 
 

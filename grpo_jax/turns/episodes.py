@@ -29,7 +29,7 @@ from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
 from grpo_jax.turns.templates import observation_ids
-from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools
+from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
 
 WORKERS = 64
 """Calls at a time, at most."""
@@ -197,7 +197,8 @@ class Episode:
             return
         self.tools = {**self._setting.tools, **environment_tools(self.environment)}
         if hasattr(self.environment, "reset"):
-            _, opening = self._guarded("reset", self.environment.reset, **own_copy(row))
+            given = reset_arguments(self.environment.reset, row)
+            _, opening = self._guarded("reset", self.environment.reset, **own_copy(given))
             self.opening = "" if opening is None else as_text(opening)
 
     def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:

@@ -13,7 +13,7 @@ from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.episodes import Setting, schemas_of
 from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.templates import check_template, opens_thinking
-from grpo_jax.turns.tools import Tool, environment_tools, read_tools
+from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
 
 
 class EnvironmentReward:
@@ -206,12 +206,13 @@ def _environment_problems(
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if reset is None or row is None:
         return problems
+    given = reset_arguments(reset, row)
     try:
-        inspect.signature(reset).bind(**row)
+        inspect.signature(reset).bind(**given)
     except TypeError as error:
         problems.append(
-            f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(row)}): {error};"
-            " add **kwargs for those that it does not use"
+            f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(given)}):"
+            f" {error}; add **kwargs for those that it does not use"
         )
     except ValueError:
         pass  # a builtin without a signature

@@ -190,6 +190,17 @@ def _schema(function: Any, name: str, parameters: Sequence[inspect.Parameter]) -
     return get_json_schema(face)
 
 
+def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns that `reset` is given: all but the prompt and the name of the environment where it takes neither."""
+    try:
+        parameters = inspect.signature(reset).parameters
+    except ValueError:  # a builtin without a signature
+        return row
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return row
+    return {name: x for name, x in row.items() if name not in ("prompt", "environment") or name in parameters}
+
+
 def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
     """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
 

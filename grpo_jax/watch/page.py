@@ -31,7 +31,7 @@ from grpo_jax.watch.plots import (
     usual_times,
 )
 from grpo_jax.watch.summary import changed_settings, headline, held_out_scores, metric_names, numbers, phase_seconds
-from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines
+from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines, read_settings
 
 POINTS = 400
 """Values of a curve; a panel is some 400 pixels wide."""
@@ -72,7 +72,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     """Return the page of a run, made from the files of its directory.
 
     Args:
-      run_dir: with `metrics.jsonl`, `completions.jsonl`, `config.json` and `warnings.jsonl`, as far as they are there.
+      run_dir: with `metrics.jsonl`, `completions.jsonl`, `run.json` and `warnings.jsonl`, as far as they are there.
 
     Returns:
       HTML, for UTF-8.
@@ -87,7 +87,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     """
     run_dir = pathlib.Path(run_dir)
     lines = list(read_lines(run_dir / "metrics.jsonl"))
-    about = json.loads((run_dir / "config.json").read_text("utf-8")) if (run_dir / "config.json").exists() else {}
+    about = read_settings(run_dir)
     steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     data = {

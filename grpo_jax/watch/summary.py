@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.writer import JSON, Line, read_lines
+from grpo_jax.watch.writer import JSON, Line, read_lines, read_settings
 
 MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
 """Stands in a card that a push may replace."""
@@ -229,8 +229,7 @@ def model_card(
 def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[str]:
     """Return the parts of a card that its run tells: headline, picture, data, scores, settings, versions."""
     lines = list(read_lines(run_dir / "metrics.jsonl"))
-    path = run_dir / "config.json"
-    about = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    about = read_settings(run_dir)
     sentence = headline(lines)
     parts = [f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""]
     parts += [f"![Curves of the run]({picture})"] if picture else []
@@ -249,7 +248,7 @@ def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the settings of a run's `config.json` that are not the defaults of `GRPOConfig`."""
+    """Return the settings of a run's `run.json` that are not the defaults of `GRPOConfig`."""
     usual: dict[str, JSON] = json.loads(json.dumps(GRPOConfig().to_dict()))
     return {name: value for name, value in config.items() if name not in usual or usual[name] != value}
 

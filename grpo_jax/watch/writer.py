@@ -2,7 +2,7 @@
 
 | file | what it holds |
 |---|---|
-| `config.json` | the config, package versions, the command line |
+| `run.json` | the config, package versions, the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended, `turns` |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
@@ -51,6 +51,16 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for _, line in _whole_lines(file):
             yield line
+
+
+def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a run's `run.json`, or of the `config.json` that earlier versions wrote; {} without one."""
+    for name in ("run.json", "config.json"):  # which is the model's, where the directory is a checkpoint too
+        with contextlib.suppress(FileNotFoundError):
+            content = json.loads((pathlib.Path(run_dir) / name).read_text("utf-8"))
+            if "config" in content:
+                return content
+    return {}
 
 
 def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -150,7 +160,7 @@ class RunWriter:
         return self.run_dir / name
 
     def config(self, config: GRPOConfig, **more: object) -> None:
-        """Write `config.json`: the config, versions, the command line, and whatever else is given."""
+        """Write `run.json`: the config, versions, the command line, and whatever else is given."""
         content = {
             "config": config.to_dict(),
             **more,
@@ -161,7 +171,7 @@ class RunWriter:
         }
         if self.run_dir is not None:
             text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
-            self.replace("config.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+            self.replace("run.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line to `metrics.jsonl`."""

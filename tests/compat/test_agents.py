@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from chat_families import family
+from tiny import tiny_policy
 
 from experiments.common import supervise
 from grpo_jax import init_policy, save_pretrained
@@ -243,6 +244,49 @@ def test_reset_adds_to_the_prompt(model, tmp_path):
     asked = {row["prompt"][-1]["content"] for row in read_lines(tmp_path / "completions.jsonl")}
     assert asked == {"Count. This is level 3.", "Count. This is level 4."}
     assert rows[0]["prompt"][-1]["content"] == "Count.", "the dataset stays as it is"
+
+
+def test_an_environment_gives_the_prompts_where_rows_have_none(model, tmp_path):
+    """With other columns, with the name of the environment alone, and without a dataset, as TRL takes them."""
+
+    class Levels(Adder):
+        def reset(self, level):  # neither the empty prompt nor the environment's name
+            super().reset()
+            return f"Count. This is level {level}."
+
+    class Counts(Adder):
+        def reset(self, **row):
+            super().reset()
+            assert row.get("prompt", [{"content": ""}])[0]["content"] == ""
+            return "Count."
+
+    levels = [{"level": 3, "environment": "levels"}, {"level": 4, "environment": "levels"}]
+    cases = {
+        "columns": ([{"level": 3}, {"level": 4}], Levels, {"Count. This is level 3.", "Count. This is level 4."}),
+        "names": (levels, {"levels": Levels}, {"Count. This is level 3.", "Count. This is level 4."}),
+        "none": (None, Counts, {"Count."}),
+    }
+    for name, (rows, factory, asked) in cases.items():
+        _, moved = train(GRPOTrainer(model, varied, config(tmp_path / name), rows, environment_factory=factory))
+        assert moved
+        found = {row["prompt"][-1]["content"] for row in read_lines(tmp_path / name / "completions.jsonl")}
+        assert found == asked
+    trainer = GRPOTrainer(model, varied, config(), None, levels[:1], environment_factory={"levels": Levels})
+    assert trainer.evaluate()["eval_rewards/Levels/mean"] > 0
+
+
+@pytest.mark.quick
+def test_without_a_dataset_something_has_to_give_the_prompts():
+    wrong = {
+        r"train_dataset is None: give rows, or one environment_factory": {},
+        r"train_dataset is None: .* whose reset gives the prompts": {"environment_factory": {"a": Adder}},
+        r"and max_steps in GRPOConfig \(-1\)": {"environment_factory": Adder, "args": GRPOConfig()},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            GRPOTrainer(tiny_policy(), varied, **{"args": config(), **arguments}).train()
+    with pytest.raises(ValueError, match=r"dataset row 0 has no 'prompt'; its columns are \['level'\]"):
+        GRPOTrainer(tiny_policy(), varied, config(), [{"level": 3}]).train()
 
 
 def test_get_reward_is_the_only_reward_and_evaluations_have_it_too(model, tmp_path):

@@ -241,6 +241,27 @@ def test_what_no_evaluation_measures_cannot_be_best(name):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "greater"),
+    [
+        ({}, None),
+        ({"metric_for_best_model": None, "greater_is_better": None}, None),
+        ({"metric_for_best_model": "loss", "greater_is_better": False}, None),  # a dump of the two that were not set
+        ({"metric_for_best_model": "eval_reward", "greater_is_better": True}, True),
+    ],
+    ids=str,
+)
+def test_the_best_model_is_that_of_the_greatest_reward_unless_something_is_named(given, greater):
+    steps = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    moved = from_trl({"load_best_model_at_end": True, **given, **steps})
+    assert moved.missing == {}
+    assert '"eval/reward"' in moved.translated["metric_for_best_model"]
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval/reward", "greater_is_better": greater}
+    assert moved.config() == GRPOConfig(**best, eval_steps=4, save_steps=4)
+    assert moved.config().best_is_greatest
+
+
+@pytest.mark.quick
 def test_evaluations_without_steps_of_their_own_come_with_the_lines_of_the_log():
     assert from_trl({"eval_strategy": "steps"}).config().eval_steps == 10
     assert from_trl({"eval_strategy": "steps", "logging_steps": 3}).config().eval_steps == 3

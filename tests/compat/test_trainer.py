@@ -1,5 +1,6 @@
 """A script written for TRL runs with another import, and what it cannot have it is told."""
 
+import copy
 import json
 import sys
 import types
@@ -149,7 +150,7 @@ def test_a_script_with_trackers_a_hub_and_the_best_model_runs_with_another_impor
     assert messages[0] == "Training in progress, step 1"
     assert messages[-3:] == ["End of training", "Model save", "End of training"]
     assert all(files.keys() >= {"config.json", "model.safetensors", "tokenizer.json"} for *_, files in hub.commits)
-    saved = (tmp_path / "out" / "final" / "model.safetensors").read_bytes()
+    saved = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert [files["model.safetensors"] == saved for *_, files in hub.commits[-3:]] == [True] * 3
 
 
@@ -220,7 +221,7 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     }
     total = found["eval_rewards/correct/mean"] + 0.5 * found["eval_rewards/brevity/mean"]
     assert found["eval_reward"] == pytest.approx(total), "every completion is scored by both"
-    saved = from_pretrained(out / "final")
+    saved = from_pretrained(out)
     trained = names["trainer"].state.params
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, trained))
     assert not jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, tiny_policy().params))
@@ -257,6 +258,17 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
 def test_what_the_trainer_does_not_take_it_refuses_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(**{"model": tiny_policy(), "reward_funcs": reward, **arguments})
+
+
+@pytest.mark.quick
+def test_the_tokenizer_that_is_given_decides_what_ends_a_completion():
+    """A base model with a ChatML tokenizer: the files name one EOS, the tokenizer another."""
+    tokenizer = copy.deepcopy(tiny_policy().tokenizer)
+    tokenizer.eos_token = "!"
+    with pytest.warns(UserWarning, match=r"the EOS of the tokenizer, '!' \(\d+\), ends completions too"):
+        trainer = GRPOTrainer(tiny_policy(), reward, processing_class=tokenizer)
+    assert trainer.policy.eos_token_ids == (tokenizer.eos_token_id, 1)
+    assert trainer.processing_class is tokenizer
 
 
 @pytest.mark.quick

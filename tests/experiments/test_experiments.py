@@ -145,7 +145,7 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
     for name in (
         "metrics.jsonl",
         "completions.jsonl",
-        "config.json",
+        "run.json",
         "report.png",
         "hero.png",
         "hero-dark.png",
@@ -218,7 +218,7 @@ def test_stories_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, 
     for when in ("before", "after"):
         assert results["arms"]["grpo"][when].keys() == {"greedy", "sampled"}
     assert sum(line.startswith("  ") and " → " in line for line in printed) == 8
-    for name in ("metrics.jsonl", "completions.jsonl", "config.json", "report.png", "final/model.safetensors"):
+    for name in ("metrics.jsonl", "completions.jsonl", "run.json", "report.png", "final/model.safetensors"):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
 
 

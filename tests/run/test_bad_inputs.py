@@ -3,6 +3,7 @@
 Nothing is compiled or sampled: all of it is found at the door, and all at once.
 """
 
+import copy
 import json
 
 import jax
@@ -303,6 +304,17 @@ def test_all_faults_of_a_run_are_listed_at_once():
 
     text = refusal(config=None, policy="name", dataset="rows.jsonl", reward_fns=["org/model"])
     assert text.count("\n  ") == 3, "a model that is missing hides no other fault"
+
+
+@pytest.mark.quick
+def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.eos_token = "!"
+    policy = tiny_policy().replace(tokenizer=tokenizer)
+    both = rf"ends a text with '!' \({tokenizer.eos_token_id}\), .*'eos_token_id': \[{tokenizer.eos_token_id}, 1\]"
+    with pytest.warns(UserWarning, match=both):
+        door(policy=policy)
+    door(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
 
 
 @pytest.mark.quick

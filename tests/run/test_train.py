@@ -161,7 +161,7 @@ def test_files_of_a_run(tmp_path):
     assert [line["step"] for line in lines if "eval/lower_case" in line] == [0, 2, 3]
     wanted = {"kl", "entropy", "completions/mean_length", "clip_fraction", "learning_rate", "seconds/update"}
     assert wanted <= lines[1].keys()
-    assert json.loads((tmp_path / "config.json").read_text())["config"]["max_steps"] == 3
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["max_steps"] == 3
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 

@@ -107,7 +107,7 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     body = html_report(run_dir).partition("<main>")[2]
     assert body.index("run &lt;i&gt;") < body.index("% of the time in rollouts.</p>") < body.index('id="warnings"')
     assert body.index('id="warnings"') < body.index('id="tiles"') < body.index("Curves")
-    about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     (_, config, changed), (_, versions, _), _ = data["settings"]
     assert (config, versions) == (about["config"], about["versions"])
     assert {"num_generations", "per_device_train_batch_size", "beta"} <= set(changed)

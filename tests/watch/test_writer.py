@@ -169,18 +169,18 @@ def test_reading_a_run_that_has_not_begun(tmp_path):
 
 
 @pytest.mark.quick
-def test_config_json_says_what_ran_and_comes_back(tmp_path):
+def test_run_json_says_what_ran_and_comes_back(tmp_path):
     config = GRPOConfig(beta=0.04, reward_weights=[1, 2])
     writer = RunWriter(tmp_path)
     writer.config(config, parameters=123, dtype=np.float32(1.5))
-    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    content = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
     assert GRPOConfig.from_dict(content["config"]) == config
     assert content["parameters"] == 123
     assert content["argv"] == sys.argv
     assert content["versions"]["jax"]
     assert content["versions"]["python"].count(".") == 2
     assert content["started"].endswith("+00:00")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
 
 
 @pytest.mark.quick

@@ -1,0 +1,85 @@
+"""The policy of a trainer as TRL has it: what ends its completions, whose tokenizer it takes, where it is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax.devices.sharding import gather_objects
+from grpo_jax.hub.files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
+from grpo_jax.hub.peft import write_policy
+from grpo_jax.hub.policy import Policy, tokenizer_files
+from grpo_jax.models.lora import LoraModel
+
+_OF_A_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+
+
+def with_tokenizer(policy: Policy, tokenizer: Any = None) -> Policy:
+    """The policy with another tokenizer, or its own, whose EOS ends completions as well.
+
+    As in TRL, a completion ends with any EOS of generation_config.json and with the tokenizer's; a warning says so
+    where the files do not name it.
+
+    Args:
+      policy: the policy.
+      tokenizer: of transformers, or a processor that has one; None for the policy's own.
+    """
+    if tokenizer is not None:
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        of_others = {name: content for name, content in policy.files.items() if name in PROCESSOR_FILES}
+        files = tokenizer_files(tokenizer) if hasattr(tokenizer, "save_pretrained") else {}
+        policy = policy.replace(tokenizer=tokenizer, files=of_others | files)
+    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
+    if eos is None or eos in ids:
+        return policy
+    warnings.warn(
+        f"the EOS of the tokenizer, {policy.tokenizer.eos_token!r} ({eos}), ends completions too; the model's files"
+        f" name {list(ids)} alone",
+        stacklevel=3,
+    )
+    return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
+
+
+def write_into(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
+    """Write a policy with its tokenizer into a directory, beside what else is there: a run's files, say.
+
+    It is written in a directory inside and then moved, file by file, in the place of a model that was there before. All
+    processes of a run call it together.
+
+    Args:
+      directory: where to.
+      policy: with adapters or without.
+      base_name: name or directory of the base of adapters, for PEFT to find it.
+    """
+    target = Path(directory).expanduser().absolute()
+    scratch = target / ".model"
+    if jax.process_index() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    gather_objects(None)
+    write_policy(scratch, policy, base_name=base_name)
+    if jax.process_index() == 0:
+        if isinstance(policy.model, LoraModel):  # of which PEFT's format has the adapters alone
+            for name in policy.files.keys() & {*TOKENIZER_FILES}:
+                (scratch / name).write_bytes(policy.files[name])
+        _keep_settings(target)
+        new = {path.name for path in scratch.iterdir()}
+        known = {*_OF_A_MODEL, *TOKENIZER_FILES, *PROCESSOR_FILES}
+        for path in target.iterdir():
+            if path.name not in new and (path.name in known or path.match("*.safetensors")):
+                path.unlink()
+        for path in scratch.iterdir():
+            path.replace(target / path.name)
+        scratch.rmdir()
+    gather_objects(None)  # the others wait until all is there
+
+
+def _keep_settings(run_dir: Path) -> None:
+    """Give the settings of an earlier version's run, which stand where a model has its own, their present name."""
+    old, new = run_dir / "config.json", run_dir / "run.json"
+    if not new.exists() and "config" in (read_json(old) or {}):
+        old.rename(new)
