@@ -48,8 +48,12 @@ def count_streams(params: Params, parts: int) -> int:
         return 1
     if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) > CACHED:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(parts, cores))
+    return max(1, min(parts, count_cores()))
+
+
+def count_cores() -> int:
+    """How many cores of the CPU this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:

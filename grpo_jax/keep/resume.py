@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import show
+from grpo_jax.devices.sharding import fetch
+from grpo_jax.devices.streams import count_cores, devices_of
 from grpo_jax.hub.files import some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.turns.episodes import Setting
 from grpo_jax.types import Model, as_argument
 from grpo_jax.watch.writer import package_versions
 
@@ -76,27 +78,34 @@ def describe(
     state: Any,
     total_steps: int,
     eos_token_ids: Sequence[int] = (),
+    eval_data: EncodedPrompts | None = None,
+    setting: Setting | None = None,
     own_optimizer: bool = False,
     own_sampler: bool = False,
 ) -> dict[str, Any]:
     """What decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
-    Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of a model of
-    this library, its settings and the first numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes.
+    Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of tools and
+    environments, the names and what the policy is told of them; of a model of this library, its settings and the first
+    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes.
     """
-    tokens = hashlib.sha256()
-    for ids in data.token_ids:
-        tokens.update(array("q", [len(ids), *ids]).tobytes())
     frozen = hashlib.sha256()
     for leaf in jax.tree.leaves(as_argument(model)):
-        frozen.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
+        frozen.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
     sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
-        "dataset": {"rows": len(data.token_ids), "prompts": tokens.hexdigest()},
+        "dataset": _prompts(data),
         "columns": _columns(data.rows),
+        "evaluation": {
+            **({} if eval_data is None else _prompts(eval_data)),
+            "num_generations_eval": config.eval_generations,
+            "temperature_eval": config.eval_temperature,
+        },
+        "eval_columns": {} if eval_data is None else _columns(eval_data.rows),
+        **_turns(setting),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
@@ -107,17 +116,19 @@ def describe(
         "total_steps": total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "versions": package_versions(),
+        "machine": _machine(state),
     }
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> list[str]:
     """A line for each reason why a run cannot go on from a checkpoint of `step`, by what `describe` said and says."""
-    lines = [*_of_config(saved, present, step)]
+    lines = [*_of_config(saved, present, step), *(turns := list(_of_turns(saved, present)))]
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
         lines.append(f"dataset: {now} rows, the run has {rows}")
-    elif saved["dataset"] != present["dataset"]:
+    elif saved["dataset"] != present["dataset"] and not turns:  # prompts show what tools there are
         lines.append(f"dataset: its {now} prompts are not those of the run, or not in their order")
+    lines += _of_evaluation(saved, present)
     if saved["reward_fns"] != present["reward_fns"]:
         lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
     if saved["frozen"] != present["frozen"]:
@@ -134,15 +145,19 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
 
 
 def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Warn of what may change the numbers from here on: columns that rewards read, package versions, other batches."""
-    columns, here = saved.get("columns", present["columns"]), present["columns"]
-    names = sorted(name for name in {*columns, *here} if columns.get(name) != here.get(name))
-    if names:
-        warnings.warn(
-            f"dataset: its prompts are those of the run, and its column{'s' * (len(names) > 1)} {', '.join(names)} not:"
-            " rewards that read them may differ from here on",
-            stacklevel=2,
-        )
+    """Warn of what may change the numbers from here on: columns that rewards read, versions, machine, other batches."""
+    for argument, prompts, columns in (
+        ("dataset", "dataset", "columns"),
+        ("eval_dataset", "evaluation", "eval_columns"),
+    ):
+        known, here = saved.get(columns, present[columns]), present[columns]
+        names = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
+        if names and saved[prompts].get("prompts") == present[prompts].get("prompts"):
+            warnings.warn(
+                f"{argument}: its prompts are those of the run, and its column{'s' * (len(names) > 1)}"
+                f" {', '.join(names)} not: rewards that read them may differ from here on",
+                stacklevel=2,
+            )
     if "not_decayed" not in saved and present["config"]["weight_decay"] and present["optimizer"] == "the config's":
         warnings.warn(
             "weight_decay: so far it acted on norms and biases too; from here on it leaves them out, as transformers"
@@ -151,6 +166,7 @@ def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
         )
     old, new = saved["versions"], present["versions"]
     changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    changed |= {name: (before, present["machine"].get(name)) for name, before in saved.get("machine", {}).items()}
     changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in _CUTS}
     lines = [f"{name} {before} → {now}" for name, (before, now) in changed.items() if before != now]
     if lines:
@@ -195,6 +211,67 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
             )
         elif present["total_steps"] < step:
             yield f"{line}, and is at step {step} already"
+
+
+def _of_turns(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each kind of what answers the policy that differs; of a run that did not note it, nothing is said."""
+    for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
+        old, new = saved.get(kind, present[kind]), present[kind]
+        if old.keys() != new.keys():
+            yield f"{argument}: {some(sorted(new), 9) or 'none'}, the run has {some(sorted(old), 9) or 'none'}"
+        elif old != new:
+            names = ", ".join(sorted(name for name in new if old[name] != new[name]))
+            yield f"{argument}: the policy is told otherwise of {names} than in the run"
+
+
+def _of_evaluation(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each difference of evaluations among which the best checkpoint is chosen, before and from here on."""
+    name = present["config"]["metric_for_best_model"]
+    if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
+        return
+    old, new = saved.get("evaluation", present["evaluation"]), present["evaluation"]
+    compared = f"and metric_for_best_model = {show(name)} compares all evaluations of the run"
+    for setting in ("num_generations_eval", "temperature_eval"):
+        if old[setting] != new[setting]:
+            yield f"{setting} = {show(new[setting])}: the run has {show(old[setting])}, {compared}"
+    if old.get("rows") != new.get("rows"):
+        yield f"eval_dataset: {new.get('rows')} rows, the run has {old.get('rows')}, {compared}"
+    elif old.get("prompts") != new.get("prompts"):
+        yield f"eval_dataset: its {new['rows']} prompts are not those of the run, {compared}"
+
+
+def _prompts(data: EncodedPrompts) -> dict[str, Any]:
+    """How many prompts there are, and the hash of their tokens."""
+    tokens = hashlib.sha256()
+    for ids in data.token_ids:
+        tokens.update(array("q", [len(ids), *ids]).tobytes())
+    return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
+
+
+def _turns(setting: Setting | None) -> dict[str, dict[str, Any]]:
+    """Who answers the policy between its turns: name → what the policy is told of it."""
+    if setting is None:
+        return {"tools": {}, "environments": {}, "methods": {}}
+    told = {
+        "tools": {name: tool.schema for name, tool in setting.tools.items()},
+        "environments": {
+            kind.__name__ if name is None else f"{name}: {kind.__name__}": None for name, kind in setting.kinds.items()
+        },
+        "methods": {
+            f"{setting.kinds[name].__name__}.{method}": tool.schema
+            for name, methods in setting.own_tools.items()
+            for method, tool in methods.items()
+        },
+    }
+    return json.loads(json.dumps(told, default=str))
+
+
+def _machine(state: Any) -> dict[str, Any]:
+    """What the last bits may depend on: the kind of device, and of a single CPU the cores that share its work."""
+    kinds = {device.device_kind: device.platform for device in devices_of(state)}
+    name = ", ".join(sorted(kinds))
+    alone = len(devices_of(state)) == 1 and set(kinds.values()) == {"cpu"}
+    return {"device": name, "cores": count_cores() if alone else None}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -23,6 +23,9 @@ from grpo_jax.turns.episodes import Setting
 from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
 from grpo_jax.types import Params
 
+EVALUATION = 2
+"""What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
+
 
 def evaluate(
     policy: Policy,
@@ -152,7 +155,7 @@ def evaluate(
             params,
             [data.rows[i] for i in at],
             [data.token_ids[i] for i in at],
-            jax.random.key(seed),
+            jax.random.fold_in(jax.random.key(seed), EVALUATION),
             setting=setting,
             sampler=sampler,
             numbers=at,

@@ -337,6 +337,8 @@ def about(run: Run, state: TrainState) -> dict[str, Any]:
         state=state,
         total_steps=run.total_steps,
         eos_token_ids=task.eos_token_ids,
+        eval_data=run.eval_data,
+        setting=task.setting,
         own_optimizer=run.schedule is None,
         own_sampler=task.sampler is not None,
     )

@@ -20,6 +20,8 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.tools import environment_tools, read_tools
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
 
@@ -239,11 +241,19 @@ def about(
     shape=(2, 3),
     model=None,
     eos=(1,),
+    eval_ids=None,
+    eval_rows=None,
+    tools=(),
+    environments=None,
     **settings,
 ):
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
     rows = rows or [{}] * len(token_ids)
     data = EncodedPrompts(rows=rows, token_ids=[list(ids) for ids in token_ids], dropped=[])
+    eval_data = None
+    if eval_ids is not None:
+        eval_rows = eval_rows or [{}] * len(eval_ids)
+        eval_data = EncodedPrompts(rows=eval_rows, token_ids=[list(ids) for ids in eval_ids], dropped=[])
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     return json.loads(
         json.dumps(
@@ -255,10 +265,83 @@ def about(
                 state=state,
                 total_steps=steps,
                 eos_token_ids=eos,
+                eval_data=eval_data,
+                setting=answered(tools, environments),
                 own_optimizer=optimizer is not None,
             )
         )
     )
+
+
+def answered(tools, environments):
+    """A `Setting` of tools and environments; there are no rows or templates that they would have to fit."""
+    if not tools and environments is None:
+        return None
+    kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
+    return Setting(
+        tokenizer=None,
+        factories=kinds,
+        kinds=kinds,
+        own_tools={name: environment_tools(kind) for name, kind in kinds.items()},
+        tools=read_tools(tools),
+        format=None,
+        thinking=False,
+        template_kwargs={},
+        eos_token_ids=(1,),
+    )
+
+
+def look(place: str):
+    """Look somewhere.
+
+    Args:
+        place: where
+    """
+
+
+def look_around(place: str, far: bool = False):
+    """Look somewhere.
+
+    Args:
+        place: where
+        far: also behind it
+    """
+
+
+class Game:
+    def respond(self, text):
+        return None
+
+
+class Maze(Game):
+    def go(self, way: str):
+        """Go.
+
+        Args:
+            way: north, say
+        """
+
+
+def others():
+    """A tool and an environment of the same names, which the policy is told otherwise of."""
+
+    def look(place: str, far: bool = False):
+        """Look somewhere.
+
+        Args:
+            place: where
+            far: also behind it
+        """
+
+    class Maze(Game):
+        def go(self, way: int):
+            """Go.
+
+            Args:
+                way: a number
+            """
+
+    return look, Maze
 
 
 def shaped(**changes):
@@ -351,6 +434,62 @@ def test_differences(saved, present, lines):
     assert differences(about(**saved), about(**present), step=4) == lines
 
 
+BEST = {"metric_for_best_model": "eval/vowels", "eval_steps": 500, "eval_ids": ((8,), (9,))}
+COMPARED = "and metric_for_best_model = 'eval/vowels' compares all evaluations of the run"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("saved", "present", "lines"),
+    [
+        ({"tools": [look]}, {"tools": [look]}, []),
+        ({"tools": [look]}, {}, ["tools: none, the run has look"]),
+        ({}, {"tools": [look]}, ["tools: look, the run has none"]),
+        ({"tools": [look]}, {"tools": [look_around, look]}, ["tools: look, look_around, the run has look"]),
+        # The prompts show the tools, and are not named beside them.
+        (
+            {"tools": [look], "token_ids": [[5, 6], [7]]},
+            {"tools": others()[:1], "token_ids": [[5, 6], [7, 8]]},
+            ["tools: the policy is told otherwise of look than in the run"],
+        ),
+        ({"environments": Game}, {"environments": Game}, []),
+        ({"environments": Game}, {}, ["environment_factory: none, the run has Game"]),
+        (
+            {"environments": {"a": Game}},
+            {"environments": {"a": Game, "b": Game}},
+            ["environment_factory: a: Game, b: Game, the run has a: Game"],
+        ),
+        (
+            {"environments": Game},
+            {"environments": Maze},
+            ["environment_factory: Maze, the run has Game", "environments: Maze.go, the run has none"],
+        ),
+        (
+            {"environments": Maze},
+            {"environments": others()[1]},
+            ["environments: the policy is told otherwise of Maze.go than in the run"],
+        ),
+        # Evaluations, where the best checkpoint is chosen among them.
+        (BEST, BEST, []),
+        (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, the run has 2, {COMPARED}"]),
+        (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts are not those of the run, {COMPARED}"]),
+        (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5: the run has 1.0, {COMPARED}"]),
+        (BEST, BEST | {"temperature_eval": 1.0}, []),
+        (BEST, BEST | {"num_generations_eval": 4}, [f"num_generations_eval = 4: the run has 8, {COMPARED}"]),
+        (BEST, BEST | {"metric_for_best_model": "eval/other", "eval_ids": [[8]]}, []),
+        (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
+        ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),
+    ],
+)
+def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, lines):
+    saved, present = about(**saved), about(**present)
+    assert differences(saved, present, step=4) == lines
+    for name in ("tools", "environments", "methods", "evaluation", "eval_columns", "machine"):
+        del saved[name]  # of an earlier version, which did not note them
+    assert not any("the run has" in line for line in differences(saved, present, step=4))
+    warn_of_changes(saved, present)
+
+
 @pytest.mark.quick
 def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     saved = about()
@@ -382,6 +521,9 @@ def test_other_columns_of_the_same_prompts_are_told():
             warn_of_changes(saved, about(rows=changed))
     with pytest.warns(UserWarning, match="its columns answer, image, level not"):
         warn_of_changes(saved, about(rows=[{"prompt": "p", "level": 1}, {"prompt": "p"}]))
+    evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
+    with pytest.warns(UserWarning, match="eval_dataset: its prompts are those of the run, and its column answer not"):
+        warn_of_changes(evaluated(1), evaluated(2))
     del saved["columns"], saved["policy"]  # of an earlier version
     assert differences(saved, about(), step=4) == []
     warn_of_changes(saved, about())
@@ -410,6 +552,13 @@ def test_other_versions_and_devices_are_told():
     ):
         warn_of_changes(about(), about(mesh={"data": 2}))
     warn_of_changes(about(), about())
+    for name, before in (("cores", 99), ("device", "TPU v4")):
+        saved = about()
+        saved["machine"][name] = before
+        with pytest.warns(
+            UserWarning, match=rf"begun \({name} {before} → .*\): from here on its numbers may differ in"
+        ):
+            warn_of_changes(saved, about())
     with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
         warn_of_no_rollout(about(steps=10), about(steps=20))
     warn_of_no_rollout(about(), about())

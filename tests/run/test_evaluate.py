@@ -3,6 +3,7 @@
 import importlib
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from tiny import tiny_policy
@@ -72,6 +73,30 @@ def test_the_batch_size_changes_nothing(temperature):
     by_two, others = evaluate(tiny_policy(), ROWS, length, batch_size=2, **settings)
     assert [row["completion"] for row in rows] == [row["completion"] for row in others]
     assert all_at_once == by_two
+
+
+def test_no_key_of_an_evaluation_is_a_key_of_the_training_with_the_same_seed(monkeypatch):
+    """At no level of the tree that the keys of prompts, completions and tokens are, for either is taken up again."""
+    keys = []
+
+    def noted(*args, **how):
+        keys.append(args[3])
+        return generate(*args, **how)
+
+    generate = sample_module.generate
+    monkeypatch.setattr(sample_module, "generate", noted)
+    settings = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 1}
+    config = GRPOConfig(**settings, num_generations_eval=2, seed=3)
+    train(tiny_policy(), ROWS, length, config, eval_dataset=ROWS[:2])
+    evaluation, training, again = keys
+
+    def tree(key, depth):
+        below = () if depth == 0 else (tree(jax.random.fold_in(key, n), depth - 1) for n in range(3))
+        return {tuple(np.asarray(jax.random.key_data(key)).tolist())}.union(*below)
+
+    assert tree(evaluation, 0) == tree(again, 0), "evaluations of a run are compared"
+    assert len(tree(training, 3)) == len(tree(evaluation, 3)) == 1 + 3 + 9 + 27
+    assert not tree(evaluation, 3) & tree(training, 3)
 
 
 def on_mesh(**axes):
