@@ -1,4 +1,5 @@
-"""Reward functions: `contract` (what they get and may return), `calls` (calling them), `shipped` and `combine` (those
+"""Reward functions: `contract` (what they get and may return), `calls` (calling them), `extras` (what
+they log), `shipped` and `combine` (those
 that come with the package), `answers` (reading answers out of text), `workers` (functions and environments in processes
 of their own).
 """

@@ -40,6 +40,7 @@ from grpo_jax.rewards.contract import (
     select_inputs,
     short,
 )
+from grpo_jax.rewards.extras import NameTaken
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -113,6 +114,7 @@ def compute_rewards(
     Raises:
       RewardError: on_error="raise", and a function raised, returned no list of B·G values, or a value that is not a
         finite number (as float32) or None. NaN is a fault: None is how a function says "not scored".
+      NameTaken: a function logs a metric or a column under a name of the run's own.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
 
     Example:
@@ -189,6 +191,9 @@ def _call_all(
         for k, (outcome, elapsed) in zip(waiting, _run_together([outcomes[k] for k in waiting]), strict=True):
             outcomes[k] = outcome
             seconds[k] += elapsed
+    for outcome in outcomes:
+        if isinstance(outcome, NameTaken):  # the mistake of a program, not of a completion
+            raise outcome
     return outcomes, seconds
 
 

@@ -20,7 +20,7 @@ SAMPLED = ("prompts", "completions", "completion_ids")
 
 
 EXTRAS = ("trainer_state", "log_metric", "log_extra")
-"""What TRL gives besides lists; functions that name them get them from `Extras.given`."""
+"""What TRL gives besides lists; functions that name them get them from `extras.Extras.given`."""
 
 
 ON_ERROR = ("raise", "none")
@@ -63,53 +63,6 @@ class TrainerState:
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
-
-
-class Extras:
-    """What reward functions are given besides lists, and what they leave there; one for each batch.
-
-    Example:
-      >>> from grpo_jax.rewards.calls import means_of
-      >>> extras = Extras(TrainerState(global_step=3))
-      >>> extras.log_metric("length", 2.0)
-      >>> extras.log_metric("length", 4.0)
-      >>> means_of(extras.values()), extras.given()["trainer_state"].global_step
-      ({'length': 3.0}, 3)
-    """
-
-    def __init__(self, state: TrainerState | None = None):
-        self._state = state or TrainerState()
-        self._values: dict[str, list[float]] = {}
-        self._columns: dict[str, list[Any]] = {}
-
-    def given(self) -> dict[str, Any]:
-        """The extras by their names, for `compute_rewards`."""
-        return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Log a number with the metrics of the step; of several under one name the mean."""
-        self._values.setdefault(name, []).append(float(value))
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value for each completion beside it, in `completions.jsonl`."""
-        self._columns[column] = own_copy(list(values))
-
-    def values(self) -> dict[str, list[float]]:
-        """All numbers that were logged, by their names."""
-        return {name: list(values) for name, values in self._values.items()}
-
-    def rows(self, count: int) -> list[dict[str, Any]]:
-        """Take what was kept since the last call, as one dict for each of `count` completions."""
-        columns, self._columns = self._columns, {}
-        for column, values in columns.items():
-            if len(values) != count:
-                raise RewardError(f"log_extra({column!r}, ...) has {len(values)} values for {count} completions.")
-        return [{column: values[index] for column, values in columns.items()} for index in range(count)]
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "log_metric and log_extra work in the process that trains: a reward function in workers cannot take them."
-        )
 
 
 def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:

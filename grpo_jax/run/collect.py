@@ -30,7 +30,8 @@ from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import Extras, TrainerState, reward_names
+from grpo_jax.rewards.contract import TrainerState, reward_names
+from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
@@ -183,9 +184,9 @@ class _Rollouts:
             lines, g = completion_rows(scores, names, sampled, advantage=None), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards)
-            metrics = means_of(scores.logged) | scores.stats | _rollout_metrics(task.config, groups, sampled.present)
-            metrics |= sampled.metrics
-            yield _Round(groups, metrics, batch, cursor, ahead)
+            metrics = scores.stats | _rollout_metrics(task.config, groups, sampled.present) | sampled.metrics
+            check_metrics(scores.logged, metrics)
+            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
 
     def prompts(self, cursor: int) -> tuple[list[dict[str, Any]], list[int], list[list[int]]]:
         """The next rows of the dataset, their numbers in it, and the tokens of their prompts."""

@@ -13,7 +13,8 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.hub.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import EXTRAS, Extras, TrainerState, as_list, check_reward_fns, reward_names
+from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
+from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
@@ -221,7 +222,9 @@ def _means(
     scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
     own = {"reward": mean_of_scored(total_rewards(scores, weights)), **more}
     keys = [f"rewards/{name}/mean" if name in own else name for name in names]
-    return means_of(logged) | dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | own
+    metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | own
+    check_metrics(logged, metrics)
+    return means_of(logged) | metrics
 
 
 def pass_at_k(right: Any, k: int) -> float:

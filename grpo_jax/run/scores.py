@@ -11,7 +11,8 @@ import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import compute_rewards, reward_stats
-from grpo_jax.rewards.contract import Extras, own_copy, reward_names
+from grpo_jax.rewards.contract import own_copy, reward_names
+from grpo_jax.rewards.extras import Extras
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation

@@ -15,6 +15,9 @@ from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.templates import check_template, opens_thinking
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
 
+_GIVEN = ("environments", "environment_rewards")
+"""What reward functions are given of completions of several turns, beside the columns."""
+
 
 class EnvironmentReward:
     """`get_reward` of each completion's environment, as a reward function named after the environments' class.
@@ -67,7 +70,11 @@ def make_setting(
     factories = _factories(environment_factory)
     made = {name: _made(name, factory) for name, factory in factories.items()}
     own = {name: environment_tools(environment) for name, environment in made.items()}
-    problems = _row_problems(rows, factories)
+    problems = _row_problems(rows, factories) + [
+        f"the dataset has a column {name!r}, which the trainer itself gives: rename it"
+        for name in _GIVEN
+        if rows and name in rows[0]
+    ]
     for name, environment in made.items():
         problems += _environment_problems(name, environment, own[name], functions, rows)
     talks = bool(rows) and is_conversation(rows[0]["prompt"])
@@ -132,7 +139,7 @@ def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[An
 
 def reward_columns(columns: Iterable[str], setting: Setting | None) -> list[str]:
     """The dataset's columns, and what else reward functions are given of each completion."""
-    return [*columns, *(() if setting is None else ("environments", "environment_rewards"))]
+    return [*columns, *(() if setting is None else _GIVEN)]
 
 
 def encode_rows(setting: Setting | None, rows: Sequence[Row], tokenizer: Any, **how: Any) -> EncodedPrompts:

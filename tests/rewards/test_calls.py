@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import functools
-import pickle
 import threading
 import time
 import warnings
@@ -14,17 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, means_of, total_rewards
+from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_rewards
 from grpo_jax.rewards.combine import gated, weighted
-from grpo_jax.rewards.contract import (
-    EXTRAS,
-    Extras,
-    RewardError,
-    TrainerState,
-    check_reward_fns,
-    own_copy,
-    reward_names,
-)
+from grpo_jax.rewards.contract import RewardError, check_reward_fns, own_copy, reward_names
 
 B, G = 2, 3
 N = B * G
@@ -99,29 +90,6 @@ def test_a_function_gets_what_it_names_and_no_more():
     assert seen["default"] == (PROMPTS, "default", COLUMNS["level"])
     assert seen["all"].keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
     assert seen["trl"] == {"prompts", "completion_ids", "level"}
-
-
-@pytest.mark.quick
-def test_extras_take_metrics_and_columns_once():
-    extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
-
-    def by_the_book(completions, trainer_state, log_metric, log_extra):
-        log_metric("step", trainer_state.global_step)
-        log_metric("step", trainer_state.max_steps)
-        log_extra("length", [len(text) for text in completions])
-        return [0.0] * len(completions)
-
-    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
-    assert set(extras.given()) == set(EXTRAS)
-    compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
-    assert means_of(extras.values()) == {"step": 6.5}
-    assert extras.rows(2) == [{"length": 1}, {"length": 2}]
-    assert extras.rows(3) == [{}, {}, {}]
-    extras.log_extra("length", [1])
-    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
-        extras.rows(2)
-    with pytest.raises(TypeError, match="work in the process that trains"):
-        pickle.dumps(extras.log_metric)
 
 
 @pytest.mark.quick
@@ -258,14 +226,6 @@ def test_a_copy_shares_nothing_that_can_be_changed():
     assert repr(value) == expected
     others = [client, lock, len, Client, jnp.ones(1).dtype]
     assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
-
-
-@pytest.mark.quick
-def test_what_is_logged_beside_a_completion_is_what_it_was():
-    extras, seen = Extras(), [[1], [2]]
-    extras.log_extra("seen", seen)
-    seen[0].append(2)
-    assert extras.rows(2) == [{"seen": [1]}, {"seen": [2]}]
 
 
 @pytest.mark.quick

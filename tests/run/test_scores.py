@@ -8,10 +8,11 @@ import pytest
 from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.calls import means_of
-from grpo_jax.rewards.contract import Extras, RewardError
+from grpo_jax.rewards.contract import RewardError
+from grpo_jax.rewards.extras import OWN_COLUMNS, Extras
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import of_all_processes, score_own
+from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.turns.episodes import Counts, Played
 from grpo_jax.types import Completions
@@ -120,3 +121,12 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
         assert scores.rewards.shape == (len(found[-1]) // G, G, 1)
     ends = min(2 * G, kept * G), kept * G
     assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]
+
+
+@pytest.mark.quick
+def test_no_column_of_the_completions_can_be_replaced():
+    played = [Played([(True, str(i))], [], 0.0, Counts(turns=1)) for i in range(2 * G)]
+    sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
+    scores = Scores([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
+    for row in completion_rows(scores, ["length"], sampled, advantage=None):
+        assert {"step", *row} == {"number", *OWN_COLUMNS}

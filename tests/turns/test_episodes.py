@@ -504,6 +504,7 @@ class Untold(Sums):
         ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
         ({"factory": Sums}, "the prompts of the dataset are text: give prompts as lists of messages"),
         ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
+        ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer itself"),
         ({"factory": {"a": Guess}}, "the dataset has no column 'environment'"),
         (
             {"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},

@@ -1,0 +1,124 @@
+"""What reward functions log beside their rewards, and the names that are the run's own."""
+
+import functools
+import pickle
+
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, evaluate, train
+from grpo_jax.rewards.calls import compute_rewards, means_of
+from grpo_jax.rewards.contract import EXTRAS, RewardError, TrainerState
+from grpo_jax.rewards.extras import OWN_COLUMNS, Extras, NameTaken
+
+ROWS = [{"prompt": text, "topic": "letters"} for text in ("ab", "c", "def", "gh")]
+SETTINGS = {"max_completion_length": 4, "temperature": 1.0}
+SIZES = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1, **SETTINGS}
+
+
+@pytest.mark.quick
+def test_extras_take_metrics_and_columns_once():
+    extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
+
+    def by_the_book(completions, trainer_state, log_metric, log_extra):
+        log_metric("at", trainer_state.global_step)
+        log_metric("at", trainer_state.max_steps)
+        log_extra("length", [len(text) for text in completions])
+        return [0.0] * len(completions)
+
+    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
+    assert set(extras.given()) == set(EXTRAS)
+    compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
+    assert means_of(extras.values()) == {"at": 6.5}
+    assert extras.rows(2) == [{"length": 1}, {"length": 2}]
+    assert extras.rows(3) == [{}, {}, {}]
+    extras.log_extra("length", [1])
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
+        extras.rows(2)
+    with pytest.raises(TypeError, match="work in the process that trains"):
+        pickle.dumps(extras.log_metric)
+
+
+@pytest.mark.quick
+def test_what_is_logged_beside_a_completion_is_what_it_was():
+    extras, seen = Extras(), [[1], [2]]
+    extras.log_extra("seen", seen)
+    seen[0].append(2)
+    assert extras.rows(2) == [{"seen": [1]}, {"seen": [2]}]
+
+
+def logs(completions, log_metric, name):
+    log_metric(name, 1000)
+    return [float(len(text)) for text in completions]
+
+
+async def keeps(completions, log_extra, name):
+    log_extra(name, completions)
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("on_error", ["raise", "none"])
+@pytest.mark.parametrize("name", ["kl", "reward", "step", "eval/accuracy", "seconds/total"])
+def test_a_metric_under_a_name_of_the_runs_own_is_refused(name, on_error):
+    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]], "num_generations": 2}
+    with pytest.raises(NameTaken, match=rf"log_metric\('{name}', ...\): this is the name of a metric of the run"):
+        compute_rewards(functools.partial(logs, name=name), extras=Extras().given(), on_error=on_error, **inputs)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("on_error", ["raise", "none"])
+@pytest.mark.parametrize("name", OWN_COLUMNS)
+def test_a_column_under_a_name_of_the_runs_own_is_refused(name, on_error):
+    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]], "num_generations": 2}
+    with pytest.raises(NameTaken, match=rf"log_extra\('{name}', ...\): completions.jsonl has this column"):
+        compute_rewards(functools.partial(keeps, name=name), extras=Extras().given(), on_error=on_error, **inputs)
+
+
+@pytest.mark.quick
+def test_names_that_only_one_rollout_has_are_refused_there_and_free_elsewhere():
+    """`rewards/<function>/mean` of this very function; `length`, the function's own name, in an evaluation."""
+
+    def length(completions, log_metric):
+        log_metric(name, 1000)
+        return [float(len(text)) for text in completions]
+
+    lines = []
+    run = functools.partial(train, tiny_policy(), ROWS, length, GRPOConfig(**SIZES))
+    name = "rewards/length/mean"
+    with pytest.raises(NameTaken, match=rf"log_metric\('{name}', ...\)"):
+        run()
+    name = "length"
+    run(callbacks=[lambda step, line: lines.append(line)])
+    assert lines[0]["length"] == 1000
+    with pytest.raises(NameTaken, match=rf"log_metric\('{name}', ...\)"):
+        evaluate(tiny_policy(), ROWS, length, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "max_kl_old": 1.0, "num_iterations": 2, "max_steps": 2},
+        {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5, "dynamic_sampling": True},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "sapo"},
+        {"loss_type": "vespo"},
+    ],
+    ids=["reference", "entropy", "cispo", "sapo", "vespo"],
+)
+def test_all_that_a_run_logs_itself_is_refused(settings, tmp_path):
+    """But for the names of the rollout, which are compared as they come: they have a kind in front, as `rewards/`."""
+
+    def length(completions):
+        return [float(i) for i, _ in enumerate(completions)]
+
+    lines = []
+    callbacks = [lambda step, line: lines.append(line)]
+    config = GRPOConfig(**SIZES | settings)
+    train(tiny_policy(), ROWS, length, config, eval_dataset=ROWS, callbacks=callbacks, run_dir=tmp_path)
+    names = {"step"}.union(*lines)
+    assert {"loss", "num_prompts", "seconds/total", "eval/length"} <= names
+    for name in names:
+        if not name.startswith(("rewards/", "completions/")):
+            with pytest.raises(NameTaken):
+                Extras().log_metric(name, 0.0)
