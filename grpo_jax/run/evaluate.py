@@ -139,9 +139,7 @@ def evaluate(
     check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS, rows=all_rows)
     weights, names = environment_weights(reward_weights, as_list(reward_fns)), reward_names(reward_fns)
     if weights is not None and len(weights) != len(names):
-        raise ValueError(
-            f"reward_weights has {len(weights)} weights for {', '.join(names)}: give one for each function"
-        )
+        raise ValueError(f"reward_weights has {len(weights)} weights for {', '.join(names)}: give one for each")
     params = policy.params if params is None else params
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
