@@ -9,6 +9,7 @@ what the function returned ── as_text ──► an observation
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -23,6 +24,15 @@ from grpo_jax.rewards.workers import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_TYPES: dict[str, tuple[Any, str]] = {
+    "integer": (int, "an integer"),
+    "number": (int | float, "a number"),
+    "boolean": (bool, "true or false"),
+    "string": (str, "text"),
+    "array": (list, "a list"),
+    "object": (dict, "an object"),
+}
+"""What a type of a schema is here, and what it is called."""
 _NO_HINTS = "give every argument a type hint, such as `x: int`"
 _NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
 
@@ -204,7 +214,8 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mappin
 def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
     """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
 
-    Names are checked, and that required ones are there; whether values fit is the tool's own affair.
+    Names are checked, that required ones are there, and that numbers, truth values and lists are such by the schema. A
+    value that says the same in another type becomes it: "3" for an integer, 3 for text.
 
     Args:
       tool: the tool that is called.
@@ -234,7 +245,35 @@ def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
     if len(problems) > 5:
         problems = [*problems[:5], f"{len(problems) - 5} more unknown arguments"]
     problems += [f"missing argument {name!r}" for name in required if name not in arguments]
-    return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(dict(arguments))
+    bound = {}
+    for name in () if problems else arguments:
+        value, wanted = _fitted(arguments[name], parameters["properties"][name])
+        bound[name] = value
+        if wanted is not None:
+            problems.append(f"argument {name!r} is {_kind(value)}, {show(value)}; give {wanted}")
+    return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(bound)
+
+
+def _fitted(value: Any, schema: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Return a value of the type that a schema names, or the value as it is and what would fit.
+
+    None, and a value whose schema has several types or none, are the tool's own affair.
+    """
+    kind = schema.get("type")
+    known, wanted = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
+    if value is None or (isinstance(value, known) and not (isinstance(value, bool) and kind in ("integer", "number"))):
+        return value, None
+    if kind == "string":
+        return (value, wanted) if isinstance(value, list | dict) else (json.dumps(value), None)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        return int(value), None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            read = read_json(value.strip().lower() if kind == "boolean" else value.strip())
+            if read is not None and not isinstance(read, str):
+                read, misfit = _fitted(read, schema)
+                return (value, wanted) if misfit else (read, None)
+    return value, wanted
 
 
 def _suggested(name: Any, known: Sequence[str]) -> str:

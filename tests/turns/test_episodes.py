@@ -500,7 +500,7 @@ class Untold(Sums):
         ({"factory": 3}, "environment_factory is 3: give a class"),
         ({"factory": {"a": 3}}, r"environment_factory\['a'\] is 3"),
         ({"factory": Nothing}, "Nothing has no public method that the policy could call, and no respond"),
-        ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(prompt, target\).*level"),
+        ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(target\).*level"),
         ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
         ({"factory": Sums}, "the prompts of the dataset are text: give prompts as lists of messages"),
         ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),

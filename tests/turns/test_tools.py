@@ -229,7 +229,12 @@ TOOL = read_tools([multiply])["multiply"]
     ("arguments", "bound"),
     [
         ({"a": 3}, {"a": 3}),
-        ({"a": "three", "how": "slow"}, {"a": "three", "how": "slow"}),
+        ({"a": "3", "b": "1.5", "how": 2}, {"a": 3, "b": 1.5, "how": "2"}),
+        ({"a": "three", "how": "slow"}, "multiply: argument 'a' is text, 'three'; give an integer"),
+        (
+            {"a": 2.5, "b": [1]},
+            "multiply: argument 'a' is a number, 2.5; give an integer; argument 'b' is a list, [1]; give a number",
+        ),
         ('{"a": 3, "b": 1.5}', {"a": 3, "b": 1.5}),
         (None, "multiply: missing argument 'a'"),
         ({}, "multiply: missing argument 'a'"),
@@ -250,14 +255,79 @@ def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
     assert bind_arguments(TOOL, arguments) == bound
 
 
+def of_types(
+    count: int = 0,
+    rate: float = 0.0,
+    really: bool = False,
+    word: str = "",
+    pairs: list = (),
+    table: dict | None = None,
+    either: int | str = 0,
+    maybe: int | None = None,
+):
+    """Take all types.
+
+    Args:
+        count: a whole number
+        rate: a number
+        really: a truth value
+        word: text
+        pairs: a list
+        table: an object
+        either: a whole number or text
+        maybe: a whole number or nothing
+    """
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("count", "3", 3),
+        ("count", " -3 ", -3),
+        ("count", 3.0, 3),
+        ("count", "3.0", 3),
+        ("count", "three", "is text, 'three'; give an integer"),
+        ("count", "[3]", "is text, '[3]'; give an integer"),
+        ("count", True, "is a truth value, True; give an integer"),
+        ("count", 3.5, "is a number, 3.5; give an integer"),
+        ("rate", "2.5e1", 25.0),
+        ("rate", 3, 3),
+        ("rate", "NaN", "is text, 'NaN'; give a number"),
+        ("really", "True", True),
+        ("really", "false", False),
+        ("really", 1, "is a number, 1; give true or false"),
+        ("word", 3, "3"),
+        ("word", True, "true"),
+        ("word", "3", "3"),
+        ("word", {"a": 1}, "is a dict, {'a': 1}; give text"),
+        ("pairs", "[1, 2]", [1, 2]),
+        ("pairs", {"a": 1}, "is a dict, {'a': 1}; give a list"),
+        ("table", '{"a": 1}', {"a": 1}),
+        ("table", None, None),
+        ("either", "3", "3"),
+        ("either", 3, 3),
+        ("maybe", "3", 3),
+        ("maybe", None, None),
+        ("count", None, None),
+    ],
+)
+def test_values_are_made_to_fit_the_schema_or_the_policy_is_told(name, value, wanted):
+    bound = bind_arguments(read_tools([of_types])["of_types"], {name: value})
+    if isinstance(bound, str):
+        assert bound == f"of_types: argument {name!r} {wanted}"
+    else:
+        assert (bound, type(bound[name])) == ({name: wanted}, type(wanted))
+
+
 @pytest.mark.quick
 def test_bound_arguments_are_a_fresh_dict_and_a_text_stays_short():
     arguments = {"a": 1}
     assert bind_arguments(TOOL, arguments) is not arguments
-    nested = {"a": [1, {"b": 2}]}
-    bound = bind_arguments(TOOL, nested)
-    bound["a"].pop()["b"] = 3
-    assert nested == {"a": [1, {"b": 2}]}, "the conversation tells of the call as it was made"
+    nested = {"pairs": [1, {"b": 2}]}
+    bound = bind_arguments(read_tools([of_types])["of_types"], nested)
+    bound["pairs"].pop()["b"] = 3
+    assert nested == {"pairs": [1, {"b": 2}]}, "the conversation tells of the call as it was made"
     many = bind_arguments(TOOL, {f"{n}" * 300: n for n in range(1000)})
     assert many.endswith("995 more unknown arguments; missing argument 'a'")
     assert len(many) < 1000
