@@ -50,6 +50,7 @@ from experiments.common import (
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
 from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub import place_policy
 from grpo_jax.rewards.combine import from_row
 
 LONGEST_EXPRESSION = 100
@@ -350,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         base = from_pretrained(source, dtype=config.compute_dtype, param_dtype="float32")
         if arguments.lora is not None:
             base = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)
-        base = base.placed(make_mesh(config.mesh) if config.mesh else None)
+        base = place_policy(base, make_mesh(config.mesh) if config.mesh else None)
     chat = base.tokenizer.chat_template is not None
     as_row = short_prompt if scratch else lambda problem: asked_in_words(problem, chat=chat)
     rows, test_rows = [as_row(p) for p in problems], [as_row(p) for p in held_out]

@@ -58,6 +58,7 @@ from grpo_jax import (
     train,
 )
 from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub import place_policy
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.run.evaluate import pass_at_k
@@ -253,7 +254,7 @@ def main(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (
         if arguments.lora is not None:
             key = jax.random.key(arguments.seed)
             policy = add_lora(policy, key, rank=arguments.lora, alpha=2.0 * arguments.lora)
-        policy = policy.placed(make_mesh(config.mesh) if config.mesh else None)
+        policy = place_policy(policy, make_mesh(config.mesh) if config.mesh else None)
     chat = policy.tokenizer.chat_template is not None
     rows = [make_row(problem, chat=chat) for problem in problems["train"][: arguments.train_rows]]
     test_rows = [make_row(problem, chat=chat) for problem in problems["test"][: arguments.test_rows]]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-    from grpo_jax.hub.policy import Policy, init_policy
+    from grpo_jax.hub.policy import init_policy
     from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
     from grpo_jax.maths.kl import kl_divergence
     from grpo_jax.maths.log_probs import token_log_probs
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from grpo_jax.maths.sampling import sample_tokens
     from grpo_jax.models.scoring import completion_log_probs
     from grpo_jax.plan.estimate import Plan, plan
+    from grpo_jax.policy import Policy
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
     from grpo_jax.run.publish import push_to_hub
@@ -75,7 +76,7 @@ _NAMES_OF = {
     "config.config": "GRPOConfig",
     "hub.huggingface": "from_pretrained save_pretrained",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
-    "hub.policy": "Policy init_policy",
+    "hub.policy": "init_policy",
     "maths.advantages": "compute_advantages zero_signal_groups",
     "maths.kl": "kl_divergence",
     "maths.log_probs": "token_log_probs",
@@ -84,6 +85,7 @@ _NAMES_OF = {
     "maths.sampling": "sample_tokens",
     "models.scoring": "completion_log_probs",
     "plan.estimate": "Plan plan",
+    "policy": "Policy",
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",
     "run.publish": "push_to_hub",

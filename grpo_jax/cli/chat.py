@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.text.rows import Messages

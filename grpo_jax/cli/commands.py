@@ -23,9 +23,10 @@ from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
-from grpo_jax.hub.policy import Policy, init_policy
+from grpo_jax.hub.policy import init_policy, place_policy
 from grpo_jax.keep.checkpoint import load_params
 from grpo_jax.plan.__main__ import show_plan
+from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate as evaluate_policy
 from grpo_jax.run.evaluate import settings_of
 from grpo_jax.run.rehearse import rehearse
@@ -82,7 +83,7 @@ def load_policy(run: RunFile) -> Policy:
     adapters = lora_arguments(run.values.get("lora"))
     if adapters is not None:
         policy = add_lora(policy, jax.random.key(config.seed), **adapters)
-    return policy.placed(mesh)
+    return place_policy(policy, mesh)
 
 
 def _new_policy(given: Mapping[str, Any], folder: Path, dtype: str) -> Policy:

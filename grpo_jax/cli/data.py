@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.cli.named import find, is_reference
-from grpo_jax.config.fields import one_line
-from grpo_jax.text.rows import Row, load_rows, read_rows, short
+from grpo_jax.messages import one_line, show
+from grpo_jax.text.rows import Row, load_rows, read_rows
 
 _KEYS = {"path", "name", "config", "split", "rows"}
 _KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -38,14 +38,14 @@ def rows_of(source: Any, folder: Path, *, key: str = "data", columns: Any = None
     if not isinstance(source, Mapping):
         asked = {"name" if isinstance(source, str) and _is_of_hub(source, folder) else "path": source}
     if len(asked.keys() & {"path", "name"}) != 1:
-        raise ValueError(f"{key} = {short(source)}: give it a path, or the name of a dataset on the hub, and not both")
+        raise ValueError(f"{key} = {show(source)}: give it a path, or the name of a dataset on the hub, and not both")
     count = asked.get("rows")
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise ValueError(f"{key}.rows = {short(count)}: use a whole number from 1 up, or leave it out for all")
+        raise ValueError(f"{key}.rows = {show(count)}: use a whole number from 1 up, or leave it out for all")
     rows = _of_hub(asked, key) if "name" in asked else _of_path(asked["path"], folder, key)
     rows = list(itertools.islice(rows, count))
     if not rows:
-        raise ValueError(f"{key} = {short(source)}: has no rows")
+        raise ValueError(f"{key} = {show(source)}: has no rows")
     return load_rows([_shaped(row, i, key, columns, prompt) for i, row in enumerate(rows)], argument=key)
 
 
@@ -78,7 +78,7 @@ def _of_path(path: Any, folder: Path, key: str) -> Any:
         except ValueError as error:
             raise ValueError(f"{key} = {path!r}: {error}") from error
     if not isinstance(path, str):
-        raise ValueError(f"{key} = {short(path)}: give a file ({', '.join(_KINDS)}), a name on the hub or module:name")
+        raise ValueError(f"{key} = {show(path)}: give a file ({', '.join(_KINDS)}), a name on the hub or module:name")
     file = folder / Path(path).expanduser()
     if file.is_file() and file.suffix == ".csv":
         with open(file, encoding="utf-8-sig", newline="") as lines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_jax import rewards
+from grpo_jax.messages import nearest
 
 SHIPPED = (
     "accuracy_reward",
@@ -56,8 +56,8 @@ def find(text: Any, folder: Path) -> Any:
             found = getattr(found, part)
     except AttributeError:
         names = [other for other in vars(module) if not other.startswith("_")]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else "name one that it defines"
+        close = nearest(name, names)
+        hint = f"did you mean {close}?" if close else "name one that it defines"
         raise ValueError(f"{where} has no {name}; {hint}") from None
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
@@ -134,7 +134,7 @@ def _function(name: Any, folder: Path) -> Any:
     if name in SHIPPED:
         return getattr(rewards, name)
     if not is_reference(name):
-        close = difflib.get_close_matches(str(name), SHIPPED, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
+        close = nearest(name, SHIPPED)
+        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
         raise ValueError(f"no such reward function; {hint}")
     return find(name, folder)

@@ -15,10 +15,11 @@ from grpo_jax.cli.data import rows_of, template_fault
 from grpo_jax.cli.keys import ELSEWHERE, OWN, fields
 from grpo_jax.cli.named import find, is_reference, reward_function
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import raise_all, read, show, unknown_field
+from grpo_jax.config.fields import read, unknown_field
 from grpo_jax.config.reading import MENDS
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
+from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.text.rows import Row
 
@@ -264,7 +265,7 @@ def _config(values: Mapping[str, Any]) -> GRPOConfig:
 
 def _lines(name: str, value: Any, error: Exception) -> list[str]:
     """The lines of a fault, each with the key that it is of."""
-    lines = str(error).split("\n  ")[1:] or [str(error)]
+    lines = problems_of(error)
     if not name or all(line.startswith(name) for line in lines):
         return lines
     head = name if value is None else f"{name} = {show(value)}"

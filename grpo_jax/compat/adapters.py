@@ -12,9 +12,9 @@ from typing import Any, Literal
 import jax
 
 from grpo_jax.hub.peft import add_lora
-from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.transformer import projections
+from grpo_jax.policy import Policy
 
 _OBEYED = {
     "r",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
+from grpo_jax.messages import nearest
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 # Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
@@ -109,8 +109,8 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
             moved.values[name] = value
             moved.same.append(name)
         elif name not in ELSEWHERE:
-            near = difflib.get_close_matches(name, [*ours, *ELSEWHERE], n=1)
-            hint = f"; {OTHER_NAMES.get(name) or f'did you mean {near[0]}?'}" if near or name in OTHER_NAMES else ""
+            near = nearest(name, [*ours, *ELSEWHERE])
+            hint = f"; {OTHER_NAMES.get(name) or f'did you mean {near}?'}" if near or name in OTHER_NAMES else ""
             raise ValueError(f"{name} is no field of GRPOConfig, of TRL {TRL_VERSION} or of grpo_jax{hint}")
     for name, value in values.items():
         if name in ELSEWHERE:

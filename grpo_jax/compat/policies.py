@@ -13,8 +13,9 @@ import jax
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
 from grpo_jax.hub.peft import write_policy
-from grpo_jax.hub.policy import Policy, tokenizer_files
+from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.policy import Policy
 
 _OF_A_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 

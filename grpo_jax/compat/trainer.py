@@ -21,7 +21,7 @@ from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.hub.policy import Policy
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.publish import push_to_hub

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from grpo_jax.config.fields import nearest, raise_all, show
+from grpo_jax.config.fields import nearest_sizes
+from grpo_jax.messages import raise_all, show
 
 
 def check_run(
@@ -113,7 +114,7 @@ def _eval_problems(config: Any, num_rows: int | None) -> Iterator[str]:
     if batch % group:
         yield (
             f"{_setting(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
-            f" (num_generations_eval); {nearest(batch, lambda size: size % group == 0)}"
+            f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
         )
 
 
@@ -136,13 +137,13 @@ def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
         yield (
             f"{_setting(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
             f" it makes {micro * accumulated} completions per device and update, which cannot be cut into whole"
-            f" groups of num_generations = {group}; {nearest(micro, whole_groups)}"
+            f" groups of num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
         )
     steps = config.steps_per_generation
     if steps is not None and steps % accumulated:
         yield (
             f"{_setting(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
-            f" {accumulated}; {nearest(steps, lambda size: size % accumulated == 0)}"
+            f" {accumulated}; {nearest_sizes(steps, lambda size: size % accumulated == 0)}"
         )
     if steps is not None and config.generation_batch_size is not None:
         yield (
@@ -162,7 +163,7 @@ def split_problems(config: Any, shards: int) -> Iterator[str]:
         product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
         yield (
             f"{_setting(config, 'generation_batch_size')}: does not split into minibatches of {update}"
-            f" completions ({product}); {nearest(config.generation_batch_size, lambda size: size % update == 0)}"
+            f" completions ({product}); {nearest_sizes(config.generation_batch_size, lambda size: size % update == 0)}"
         )
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_jax.config.checks import split_problems
-from grpo_jax.config.fields import ComputeDtype, Correction, Count, In, NotNegative, Positive, Scale, raise_all, show
+from grpo_jax.config.fields import ComputeDtype, Correction, Count, In, NotNegative, Positive, Scale
 from grpo_jax.config.reading import ReadFirst, read_values
 from grpo_jax.config.sizes import Sizes
+from grpo_jax.messages import raise_all, show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

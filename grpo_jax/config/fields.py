@@ -5,13 +5,14 @@ Nothing here knows `GRPOConfig`.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import numbers
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from grpo_jax.messages import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,30 +43,12 @@ Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
     """Return the error line of a field that does not exist; `elsewhere`: names that people bring, and what to do."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    mend = elsewhere.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
+    close = nearest(name, known)
+    mend = elsewhere.get(name) or (f"did you mean {close}?" if close else "leave it out")
     return f"{name}: no such field; {mend}"
 
 
-def raise_all(what: str, problems: list[str]) -> None:
-    """Raise one `ValueError` with a line a problem; nothing if there is none."""
-    if problems:
-        count = f"{len(problems)} error{'s' * (len(problems) > 1)}"
-        raise ValueError("\n  ".join([f"{what} has {count}:", *problems]))
-
-
-def show(value: object) -> str:
-    """Return a short text of a value, for a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def one_line(error: BaseException, limit: int | None = 200) -> str:
-    """Return the first line of an error, with its kind, cut for a message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
-
-
-def nearest(value: int, fits: Callable[[int], bool]) -> str:
+def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
     """Return the sizes nearest to `value` that fit, in words."""
     below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
     above = next((size for size in range(value + 1, 100 * value + 1000) if fits(size)), None)
@@ -98,8 +81,8 @@ def _read_name(names: tuple[str, ...], value: Any) -> tuple[Any, str]:
     """Return a variant's name, or the nearest one and all there are."""
     if isinstance(value, str) and value in names:
         return value, ""
-    close = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
-    hint = f'did you mean "{close[0]}"? ' if close else ""
+    close = nearest(str(value).lower(), names, cutoff=0.5)
+    hint = f'did you mean "{close}"? ' if close else ""
     return value, hint + f"must be {' or '.join(repr(name) for name in names)}".replace("'", '"')
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from grpo_jax.config.checks import batch_problems, contradictions
 from grpo_jax.config.fields import (
-    raise_all,
     read,
     read_compute_dtype,
     read_json,
@@ -17,10 +16,10 @@ from grpo_jax.config.fields import (
     read_scale,
     read_trackers,
     read_weights,
-    show,
     unknown_field,
 )
 from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
+from grpo_jax.messages import raise_all, show
 
 # What people write who come from elsewhere, and what it is here.
 MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}

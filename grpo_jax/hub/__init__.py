@@ -2,7 +2,8 @@
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.hub.policy import Policy, init_policy
+from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.policy import Policy
 
 __all__ = [
     "Policy",
@@ -11,6 +12,7 @@ __all__ = [
     "init_policy",
     "load_lora",
     "merge_lora",
+    "place_policy",
     "save_lora",
     "save_pretrained",
 ]

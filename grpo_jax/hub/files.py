@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.messages import some
 from grpo_jax.types import Json
 
 TOKENIZER_FILES = (
@@ -200,8 +201,3 @@ def appearing(target: Path) -> Iterator[Path]:
             scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def some(items: list[str], most: int = 5) -> str:
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

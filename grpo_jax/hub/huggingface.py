@@ -35,13 +35,13 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.multimodal import sees
 from grpo_jax.hub.mxfp4 import unpacked, without_mxfp4
-from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
 from grpo_jax.types import Json
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")

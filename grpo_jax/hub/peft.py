@@ -14,11 +14,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, some, stored_tensors, write_json
+from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
-from grpo_jax.hub.policy import Policy
 from grpo_jax.hub.tensors import tensor_plan
+from grpo_jax.messages import some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.policy import Policy
 from grpo_jax.types import Params
 
 

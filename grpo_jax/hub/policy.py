@@ -1,10 +1,10 @@
-"""A policy: a model with its params, tokenizer and files."""
+"""Policies made anew, and set up for a run: fresh weights, a config's settings, devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,109 +21,16 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.types import Model, Params
-
-
-class Donated(dict[str, Any]):
-    """The params of a policy that `train(..., donate=True)` has taken: whoever uses them is told so.
-
-    Example:
-      >>> Donated()["embed_tokens"]
-      Traceback (most recent call last):
-      ValueError: policy is empty: train(..., donate=True) took its params, and changed them in place. ...
-    """
-
-    def refuse(self, *_: Any) -> Any:
-        """Say where the params are."""
-        raise ValueError(
-            "policy is empty: train(..., donate=True) took its params, and changed them in place. Use"
-            " policy.replace(params=state.params) with the state that train returned, or load the policy anew."
-        )
-
-    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
-
-    def __reduce__(self) -> Any:
-        return Donated, ()
-
-    def __repr__(self) -> str:
-        return "Donated()"
-
-
-jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """A language model with everything that goes into its checkpoint.
-
-    Attributes:
-      model: `Transformer`; `model.config` is the shape of the decoder.
-      params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
-      tokenizer: of transformers, or None where the checkpoint has none.
-      config: the content of config.json, as it came.
-      generation_config: the content of generation_config.json, {} where there is none.
-      files: the tokenizer's files, name to bytes, as they came.
-      beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
-        memory-mapped, and written as they came.
-      stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
-    """
-
-    model: Any
-    params: Params
-    tokenizer: Any = None
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
-    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    stacked_experts: bool = False
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
-        for ids in self._said("eos_token_id"):
-            if ids is not None and ids != []:
-                return (ids,) if isinstance(ids, int) else tuple(ids)
-        return ()
-
-    @property
-    def pad_token_id(self) -> int:
-        """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
-        for token in self._said("pad_token_id"):
-            if token is not None and token >= 0:
-                return token
-        return (*self.eos_token_ids, 0)[0]
-
-    def _said(self, name: str) -> list[Any]:
-        """What the files and then the tokenizer say under that name; None for each that says nothing."""
-        files = (self.generation_config, self.config, text_config(self.config))
-        return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
-
-    def placed(self, mesh: jax.sharding.Mesh | None) -> Policy:
-        """This policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
-        model = self.model if mesh is None else _on_mesh(self.model, mesh)
-        frozen = not jax.tree_util.all_leaves([model])
-        return self.replace(model=place(model, mesh) if frozen else model, params=place(self.params, mesh))
-
-    def empty(self) -> None:
-        """Let go of the params, which belong to a training state from now on."""
-        object.__setattr__(self, "params", Donated())
-
-    def check_held(self) -> None:
-        """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
-            Donated().refuse()
-
-    def replace(self, **changes: Any) -> Policy:
-        """This policy with other fields, as `policy.replace(params=state.params)`."""
-        return dataclasses.replace(self, **changes)
+from grpo_jax.policy import Policy
+from grpo_jax.types import Json, Model
 
 
 def init_policy(
-    config: Mapping[str, Any],
+    config: Json,
     key: jax.Array,
     *,
     tokenizer: Any = None,
-    generation_config: Mapping[str, Any] | None = None,
+    generation_config: Json | None = None,
     dtype: str = "float32",
 ) -> Policy:
     """Make a policy with fresh weights, for `save_pretrained` to write as a checkpoint.
@@ -191,6 +98,13 @@ def with_settings(
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
     return _with_shape(model, shape)
+
+
+def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
+    """The policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
+    model = policy.model if mesh is None else _on_mesh(policy.model, mesh)
+    frozen = not jax.tree_util.all_leaves([model])
+    return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
 def _on_mesh(model: Model, mesh: jax.sharding.Mesh) -> Model:

@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.hub.files import Stored, some
+from grpo_jax.hub.files import Stored
 from grpo_jax.hub.tensors import Part
+from grpo_jax.messages import some
 from grpo_jax.models.quantized import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 

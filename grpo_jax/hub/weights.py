@@ -14,9 +14,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import parameter_sharding
-from grpo_jax.hub.files import Stored, StoredTensor, check_read, some
+from grpo_jax.hub.files import Stored, StoredTensor, check_read
 from grpo_jax.hub.quantize import Nf4Tensor, Quantization, Source, check_sources, held_shape, read_nf4, read_quantized
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
+from grpo_jax.messages import some
 from grpo_jax.models.quantized import Quantized
 from grpo_jax.types import Params
 

@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import one_line, raise_all
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.keep.best import Retention, best_of, is_scheduled
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.messages import one_line, raise_all
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress

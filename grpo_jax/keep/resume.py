@@ -13,10 +13,9 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import show
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import count_cores, devices_of
-from grpo_jax.hub.files import some
+from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names

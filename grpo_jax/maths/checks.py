@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+
+from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
 """Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and long before that the square of one
@@ -35,8 +36,8 @@ def choose(argument: str, value: str, known: Iterable[str]) -> str:
     known = list(known)
     if value in known:
         return value
-    nearest = difflib.get_close_matches(str(value), known)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    close = nearest(value, known)
+    hint = f" Did you mean {close!r}?" if close else ""
     raise ValueError(f"{argument}={value!r} is not known; use one of {', '.join(map(repr, known))}.{hint}")
 
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from grpo_jax.config.checks import device_problems
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import raise_all
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import Quantization, check_method, held_shape, quantized_shape, without_quantization
 from grpo_jax.hub.tensors import abstract_params
+from grpo_jax.messages import raise_all
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import init_adapters
 from grpo_jax.plan.compiled import bytes_on_device

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
-from grpo_jax.watch.summary import short
+from grpo_jax.watch.summary import short_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,17 @@ class Plan:
         return max(self.peaks.values())
 
     def __str__(self) -> str:
-        line = lambda values, unit: " · ".join(f"{name} {short(x, unit)}" for name, x in values.items())
+        def line(values: Mapping[str, float], unit: str) -> str:
+            return " · ".join(f"{name} {short_number(x, unit)}" for name, x in values.items())
+
+        recurrent = short_number(self.state, "B")
         sizes = self.sizes
         lines = [
             f"{self.devices} {self.device or 'devices'}, each of an iteration's {sizes['prompts']} prompts ×"
             f" {sizes['group']} completions",
             f"held on each device: {line(self.held, 'B')}",
             f"added by the phases: {line(self.parts, 'B')}",
-            *([f"recurrent state: {short(self.state, 'B')} of each prompt and completion"] if self.state else []),
+            *([f"recurrent state: {recurrent} of each prompt and completion"] if self.state else []),
             f"peak on each device: {line(self.peaks, 'B')}",
             f"operations of an iteration: {line(self.operations, 'FLOP')}",
         ]
@@ -88,7 +92,7 @@ class Plan:
         if self.programs:
             lines.append("programs of a run:\n  " + "\n  ".join(self.programs))
         if self.memory is not None:
-            lines.append(f"{'fits' if self.fits else 'does not fit'} in {short(self.memory, 'B')} a device")
+            lines.append(f"{'fits' if self.fits else 'does not fit'} in {short_number(self.memory, 'B')} a device")
         if self.longest_completion is not None:
             lines.append(f"longest max_completion_length that fits: {self.longest_completion or 'none'}")
         if self.largest_batch is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_jax.rewards.contract import short
+from grpo_jax.messages import show
 from grpo_jax.rewards.shipped import completion_text
 
 LONGEST = 60
@@ -225,7 +225,7 @@ class _NumberReward:
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and sole_number(str(truth)) is None]
         if bad:
-            shown = ", ".join(f"row {i} has {short(truths[i], 60)}" for i in bad[:5])
+            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
             others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
             others = f"; also rows {others}" if others else ""
             raise ValueError(
@@ -237,7 +237,7 @@ class _NumberReward:
     def _truth(self, value: Any) -> Fraction:
         truth = sole_number(str(value))
         if truth is None:
-            raise ValueError(f"column {self.column!r} holds {short(value, 60)}, which is no single number. {_JUDGES}")
+            raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
         return truth
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.messages import show
 from grpo_jax.rewards.contract import (
     ON_ERROR,
     Faults,
@@ -38,7 +39,6 @@ from grpo_jax.rewards.contract import (
     read_outcome,
     reward_names,
     select_inputs,
-    short,
 )
 from grpo_jax.rewards.extras import NameTaken
 
@@ -245,5 +245,5 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Any], num_generatio
         return message
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
-    message += f" (prompt {short(inputs['prompts'][index])}, completion {short(inputs['completions'][index])})"
+    message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
     return message + (f", and has faults in {len(faults) - 1} more" if len(faults) > 1 else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config.fields import raise_all
+from grpo_jax.messages import nearest, raise_all, show
 
 SAMPLED = ("prompts", "completions", "completion_ids")
 
@@ -172,11 +171,11 @@ def _signature_problems(
         return
     unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in given]
     for wanted in unknown:
-        near = difflib.get_close_matches(wanted, given, n=1)
+        near = nearest(wanted, given)
         yield (
             f"reward function {name!r} needs the argument {wanted!r}, which is no column of {argument} "
             f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {near!r}?" if near else "")
         )
     if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*given}:
         yield (
@@ -327,7 +326,7 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
         return "returned None instead of a list (is its `return` missing?)"
     if items is None:
         wanted = f"a list with one float or None for each of the {count} completions is needed"
-        return f"returned {short(outcome)}, a {type(outcome).__name__}; {wanted}"
+        return f"returned {show(outcome)}, a {type(outcome).__name__}; {wanted}"
     if len(items) != count:
         many = f"more than {count}" if items[count:] else len(items)
         length = len(outcome) if isinstance(outcome, Sized) else many
@@ -346,7 +345,7 @@ def _number(item: Any) -> float | str:
     except (TypeError, ValueError):
         number = None
     if number is None:
-        return f"returned {short(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
+        return f"returned {show(item)}, a {type(item).__name__}; rewards are numbers, or None for 'not scored'"
     if np.isnan(number):
         return "returned nan; None is how a function says 'not scored'"
     if abs(number) > _FLOAT32_MAX:
@@ -365,9 +364,3 @@ def give_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
 def describe_fault(fault: BaseException | str) -> str:
     """Return a fault as the end of a sentence about a function."""
     return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
-
-
-def short(value: Any, limit: int = 120) -> str:
-    """Return the repr of a value, cut for a message."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"

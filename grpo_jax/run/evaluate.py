@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
-from grpo_jax.hub.policy import Policy
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics

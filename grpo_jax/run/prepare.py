@@ -16,16 +16,17 @@ import optax
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import raise_all, show
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.devices.streams import devices_of
-from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.keep.resume import describe
+from grpo_jax.messages import Faults, show
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
@@ -54,18 +55,6 @@ class Run:
     updater: Updater
 
 
-class _Faults(list[Exception]):
-    """What was wrong so far."""
-
-    def of(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """What the function returns; None, and the fault noted, if it refuses."""
-        try:
-            return function(*args, **keywords)
-        except (ValueError, OSError) as error:
-            self.append(error)
-            return None
-
-
 def prepare(
     policy: Policy,
     dataset: Any,
@@ -81,7 +70,7 @@ def prepare(
     """Check the arguments of `train` against each other, and derive what follows from them."""
     if isinstance(policy, Policy):
         policy.check_held()  # without params nothing can be said of the rest
-    faults = _Faults()
+    faults = Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
     faults.of(_check_optimizer, optimizer)
@@ -117,7 +106,7 @@ def prepare(
             config,
             num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
             num_rows=len(data.rows) if data else 1,
-            num_reward_fns=len(fns or [None]),
+            num_reward_fns=len(fns) if fns else 1,
             num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
             longest_prompt=longest_of_all,
             context_length=None if shape is None else shape.max_position_embeddings,
@@ -125,12 +114,9 @@ def prepare(
         )
     else:
         lines = []
-    if len(faults) == 1 and not lines:
-        raise faults[0]
-    # A fault may itself be a list: its head is left out.
-    raise_all("this run", [*(line for fault in faults for line in _lines(fault)), *lines])
+    faults.raise_together("this run", lines)
     assert data is not None, "what has no data has faults"
-    policy = policy.replace(model=model).placed(mesh)
+    policy = place_policy(policy.replace(model=model), mesh)
     run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
     return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting, sampler=sampler))
 
@@ -169,10 +155,6 @@ def _run(
         schedule=make_schedule(config, total_steps) if own_optimizer is None else None,
         updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh),
     )
-
-
-def _lines(fault: Exception) -> list[str]:
-    return str(fault).split("\n  ")[1:] or [str(fault)]
 
 
 def _check_config(config: Any) -> None:

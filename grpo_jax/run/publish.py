@@ -13,13 +13,13 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import one_line
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
-from grpo_jax.hub.policy import Policy
+from grpo_jax.messages import one_line
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
 from grpo_jax.types import Params
 from grpo_jax.watch.summary import MARK, model_card
 

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.hub.policy import Policy
 from grpo_jax.models.transformer import count_parameters
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.decode import lower_decode
 from grpo_jax.run.ahead import abstract_batch
@@ -32,7 +32,7 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.progress import Phases
-from grpo_jax.watch.summary import describe_run, short
+from grpo_jax.watch.summary import describe_run, short_number
 
 SLOW_REWARD = 10.0
 """Seconds per iteration that a reward function may take before it is called slow."""
@@ -61,7 +61,7 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = ["dry run: one group of completions, one update, nothing written", self.sizes]
-        lines += ["memory: " + " · ".join(f"{name} {short(size, 'B')}" for name, size in self.memory.items())]
+        lines += ["memory: " + " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items())]
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
         lines += [f"time, compilation included: {seconds}"]
         lines += ["suspicious:", *(f"  - {line}" for line in self.suspicious)] if self.suspicious else []

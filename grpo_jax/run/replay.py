@@ -20,7 +20,8 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
-from grpo_jax.hub.policy import Policy, with_settings
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.policy import Policy
 from grpo_jax.run.prepare import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose

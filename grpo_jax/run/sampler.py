@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import show
 from grpo_jax.devices.sharding import fetch
+from grpo_jax.messages import show
 from grpo_jax.rewards.contract import parameters_of
 from grpo_jax.rollout.generate import generate
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached

@@ -13,9 +13,9 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.hub.policy import Policy
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
 from grpo_jax.keep.run_dir import locked
+from grpo_jax.policy import Policy
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate, settings_of

@@ -19,7 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.text.rows import Messages, Row, short
+from grpo_jax.messages import show
+from grpo_jax.text.rows import Messages, Row
 from grpo_jax.types import Prompts
 
 ON_LONG_PROMPT = ("error", "drop")
@@ -72,14 +73,14 @@ def make_prompts(
 def _id_array(ids: Any, where: str) -> np.ndarray:
     """Return the ids of one prompt as an array, or say what is wrong with them."""
     if isinstance(ids, str):
-        raise ValueError(f"{where} is text, {short(ids)}: make_prompts takes token ids; encode_prompts takes text")
+        raise ValueError(f"{where} is text, {show(ids)}: make_prompts takes token ids; encode_prompts takes text")
     array = np.asarray(ids)
     if array.ndim != 1:
-        raise ValueError(f"{where} is {short(ids)}: give a list of lists of token ids, one list for each prompt")
+        raise ValueError(f"{where} is {show(ids)}: give a list of lists of token ids, one list for each prompt")
     if array.size == 0:
         raise ValueError(f"{where} is empty: a prompt needs at least one token (a BOS, for instance)")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{where} holds {array.dtype} values, {short(ids)}: token ids are integers")
+        raise ValueError(f"{where} holds {array.dtype} values, {show(ids)}: token ids are integers")
     if array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"{where} holds ids from {array.min()} to {array.max()}: token ids are in 0..2³¹−1")
     return array
@@ -151,7 +152,7 @@ def encode_prompts(
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
-                f"{argument} row {index}: the tokenizer encodes the prompt {short(prompts[index])} to no token at "
+                f"{argument} row {index}: the tokenizer encodes the prompt {show(prompts[index])} to no token at "
                 "all: check that the tokenizer belongs to the checkpoint, and that the prompt is not empty"
             )
     bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
@@ -192,7 +193,7 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
     except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
         raise ValueError(
             f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
-            f"{short(prompt)}"
+            f"{show(prompt)}"
         ) from error
 
 

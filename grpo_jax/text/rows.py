@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from grpo_jax.messages import show
+
 Row = dict[str, Any]
 
 
@@ -52,7 +54,7 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
 def _row_fault(row: Any, first: Any) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
-        return f"is {short(row)}: each row is a dict with a 'prompt' and any other columns"
+        return f"is {show(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
     if fault := _prompt_fault(row["prompt"]) or _picture_fault(row):
@@ -119,7 +121,7 @@ def read_rows(dataset: Any, argument: str) -> list[Any]:
     if isinstance(dataset, Iterable):
         return list(dataset)
     raise ValueError(
-        f"{argument} is {short(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
+        f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
         "of a JSONL file"
     )
 
@@ -149,7 +151,7 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
                         f"{where} holds a JSON list: write one object on each line, or give json.load of the file"
                     )
                 if not isinstance(row, dict):
-                    raise ValueError(f"{where} is {short(row)}: a JSONL file has one object on each line")
+                    raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
                 rows.append(row)
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -164,12 +166,12 @@ def _prompt_fault(prompt: Any) -> str:
     if isinstance(prompt, str):
         return ""
     if not isinstance(prompt, (list, tuple)):
-        return f"has the 'prompt' {short(prompt)}, of type {type(prompt).__name__}: {_PROMPT}"
+        return f"has the 'prompt' {show(prompt)}, of type {type(prompt).__name__}: {_PROMPT}"
     if not prompt:
         return "has an empty list as its 'prompt': give at least one message"
     for index, message in enumerate(prompt):
         if fault := _message_fault(message):
-            return f"has {short(message)} as message {index} of its 'prompt': {fault}"
+            return f"has {show(message)} as message {index} of its 'prompt': {fault}"
     return ""
 
 
@@ -197,9 +199,3 @@ def is_conversation(prompt: Any) -> bool:
       (True, False)
     """
     return not isinstance(prompt, str)
-
-
-def short(value: Any, limit: int = 80) -> str:
-    """Return the repr of a value, cut for a message."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
-from grpo_jax.rewards.contract import describe_fault, own_copy, short
+from grpo_jax.messages import show
+from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
@@ -159,9 +160,9 @@ class Played(NamedTuple):
 def _plain_number(value: Any) -> float | str | None:
     """A number as Python's, whoever made it; None as None; anything else as a text that shows it, no number either."""
     try:
-        return None if value is None else short(value) if isinstance(value, (str, bytes)) else float(value)
+        return None if value is None else show(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return short(value)
+        return show(value)
 
 
 class Episode:
@@ -286,7 +287,7 @@ class Episode:
             return None
         done, said = self._guarded("respond", respond, text)
         if done and said is not None and not isinstance(said, str):
-            fault = f"returned {short(said)}, a {type(said).__name__}; text is needed, or None at the end"
+            fault = f"returned {show(said)}, a {type(said).__name__}; text is needed, or None at the end"
             self._fail("respond", fault)
             return None
         if said is None:
@@ -387,7 +388,7 @@ class Episodes:
         openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
         if len(openings) > 1:
             raise ValueError(
-                f"{episodes[0].where}: reset returned {short(openings[0])} for one completion and {short(openings[1])}"
+                f"{episodes[0].where}: reset returned {show(openings[0])} for one completion and {show(openings[1])}"
                 " for another of the same prompt; a group is compared with itself, so make what reset returns follow"
                 " from the row alone (seed it by a column)"
             )
@@ -399,7 +400,7 @@ class Episodes:
         if last["role"] != "user" or not isinstance(last["content"], str):
             raise ValueError(
                 f"{episodes[0].where}: reset returned text, which is added to the user's last message, and the prompt"
-                f" ends with {short(last)}: end it with a text of the role 'user', or let reset return None"
+                f" ends with {show(last)}: end it with a text of the role 'user', or let reset return None"
             )
         return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
 

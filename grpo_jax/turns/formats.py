@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from grpo_jax.config.fields import show
+from grpo_jax.messages import show
 
 MOST_CALLS = 64
 """Calls that are read in one turn: a turn of a thousand openings is read to its end no more than this often."""

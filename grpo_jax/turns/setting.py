@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.config.fields import raise_all, show
+from grpo_jax.messages import raise_all, show
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import Row, is_conversation

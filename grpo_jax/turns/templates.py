@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_jax.config.fields import raise_all
+from grpo_jax.messages import raise_all
 
 _MARK = "Zq7"
 _PROBE = "Xw5"

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from grpo_jax.config.fields import raise_all, show
+from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.contract import own_copy
 from grpo_jax.rewards.workers import CALLED_BY_TRAINER
 from grpo_jax.turns.formats import read_json
@@ -278,8 +277,8 @@ def _fitted(value: Any, schema: Mapping[str, Any]) -> tuple[Any, str | None]:
 
 def _suggested(name: Any, known: Sequence[str]) -> str:
     """Return an unknown name with the nearest known one, or all known ones if none is near."""
-    near = difflib.get_close_matches(str(name)[:100], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(known) or 'none'}"
     return f"{show(name)} ({hint})"
 
 

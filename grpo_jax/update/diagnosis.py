@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import show
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.maths.surrogates import RATIOS
+from grpo_jax.messages import show
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.updater import Updater

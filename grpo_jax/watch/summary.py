@@ -71,7 +71,7 @@ def many(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural if count != 1 else ''}"
 
 
-def short(number: float, unit: str = "") -> str:
+def short_number(number: float, unit: str = "") -> str:
     """Return a number to three digits with its SI prefix: "1.23 M", "14.8 GB"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * factor:
@@ -111,7 +111,7 @@ def describe_run(
     micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
     return (
-        f"{short(num_parameters)} parameters · {short(state_bytes, 'B')} of training state ·"
+        f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
         f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
         f"each iteration: {many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
         f" of up to {config.max_completion_length} tokens ·"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from grpo_jax.hub.files import appearing, check_replaceable, some, stored_tensors
+from grpo_jax.hub.files import appearing, check_replaceable, stored_tensors
+from grpo_jax.messages import some
 
 
 @pytest.mark.quick

@@ -16,7 +16,8 @@ import tokenizers
 
 from grpo_jax.hub import huggingface, weights
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
-from grpo_jax.hub.policy import Policy, init_policy
+from grpo_jax.hub.policy import init_policy
+from grpo_jax.policy import Policy
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -16,7 +16,7 @@ from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.hub.policy import init_policy
+from grpo_jax.hub.policy import init_policy, place_policy
 from grpo_jax.hub.quantize import Source, dynamic_levels, quantized_shape, read_quantized
 from grpo_jax.hub.tensors import Part
 from grpo_jax.models.quantized import NF4, Quantized
@@ -381,7 +381,7 @@ def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path, mesh):
     save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
     mesh = None if mesh is None else make_mesh(mesh)
     held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True)
-    held = add_lora(held, jax.random.key(0), rank=2).placed(mesh)
+    held = place_policy(add_lora(held, jax.random.key(0), rank=2), mesh)
     base = held.model.base["layers_0"]
     assert base["mlp"]["experts"]["up_proj"].shape == (4, 128, 128)
     if mesh is not None:

@@ -1,0 +1,93 @@
+"""How a message names what came: shortened values, lists that end, the nearest known name, several faults at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def show(value: object, limit: int = 100) -> str:
+    """Return the repr of a value, cut for a message.
+
+    Example:
+      >>> show("a" * 10, limit=8)
+      "'aaaaaaa…"
+    """
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def one_line(error: BaseException, limit: int | None = 200) -> str:
+    """Return the first line of an error, with its kind, cut for a message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
+
+
+def some(items: Sequence[str], most: int = 5) -> str:
+    """Return the first few items of a list, and how many there are beside.
+
+    Example:
+      >>> some(["a", "b", "c"], most=2)
+      'a, b and 1 more'
+    """
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name that a mistyped one is nearest to; None if none is near.
+
+    Example:
+      >>> nearest("learning_rat", ["learning_rate", "loss_type"]), nearest("x", ["learning_rate"])
+      ('learning_rate', None)
+    """
+    found = difflib.get_close_matches(str(name)[:100], sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def raise_all(what: str, problems: Sequence[str]) -> None:
+    """Raise one `ValueError` with a line for each problem; nothing if there is none."""
+    if problems:
+        count = f"{len(problems)} error{'s' * (len(problems) > 1)}"
+        raise ValueError("\n  ".join([f"{what} has {count}:", *problems]))
+
+
+def problems_of(error: BaseException) -> list[str]:
+    """Return the lines of an error that may be one of `raise_all`, without its head.
+
+    Example:
+      >>> problems_of(ValueError("config has 2 errors:\\n  a\\n  b")), problems_of(ValueError("c"))
+      (['a', 'b'], ['c'])
+    """
+    return str(error).split("\n  ")[1:] or [str(error)]
+
+
+class Faults(list[Exception]):
+    """Errors of several checks, raised together at the end.
+
+    Example:
+      >>> faults = Faults()
+      >>> faults.of(int, "7"), faults.of(int, "seven")
+      (7, None)
+      >>> len(faults)
+      1
+    """
+
+    def of(
+        self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Result | None:
+        """Return what the function returns; None, and its error kept, if it refuses."""
+        try:
+            return function(*args, **keywords)
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+    def raise_together(self, what: str, problems: Sequence[str] = ()) -> None:
+        """Raise a single error as it is, several and further problems as one `ValueError` with a line for each."""
+        if len(self) == 1 and not problems:
+            raise self[0]
+        raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])

@@ -1,0 +1,100 @@
+"""A policy: a model with its params, tokenizer and files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.types import Json, Params
+
+
+class Donated(dict[str, Any]):
+    """The params of a policy that `train(..., donate=True)` has taken: whoever uses them is told so.
+
+    Example:
+      >>> Donated()["embed_tokens"]
+      Traceback (most recent call last):
+      ValueError: policy is empty: train(..., donate=True) took its params, and changed them in place. ...
+    """
+
+    def refuse(self, *_: Any) -> Any:
+        """Say where the params are."""
+        raise ValueError(
+            "policy is empty: train(..., donate=True) took its params, and changed them in place. Use"
+            " policy.replace(params=state.params) with the state that train returned, or load the policy anew."
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
+
+    def __reduce__(self) -> Any:
+        return Donated, ()
+
+    def __repr__(self) -> str:
+        return "Donated()"
+
+
+jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model with everything that goes into its checkpoint.
+
+    Attributes:
+      model: `Transformer`; `model.config` is the shape of the decoder.
+      params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
+      tokenizer: of transformers, or None where the checkpoint has none.
+      config: the content of config.json, as it came.
+      generation_config: the content of generation_config.json, {} where there is none.
+      files: the tokenizer's files, name to bytes, as they came.
+      beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
+        memory-mapped, and written as they came.
+      stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
+    """
+
+    model: Any
+    params: Params
+    tokenizer: Any = None
+    config: Json = dataclasses.field(default_factory=dict)
+    generation_config: Json = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
+    beside: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+    stacked_experts: bool = False
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
+        for ids in self._said("eos_token_id"):
+            if ids is not None and ids != []:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        return ()
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
+        for token in self._said("pad_token_id"):
+            if token is not None and token >= 0:
+                return token
+        return (*self.eos_token_ids, 0)[0]
+
+    def _said(self, name: str) -> list[Any]:
+        """The values of a name in the files and then in the tokenizer, None where it is not given."""
+        files = (self.generation_config, self.config, self.config.get("text_config") or {})
+        return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
+
+    def empty(self) -> None:
+        """Let go of the params, which belong to a training state from now on."""
+        object.__setattr__(self, "params", Donated())
+
+    def check_held(self) -> None:
+        """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+            Donated().refuse()
+
+    def replace(self, **changes: Any) -> Policy:
+        """This policy with other fields, as `policy.replace(params=state.params)`."""
+        return dataclasses.replace(self, **changes)
