@@ -16,20 +16,29 @@ import jax.numpy as jnp
 
 from grpo_jax.models.attention import Segments, attend, group_attention, packed_attention
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
-from grpo_jax.models.layers import ACTIVATIONS, UNTRAINED, LayerKind, Linear, RMSNorm, TransformerConfig, unit_rms
+from grpo_jax.models.layers import (
+    ACTIVATIONS,
+    UNTRAINED,
+    LayerKind,
+    RMSNorm,
+    TransformerConfig,
+    linear,
+    tokens_of,
+    unit_rms,
+)
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import How, Sight, implementation
 
 
 class Context(flax.struct.PyTreeNode):
-    """What a layer's tokens stand in: where they are, and what they see beside themselves. Fields as in `hidden`.
+    """Positions of a layer's tokens, and what was kept of the tokens before them. Fields as in `hidden`.
 
     Attributes:
       tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
       growth: [B, G or 1, T, 1, 1] factor on the queries, or None.
-      prefix: what this layer keeps of the prompts, and their lengths, or None.
-      cache: what it keeps of the completions, or None.
+      prefix: this layer's keys and values (or states) of the prompts, and their lengths, or None.
+      cache: those of the completions, or None.
       index: slot of the first token.
       start: [B] slot in which the completions of each prompt begin, or [B, G] of each completion; or None.
       write: [B, G, T] whose keys and values go into the cache; None: all.
@@ -38,7 +47,7 @@ class Context(flax.struct.PyTreeNode):
       present: [B, G, T] which tokens are there, side by side; None: all. Attention has `write` and `last` for it.
       sight: what they see, for a fused attention; None for scores that are written out.
       shared: keys and values as an earlier layer returned them, for a layer without its own; else None.
-      layer_input: [B, G, T, ·] what an embedding of this layer's own says of the tokens, or None.
+      layer_input: [B, G, T, ·] the tokens by this layer's own embedding (Gemma 4), or None.
     """
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]
@@ -62,7 +71,7 @@ class Context(flax.struct.PyTreeNode):
         return jnp.take_along_axis(x, self.last.reshape(-1, *[1] * (x.ndim - 1)), axis=2)
 
     def of_last(self) -> Context:
-        """The same for layers that are given token `last` alone, and keys and values of all."""
+        """Return the context of layers that are given token `last` alone, and keys and values of all."""
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
@@ -98,19 +107,16 @@ class Attention(nn.Module):
         y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, c.num_heads * d)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
-        return self._linear("o_proj", c.hidden_size, c.o_bias)(y), kept
-
-    def _linear(self, name, features, bias):
-        return Linear(features, bias, jnp.dtype(self.config.dtype), self.config.initializer_range, name=name)
+        return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), kept
 
     def _norm(self, name, x):
         return None if x is None else RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
 
     def _project(self, x, context):
-        """Queries, keys and values [B, G, T, heads, d], the first two at their positions, and the gate; or None."""
+        """Return queries, keys and values [B, G, T, heads, d], the first two rotated, and the gate; None for none."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
-        q = self._linear("q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
+        q = linear(c, "q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
         gate = k = v = None
         if c.attention_gate:
             q, gate = jnp.split(q.reshape(b, g, -1, c.num_heads, 2 * d), 2, axis=-1)
@@ -124,34 +130,36 @@ class Attention(nn.Module):
         return *self._turn(q, k, context), v, gate
 
     def _keys_and_values(self, x, h, d):
-        """What the two projections give: keys [B, G, T, H_kv d], values [B, G, T, H_kv, d]."""
+        """Return keys [B, G, T, H_kv d] and values [B, G, T, H_kv, d]."""
         c = self.config
-        k = v = self._linear("k_proj", h * d, c.qkv_bias)(x)
+        k = v = linear(c, "k_proj", h * d, c.qkv_bias)(x)
         if not (c.values_are_keys and self.kind.window is None):
-            v = self._linear("v_proj", h * d, c.qkv_bias)(x)
+            v = linear(c, "v_proj", h * d, c.qkv_bias)(x)
         v = v.reshape(*x.shape[:3], h, d)
         return k, unit_rms(v, c.rms_norm_eps).astype(v.dtype) if c.v_norm else v
 
     def _attend(self, q, keys, k, v, context):
-        """What queries [B, H_kv, G, T, R, d] make of keys, which stand transposed too, and values."""
-        c, window, last = self.config, self.kind.window, context.last
+        """Return the attention of queries [B, H_kv, G, T, R, d] over keys (`keys`: transposed) and values."""
+        c, last = self.config, context.last
         h, d = c.heads_of(self.kind)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": c.attention_soft_cap}
-        sinks = None
+        window, soft_cap, sinks = self.kind.window, c.attention_soft_cap, None
         if c.attention_sinks:
             init = nn.initializers.normal(c.initializer_range)
             sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
         if context.sight is not None:
-            fused = How.of(implementation(c.attention), d, c.dtype)._replace(**how)
+            fused = How.of(implementation(c.attention), d, c.dtype)
+            fused = fused._replace(scale=scale, window=window, soft_cap=soft_cap)
             return attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
-        if context.segments is None:
+        if context.segments is not None:
+            attention = functools.partial(packed_attention, q, k, v, context.prefix, context.segments)
+        else:
             index = context.index if last is None else context.index + last
-            return group_attention(q, keys, v, context.prefix, index=index, start=context.start, sinks=sinks, **how)
-        return packed_attention(q, k, v, context.prefix, context.segments, sinks=sinks, **how)
+            attention = functools.partial(group_attention, q, keys, v, context.prefix, index=index, start=context.start)
+        return attention(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
     def _write(self, context, keys, v):
-        """The cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] in it."""
+        """Return the cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] in it."""
         own_keys, own_values = context.cache
         (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
         keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
@@ -164,7 +172,7 @@ class Attention(nn.Module):
         return keys, jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
 
     def _turn(self, q, k, context):
-        """Queries and keys at their positions."""
+        """Return queries and keys rotated to their positions."""
         local = None if self.kind.window is None else self.config.local_rope
         rope, table = (self.config.rope, context.tables[0]) if local is None else (local, context.tables[1])
         if self.kind.rotary:
@@ -183,13 +191,12 @@ class MLP(nn.Module):
     def __call__(self, x):
         c = self.config
 
-        def linear(name, features):
-            return Linear(features, c.mlp_bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
+        def gated(gate, up):
+            return ACTIVATIONS[c.activation](gate) * up
 
-        gate, up = (linear(name, c.intermediate_size)(x) for name in ("gate_proj", "up_proj"))
-        gated = lambda gate, up: ACTIVATIONS[c.activation](gate) * up
+        gate, up = (linear(c, name, c.intermediate_size, c.mlp_bias)(x) for name in ("gate_proj", "up_proj"))
         # What lies between the products is cheaper to make again in the backward pass than to write and to keep.
-        return linear("down_proj", c.hidden_size)(jax.checkpoint(gated)(gate, up))
+        return linear(c, "down_proj", c.hidden_size, c.mlp_bias)(jax.checkpoint(gated)(gate, up))
 
 
 class Layer(nn.Module):
@@ -206,7 +213,7 @@ class Layer(nn.Module):
         c = self.config
         x, kept = self._mix(x, context)
         if c.layer_input_size:
-            x = x + self._told(x, context.pick(context.layer_input))
+            x = x + self._per_layer_input(x, context.pick(context.layer_input))
         if c.layer_scalar:
             factor = self.param(*UNTRAINED, nn.initializers.ones, (1,))
             x = x * jax.lax.stop_gradient(factor).astype(x.dtype).reshape(1, 1, 1, 1)
@@ -216,7 +223,7 @@ class Layer(nn.Module):
         return RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
 
     def _mix(self, x, context):
-        """The state of tokens after attention and MLP, and what the layer keeps of them."""
+        """Return the state of tokens after attention and MLP, and their keys and values (or recurrent state)."""
         c, norm = self.config, self._norm
 
         def add(x, y):
@@ -240,7 +247,7 @@ class Layer(nn.Module):
         return add(x, norm("post_feedforward_layernorm", mlp(x))), kept
 
     def _dense(self):
-        """The config of the MLP."""
+        """Return the config of the MLP."""
         c = self.config
         width = c.shared_kv_mlp if self.kind.shared_kv and c.shared_kv_mlp else c.intermediate_size
         return c if width == c.intermediate_size else dataclasses.replace(c, intermediate_size=width)
@@ -258,17 +265,15 @@ class Layer(nn.Module):
         return MixtureOfExperts(c, MLP(shared, parent=None) if c.shared_expert_size else None, name="mlp")
 
     def _beside(self, x):
-        """What the experts beside the MLP add for tokens, which the router looks at as they are."""
-        c, flat = self.config, lambda x: x.reshape(-1, x.shape[-1])
-        weights, chosen = ScaledRouter(c, name="router")(x)
-        y = flat(self._norm("pre_feedforward_layernorm_2", x))
-        y = Experts(c, name="experts")(y, flat(weights), flat(chosen), x.shape[0])
+        """Return the output of the experts beside the MLP, whose router reads x without a norm."""
+        weights, chosen = ScaledRouter(self.config, name="router")(x)
+        y = tokens_of(self._norm("pre_feedforward_layernorm_2", x))
+        y = Experts(self.config, name="experts")(y, tokens_of(weights), tokens_of(chosen), x.shape[0])
         return self._norm("post_feedforward_layernorm_2", y.reshape(x.shape))
 
-    def _told(self, x, layer_input):
-        """What is added to tokens' states for what an embedding of this layer's own says of them."""
+    def _per_layer_input(self, x, layer_input):
+        """Return norm(W_out (act(W_in x) · layer_input)), the tokens' own embedding for this layer (Gemma 4)."""
         c = self.config
-        linear = lambda name, n: Linear(n, False, jnp.dtype(c.dtype), c.initializer_range, name=name)
-        gate = ACTIVATIONS[c.activation](linear("per_layer_input_gate", c.layer_input_size)(x))
-        y = linear("per_layer_projection", c.hidden_size)(gate * layer_input)
+        gate = ACTIVATIONS[c.activation](linear(c, "per_layer_input_gate", c.layer_input_size)(x))
+        y = linear(c, "per_layer_projection", c.hidden_size)(gate * layer_input)
         return self._norm("post_per_layer_input_norm", y)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from grpo_jax.models.layers import ACTIVATIONS, Linear, TransformerConfig, unit_rms
+from grpo_jax.models.layers import ACTIVATIONS, TransformerConfig, linear, tokens_of, unit_rms
 from grpo_jax.models.quantized import quantized_kernel, rows_for
 from grpo_jax.models.ragged import has_kernel, ragged_dot
 from grpo_jax.models.sight import implementation
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """x [N, D], weights and chosen [N, k] to [N, D]; N are the tokens of so many groups."""
+        """x [N, D], weights and chosen [N, k] to [N, D]; N are the tokens of `groups` groups."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -47,49 +47,58 @@ class Experts(nn.Module):
         down = kernel("down_proj", c.expert_size, c.hidden_size)
         biases = []
         if c.expert_bias:
-            size = lambda name: (c.num_experts, c.hidden_size if name == "down_bias" else c.expert_size)
-            bias = lambda name: self.param(name, nn.initializers.zeros, size(name)).astype(dtype)
-            biases = [bias("gate_bias"), bias("up_bias")]
+
+            def bias(name, size):
+                return self.param(name, nn.initializers.zeros, (c.num_experts, size)).astype(dtype)
+
+            biases = [bias("gate_bias", c.expert_size), bias("up_bias", c.expert_size)]
             # Σ weight_e · bias_e needs no row to be sorted.
             each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
-            added = each.sum(axis=1) @ bias("down_bias")
+            added = each.sum(axis=1) @ bias("down_bias", c.hidden_size)
         y = self._sums(groups, x.astype(dtype), weights.astype(dtype), chosen, gate, up, down, *biases)
         return y + added if biases else y
 
-    def _sums(self, groups: int, *given: jax.Array) -> jax.Array:
-        """`_expert_sums` of the rows of so many groups, on the devices that have them or the kernels."""
+    def _sums(self, groups: int, *arrays: jax.Array) -> jax.Array:
+        """`_expert_sums` of the rows of `groups` groups, on the devices that have them or the kernels."""
         c = self.config
-        how = implementation(c.attention)
-        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=how)
-        if c.mesh is None:
-            return sums(*given)
+        chosen = implementation(c.attention)
+        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=chosen)
+        mesh = c.mesh
+        if mesh is None:
+            return sums(*arrays)
+
+        def devices(axes: tuple[str, ...]) -> int:
+            return math.prod(mesh.shape[name] for name in axes)
+
+        def cut(size: int, *axes: str) -> tuple[str, ...]:
+            """The axes with more than one device, if these divide the size."""
+            axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
+            return axes if size % devices(axes) == 0 else ()
+
         # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
-        along = lambda *axes: tuple(name for name in axes if c.mesh.shape.get(name, 1) > 1)
-        devices = lambda axes: math.prod(c.mesh.shape[name] for name in axes)
-        cut = lambda axes, size: axes if size % devices(axes) == 0 else ()
-        inner, width = cut(along("tensor"), c.expert_size), cut(along("fsdp"), c.hidden_size)
-        rows, of_data = cut(along("data", "fsdp"), groups), cut(along("data"), groups)
+        inner, width = cut(c.expert_size, "tensor"), cut(c.hidden_size, "fsdp")
+        rows, of_data = cut(groups, "data", "fsdp"), cut(groups, "data")
         # A device's channels may be too few for a GPU's kernels: its rows would meet the matrices of all experts.
-        kernels = lambda channels: has_kernel(how, channels, c.expert_size // devices(inner))
-        lost = kernels(c.hidden_size) and not kernels(c.hidden_size // devices(width))
-        if width and not lost and self._rows_are_less(given[0], devices(of_data)):
+        channels, outer = c.expert_size // devices(inner), c.hidden_size
+        lost = has_kernel(chosen, outer, channels) and not has_kernel(chosen, outer // devices(width), channels)
+        if width and not lost and self._rows_are_less(arrays[0], devices(of_data)):
             # Kernels stay where they are, cut by channels of the rows, and each device has its channels of all rows.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
 
-        def of_each(*given: jax.Array) -> jax.Array:
-            own = sums(*given)
+        def of_each(*own_arrays: jax.Array) -> jax.Array:
+            own = sums(*own_arrays)
             return jax.lax.psum(own, inner) if inner else own
 
         of_rows, by_width = PartitionSpec(rows), PartitionSpec(rows, width)
         wide, deep = PartitionSpec(None, width, inner), PartitionSpec(None, inner, width)
-        biases = (PartitionSpec(None, inner),) * (len(given) - 6)
+        biases = (PartitionSpec(None, inner),) * (len(arrays) - 6)
         specs = (by_width, of_rows, of_rows, wide, wide, deep, *biases)
-        return jax.shard_map(of_each, mesh=c.mesh, in_specs=specs, out_specs=by_width, check_vma=False)(*given)
+        return jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=by_width, check_vma=False)(*arrays)
 
     def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
-        """Whether devices exchange fewer bytes for one of so many parts of the rows than for the kernels."""
+        """Return whether devices exchange fewer bytes for one of `parts` parts of the rows than for the kernels."""
         c = self.config
         product = 4 * c.num_experts_per_token * c.expert_size  # of a row, in float32; two of them are summed
         rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
@@ -97,7 +106,7 @@ class Experts(nn.Module):
 
 
 def gate_of(config: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What an expert makes of its two products (gate x, up x)."""
+    """Return the activation of an expert, a function of its two products (gate x, up x)."""
     if config.expert_swiglu is None:
         activation = ACTIVATIONS[config.activation]
         return lambda gate, up: activation(gate) * up
@@ -124,7 +133,7 @@ def _expert_sums(
     implementation: str,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
-    """What the chosen experts make of rows [N, D], weighed and added up; but for the last bias.
+    """Return Σ weight · expert(x) over the chosen experts of rows x [N, D], without the last bias.
 
     `across`: axes of devices, each of which has some of the D channels of the rows and of the kernels.
     """
@@ -157,18 +166,17 @@ class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        linear = lambda name, n, bias=False: Linear(n, bias, jnp.dtype(c.dtype), c.initializer_range, name=name)
-        logits = linear("gate", c.num_experts, c.expert_bias)(x)
+        logits = linear(c, "gate", c.num_experts, c.expert_bias)(x)
         logits = logits.astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         if c.normalize_expert_weights:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        flat = lambda x: x.reshape(-1, x.shape[-1])
-        y = Experts(c, name="experts")(flat(x), flat(weights), flat(chosen), x.shape[0]).reshape(x.shape)
+        rows = tokens_of(x), tokens_of(weights), tokens_of(chosen)
+        y = Experts(c, name="experts")(*rows, x.shape[0]).reshape(x.shape)
         if self.shared_expert is None:
             return y
-        return y + jax.nn.sigmoid(linear("shared_expert_gate", 1)(x)) * self.shared_expert(x)
+        return y + jax.nn.sigmoid(linear(c, "shared_expert_gate", 1)(x)) * self.shared_expert(x)
 
 
 class ScaledRouter(nn.Module):
@@ -181,13 +189,12 @@ class ScaledRouter(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts [..., k] of tokens [..., D]."""
+        """Return the weights and the experts [..., k] of tokens [..., D]."""
         c, ones = self.config, nn.initializers.ones
         factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
         of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
         seen = (unit_rms(x, c.rms_norm_eps) * factor.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
-        logits = Linear(c.num_experts, False, jnp.dtype(c.dtype), c.initializer_range, name="proj")(seen)
-        logits = logits.astype(jnp.float32)
+        logits = linear(c, "proj", c.num_experts)(seen).astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         return weights / weights.sum(axis=-1, keepdims=True) * jnp.take(of_expert, chosen), chosen
@@ -220,14 +227,14 @@ def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> 
       1.0
     """
     layers = jax.tree.leaves(router)
-    used = given = jnp.zeros(layers[0].shape[-1:])
+    used = wanted = jnp.zeros(layers[0].shape[-1:])
     count = jnp.zeros(())
     flat = mask.reshape(-1, 1).astype(jnp.float32)
     for logits in layers:
         probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
         _, chosen = jax.lax.top_k(probs, num_experts_per_token)
         used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
-        given += (probs * flat).sum(axis=0)
+        wanted += (probs * flat).sum(axis=0)
         count += flat.sum()
     count = jnp.maximum(count, 1.0)
-    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (given / count))
+    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (wanted / count))

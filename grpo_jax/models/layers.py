@@ -318,6 +318,16 @@ class Linear(nn.Module):
         return y.reshape(*shape[:-1], self.features)
 
 
+def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
+    """Return a `Linear` of that name, as a part of the module that calls this, in the config's dtype."""
+    return Linear(features, use_bias, jnp.dtype(config.dtype), config.initializer_range, name=name)
+
+
+def tokens_of(x: jax.Array) -> jax.Array:
+    """Return x [..., D] as [N, D], a row for each token."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
 

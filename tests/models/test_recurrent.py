@@ -12,7 +12,7 @@ from grpo_jax import generate, make_prompts
 from grpo_jax.models.bounds import DecodeStep, count_weights, state_bytes
 from grpo_jax.models.cache import State, empty_like, slots_of, with_slots
 from grpo_jax.models.layers import ConvShape, DeltaShape
-from grpo_jax.models.recurrent import Run, convolve, last_tokens
+from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
 
@@ -105,7 +105,7 @@ def test_the_convolution_and_its_tail_by_hand():
     x, tail = rng.standard_normal((1, 2, T, 3)), rng.standard_normal((1, 1, 3, 3))
     kernel = rng.standard_normal((4, 3))
     before, count = np.array([[1, 3]]), np.array([[3, 1]])  # places before the tokens that are there, and those
-    run = Run(jnp.asarray(np.arange(T)[None, None] - before[..., None]), jnp.asarray(count))
+    run = Positions(jnp.asarray(np.arange(T)[None, None] - before[..., None]), jnp.asarray(count))
     y = convolve(*map(jnp.float32, (x, kernel, tail)), run)
     after = last_tokens(jnp.float32(x), jnp.float32(tail), run)
     for g in range(2):
