@@ -28,6 +28,7 @@ from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
+from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
@@ -116,6 +117,9 @@ def prepare(
         lines = []
     faults.raise_together("this run", lines)
     assert data is not None, "what has no data has faults"
+    for name, some in (("dataset", data), ("eval_dataset", eval_data)):
+        if some is not None:
+            warn_of_prompts(some, policy.tokenizer, fns or (), name)
     policy = place_policy(policy.replace(model=model), mesh)
     run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
     return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting, sampler=sampler))
