@@ -218,7 +218,6 @@ TESTED_ELSEWHERE = {
     "rewards.processes": "rewards/test_workers.py",
     "rollout.turn_programs": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
-    "turns.setting": "run/test_turns_run.py",
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",

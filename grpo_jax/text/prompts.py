@@ -129,7 +129,8 @@ def encode_prompts(
 
     Raises:
       ValueError: a prompt over the bound (with "error"), or all of them; messages without a chat template, or that the
-        template refuses; a prompt that encodes to no token; a bad `on_long_prompt` or `chat_template_kwargs`.
+        template refuses or leaves out, as many do with a role that they do not know; a prompt that encodes to no token;
+        a bad `on_long_prompt` or `chat_template_kwargs`.
 
     References:
       Special tokens and template as in TRL 1.16 (`GRPOTrainer._tokenize_prompts`), which closes a last message of the
@@ -149,6 +150,7 @@ def encode_prompts(
             _encode_messages(prompt, tokenizer, template_kwargs, where=f"{argument} row {index}")
             for index, prompt in enumerate(prompts)
         ]
+        _check_shown(prompts, tokenizer, template_kwargs, argument)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
@@ -177,17 +179,9 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
             f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
-    prefilled = prompt[-1]["role"] == "assistant"
     try:
         # return_dict=False: transformers 5 would return a dict of ids and attention mask.
-        return tokenizer.apply_chat_template(
-            list(prompt),
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            tokenize=True,
-            return_dict=False,
-            **template_kwargs,
-        )
+        return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True, return_dict=False)
     except ImportError:  # jinja2 is missing, and the message says so
         raise
     except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
@@ -195,6 +189,47 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
             f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
             f"{show(prompt)}"
         ) from error
+
+
+def _apply_template(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], **output: bool) -> Any:
+    """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
+    prefilled = prompt[-1]["role"] == "assistant"
+    return tokenizer.apply_chat_template(
+        list(prompt), add_generation_prompt=not prefilled, continue_final_message=prefilled, **output, **template_kwargs
+    )
+
+
+def _check_shown(prompts: Sequence[Messages], tokenizer: Any, template_kwargs: dict[str, Any], argument: str) -> None:
+    """Raise if the template leaves out a message: one conversation of each order of roles is rendered with marks in it.
+
+    Marks, since of the contents themselves a template may take something out on purpose: white space, earlier thoughts.
+    """
+    seen = set()
+    for index, prompt in enumerate(prompts):
+        marked = [_marked(message, f"Zq{place}w") for place, message in enumerate(prompt)]
+        kind = tuple((str(message["role"]), mark, type(message["content"])) for message, mark in marked)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        try:
+            text = _apply_template([message for message, _ in marked], tokenizer, template_kwargs, tokenize=False)
+        except Exception:  # one that looks into the contents, which the marks have replaced
+            continue
+        for place, (message, mark) in enumerate(marked):
+            if mark and mark not in text:
+                raise ValueError(
+                    f"{argument} row {index}: the chat template leaves out message {place} of its 'prompt', whose role"
+                    f" is {message['role']!r}, so the policy would never see {short(prompt[place]['content'])}: give it"
+                    " a role that the template writes (mostly 'system', 'user', 'assistant' and 'tool')"
+                )
+
+
+def _marked(message: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], str]:
+    """Return a message whose content is a mark, and the mark; as it is, and "", if nothing would be missed of it."""
+    content = message["content"]
+    if message.get("tool_calls") or not content or (isinstance(content, str) and not content.strip()):
+        return dict(message), ""
+    return {**message, "content": mark if isinstance(content, str) else [{"type": "text", "text": mark}]}, mark
 
 
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:

@@ -218,7 +218,7 @@ class Episode:
             said = self._respond(parsed.content)
         if said is None:
             return None
-        tokens = self._encode(said, room)
+        tokens = self._encode(said, room, int(ids[-1]))
         if len(tokens) <= room:  # else the policy never sees it
             self.turns += [(False, text) for text in _texts(said)]
             self.messages += [] if isinstance(said, str) else said
@@ -295,8 +295,8 @@ class Episode:
         said = as_text(said, limit=len(said))  # half a character is none that a tokenizer takes
         return [{"role": "user", "content": said}] if self._talks else said
 
-    def _encode(self, said: str | list[dict[str, Any]], room: int) -> Sequence[int]:
-        """The tokens of an observation; as many as there is no room for, where it is far too long."""
+    def _encode(self, said: str | list[dict[str, Any]], room: int, drawn: int) -> Sequence[int]:
+        """The tokens of an observation behind the EOS that was drawn; too many, where the text is far too long."""
         if sum(map(len, _texts(said))) > 1000 + LONGEST_TEXT * room:
             return range(room + 1)
         if isinstance(said, str):
@@ -307,6 +307,7 @@ class Episode:
             chat_template_kwargs=self._setting.template_kwargs,
             tools=schemas_of(self.tools),
             eos_token_ids=self._setting.eos_token_ids,
+            drawn=drawn,
         )
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[bool, Any]:

@@ -12,7 +12,7 @@ from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.episodes import Setting, schemas_of
 from grpo_jax.turns.formats import FORMATS, format_of
-from grpo_jax.turns.templates import check_template, opens_thinking
+from grpo_jax.turns.templates import check_template, opens_thinking, template_of
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
 
 _GIVEN = ("environments", "environment_rewards")
@@ -85,7 +85,11 @@ def make_setting(
             " (or an environment with a method respond(text), and no other public methods)"
         )
     kwargs = dict(chat_template_kwargs or {})
-    form = format_of(getattr(tokenizer, "chat_template", None)) if called and talks else None
+    # What the template shows of each row's tools; with `tool_use` beside `default` it is another one without tools.
+    shown = [schemas_of({**functions, **of_rows}) for of_rows in own.values()] or [schemas_of(functions)]
+    schemas = next((some for some in shown if some), None)
+    template = template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) if talks else None
+    form = format_of(template) if called else None
     if called and talks and form is None:
         problems.append(
             "the chat template of policy.tokenizer writes no tool calls in a form that is known here"
@@ -94,16 +98,14 @@ def make_setting(
     if talks:
         speaks = any(hasattr(environment, "respond") for environment in made.values())
         roles = ["tool"] * called + ["user"] * speaks
-        for of_rows in own.values() if own else ({},):
-            schemas = schemas_of({**functions, **of_rows})
+        for some in shown:
             try:
                 check_template(
-                    tokenizer, roles=roles, chat_template_kwargs=kwargs, tools=schemas, eos_token_ids=eos_token_ids
+                    tokenizer, roles=roles, chat_template_kwargs=kwargs, tools=some, eos_token_ids=eos_token_ids
                 )
             except ValueError as error:
                 problems.append(str(error))
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
-    schemas = schemas_of(functions)
     return Setting(
         tokenizer=tokenizer,
         factories=factories,

@@ -29,10 +29,17 @@ _CUT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """How a template ends the stand-in's turn: the text from its mark on, and the closing token that this ends with."""
+    """How a template ends the stand-in's turn.
+
+    Attributes:
+      text: from its mark on.
+      closing: the token that the text ends with, an EOS.
+      opens: whether it opens the next turn too, as GLM-4's <|user|> does; then it is not that of every turn.
+    """
 
     text: str
     closing: str
+    opens: bool = False
 
 
 # For each tokenizer: what does not depend on the messages.
@@ -46,6 +53,7 @@ def observation_ids(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     eos_token_ids: Collection[int] | None = None,
+    drawn: int | None = None,
 ) -> list[int]:
     """Return the tokens that follow a turn of the policy that ended with its EOS: messages, the next turn's opening.
 
@@ -57,6 +65,8 @@ def observation_ids(
       chat_template_kwargs: further keywords for the chat template.
       tools: the schemas given to the template with the prompt.
       eos_token_ids: those that end a turn; default is the tokenizer's own.
+      drawn: the one that the policy drew, where it may not be the one that opens the next turn; None: as the template
+        writes it.
 
     Returns:
       Token ids without the closing EOS, which the policy drew, and with what the template writes after it (a newline,
@@ -94,7 +104,9 @@ def observation_ids(
             f"the chat template ends the turn before the messages with {after[: len(end.text)]!r}, and before others "
             f"with {end.text!r}: use a template that closes every turn in the same way"
         )
-    return _encode_after(tokenizer, end.closing, after[len(end.text) :])
+    ids = _encode_after(tokenizer, end.closing, after[len(end.text) :])
+    opening = _encode(tokenizer, end.closing) if end.opens and drawn is not None else []
+    return ids if opening in ([], [drawn]) else opening + ids
 
 
 def check_template(
@@ -118,12 +130,12 @@ def check_template(
       ValueError: no chat template; it refuses such messages, or does not show them; it does not show the tools; it does
         not end the policy's turn with an EOS. Of several faults, all.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
+    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
+    if template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) is None:
         raise ValueError(
             "several turns need a chat template, and the tokenizer has none: set tokenizer.chat_template, or use an "
             "instruct checkpoint"
         )
-    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
     problems = []
     for role in roles:
         try:
@@ -140,7 +152,35 @@ def check_template(
 
 def _shown_the_same(tokenizer: Any, kwargs: dict[str, Any], tools: list[Any]) -> bool:
     """Return whether a prompt looks the same with tools and without."""
-    return _render(tokenizer, [_USER], kwargs, tools) == _render(tokenizer, [_USER], kwargs, None)
+    try:
+        return _render(tokenizer, [_USER], kwargs, tools) == _render(tokenizer, [_USER], kwargs, None)
+    except ValueError:  # a template for tools alone, which cannot be rendered without
+        return False
+
+
+def template_of(
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str | None:
+    """Return the chat template that is used; None if there is none.
+
+    It is what the keyword `chat_template` says, which may be a name; else, of several under names, "tool_use" with
+    tools and "default" without, as transformers chooses.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      chat_template_kwargs: as for `observation_ids`.
+      tools: as for `observation_ids`.
+    """
+    named = (chat_template_kwargs or {}).get("chat_template")
+    if named is None and getattr(tokenizer, "chat_template", None) is None:
+        return None
+    try:
+        return tokenizer.get_chat_template(named, list(tools) if tools else None)
+    except ValueError as error:  # several under names, and none of them for this
+        raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
 
 
 def opens_thinking(
@@ -206,7 +246,10 @@ def _read_end(
     # Up to where it goes on differently with the message and without, both are about the turn itself.
     common = _common(_after_mark(tokenizer, [turn], mark, kwargs, tools), after)
     ends = _eos_texts(tokenizer, eos_token_ids)
-    found = _first(common, ends)
+    found, before = _first(common, ends), after[: after.find(_PROBE)]
+    if found is None and (opening := _first(before, ends)) and not before[: opening[0]].strip():
+        position, closing = opening
+        return _End(after[: position + len(closing)], closing, opens=True)
     if found is None:
         # gpt-oss ends a turn of the past with another token than the one that the policy draws at its end.
         found = _first(common, _special_tokens(tokenizer))

@@ -237,6 +237,48 @@ def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
     assert encoded.dropped == []
 
 
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}<s>{{ m.role }}:{{ m.content | trim }}</s>"
+    "{% elif m.role == 'assistant' %}<s>assistant:{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("role", ["human", "User", "tool"])
+def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role(role):
+    tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
+    fine = {"prompt": [{"role": "system", "content": " be kind "}, user("hi")]}
+    asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
+    for rows in ([fine, fine, asked], [fine, asked, asked]):
+        with pytest.raises(
+            ValueError, match=rf"eval_dataset row {rows.index(asked)}: .* leaves out message 1 .*'{role}'.* '1 \+ 1\?'"
+        ):
+            lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
+    shown = make_tokenizer()  # this one writes any role
+    if role != "tool":
+        assert len(lib.encode_prompts([fine, asked], shown).rows) == 2
+
+
+@pytest.mark.quick
+def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
+    """White space and earlier thoughts; messages without content; a template that looks into the contents."""
+    tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
+    rows = [
+        {"prompt": [user(" hi\n"), assistant("<think>hm</think>yes?"), user("bye")]},
+        {"prompt": [user("hi"), assistant("<think>hm</think>"), {"role": "human", "content": " "}, user("bye")]},
+        {"prompt": [user("hi"), {"role": "tool", "content": None, "tool_calls": [{}]}]},
+        {"prompt": [user("hi"), assistant("So")]},
+    ]
+    texts = [tokenizer.decode(ids) for ids in lib.encode_prompts(rows, tokenizer).token_ids]
+    assert texts[0] == "<s>user:hi</s><s>assistant:yes?</s><s>user:bye</s><s>assistant:"
+    assert texts[3] == "<s>user:hi</s><s>assistant:So"
+    strict = make_tokenizer(
+        chat_template="{% if 'hi' not in messages[0].content %}{{ raise_exception('?') }}{% endif %}x"
+    )
+    assert len(lib.encode_prompts([{"prompt": [user("hi")]}], strict).rows) == 1
+
+
 @pytest.mark.quick
 def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     tokenizer = make_tokenizer()

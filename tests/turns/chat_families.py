@@ -103,6 +103,13 @@ HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|e
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+# GLM-4: nothing ends a turn but the token that opens the next one.
+GLM = """<|begin|>
+{%- for m in messages %}
+{{- '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' + m.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}"
@@ -110,6 +117,7 @@ PLAIN = (
 
 SPECIAL = [
     *("<|begin|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|user|>", "<|assistant|>", "<|observation|>"),
     *(
         "<|python_tag|>",
         "<|start|>",

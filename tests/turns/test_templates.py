@@ -5,7 +5,7 @@ import json
 import weakref
 
 import pytest
-from chat_families import FAMILIES, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
+from chat_families import FAMILIES, GLM, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
 
 from grpo_jax.turns import templates as lib
 from grpo_jax.turns.formats import Call, Parsed, assistant_message, tool_message
@@ -110,6 +110,25 @@ def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
             text
             == f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant'
         )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role):
+    tokenizer = tokenizer_of(GLM, "<|user|>")
+    ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|eot_id|>"])
+    says = tool_message("add", "3") if role == "tool" else user("higher")
+    conversation = [USER, {"role": "assistant", "content": "32"}, says]
+    whole = encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    before = encode(tokenizer, tokenizer.apply_chat_template(conversation[:2], tokenize=False))
+    lib.check_template(tokenizer, roles=(role,), eos_token_ids=ends)
+    opening = ends[1] if role == "tool" else ends[0]
+    for drawn in (None, *ends):
+        ids = lib.observation_ids(tokenizer, [says], eos_token_ids=ends, drawn=drawn)
+        if drawn in (None, opening):
+            assert [*before, opening, *ids] == whole
+        else:  # another EOS ended the turn: what opens the next one is told
+            assert [*before, *ids] == whole
 
 
 @pytest.mark.quick
@@ -227,6 +246,34 @@ def test_templates_are_asked_for_what_is_needed_of_them():
     bare.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no EOS"):
         lib.check_template(bare, roles=("user",))
+
+
+@pytest.mark.quick
+def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
+    strict = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
+    alone = tokenizer_of(strict)
+    with pytest.raises(ValueError, match="not iterable"):
+        lib.opens_thinking(alone)
+    named = tokenizer_of({"default": PLAIN, "tool_use": strict})
+    other = tokenizer_of(PLAIN)
+    for tokenizer, kwargs in (
+        (alone, {}),
+        (named, {}),
+        (other, {"chat_template": strict}),
+        (named, {"chat_template": "tool_use"}),
+    ):
+        how = {"chat_template_kwargs": kwargs, "tools": TOOLS}
+        assert lib.template_of(tokenizer, **how) == strict
+        lib.check_template(tokenizer, **how)
+        assert not lib.opens_thinking(tokenizer, **how)
+        text = tokenizer.decode(lib.observation_ids(tokenizer, [tool_message("add", "3")], **how))
+        assert text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert lib.template_of(named) == lib.template_of(other) == PLAIN
+    assert lib.template_of(tokenizer_of(None)) is None
+    with pytest.raises(ValueError, match=r"no chat template for this: .*multiple chat templates"):
+        lib.template_of(tokenizer_of({"tool_use": strict}))
+    with pytest.raises(ValueError, match="writes the same prompt with tools and without"):
+        lib.check_template(named, chat_template_kwargs={"chat_template": "default"}, tools=TOOLS)
 
 
 @pytest.mark.quick
