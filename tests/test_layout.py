@@ -217,6 +217,7 @@ TESTED_ELSEWHERE = {
     "config.reading": "config/test_config.py",
     "rewards.processes": "rewards/test_workers.py",
     "rollout.turn_programs": "rollout/test_turns.py",
+    "turns.calls": "turns/test_formats.py",
     "run.sample": "run/test_turns_run.py",
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",

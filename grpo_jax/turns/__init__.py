@@ -2,7 +2,8 @@
 model's chat template writes calls, read back out of a turn), `templates` (an observation's tokens after a turn).
 """
 
-from grpo_jax.turns.formats import FORMATS, Call, Format, Parsed, assistant_message, format_of, tool_message
+from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.templates import check_template, observation_ids, opens_thinking
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, read_tools
 

@@ -28,7 +28,8 @@ from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
-from grpo_jax.turns.formats import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
 
@@ -55,6 +56,7 @@ class Setting:
       own_tools: what can be called of it.
       tools: functions that the policy may call, beside the methods of its environment.
       format: how the chat template writes calls; None where nothing can be called.
+      hidden: special tokens that the parser is not shown, if others mark calls (`roundtrip.hidden_ids`).
       thinking: whether a turn begins in the middle of a thought.
       template_kwargs: of the chat template.
       eos_token_ids: that end a turn.
@@ -72,6 +74,7 @@ class Setting:
     thinking: bool
     template_kwargs: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
+    hidden: tuple[int, ...] | None = None
     most_calls: int | None = None
     seconds: float | None = None
     on_error: str = "raise"
@@ -244,7 +247,7 @@ class Episode:
         text = decode(ids)
         if form is None or not self._talks or not self.tools:
             return text, Parsed(text, (), ())
-        whole = decode(ids, skip_special_tokens=False) if form.keeps_special_tokens else text
+        whole = turn_text(ids, decode, form, self._setting.hidden)
         schemas = {name: tool.schema for name, tool in self.tools.items()}
         return text, form.parse(whole, schemas=schemas, thinking=self._setting.thinking)
 

@@ -6,142 +6,17 @@ proportion to its length; a call that cannot be read becomes a text in `Parsed.p
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from grpo_jax.messages import show
+from grpo_jax.turns.calls import Call, Format, Parsed, Unreadable, call_of, problem_of, read_json
 
 MOST_CALLS = 64
 """Calls that are read in one turn: a turn of a thousand openings is read to its end no more than this often."""
-_MOST_LEVELS = 100
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A tool call as the policy wrote it.
-
-    Attributes:
-      name: of the tool, not checked.
-      arguments: what stood for them: a value of JSON, not checked (`tools.bind_arguments` does).
-    """
-
-    name: str
-    arguments: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Parsed:
-    """What a turn of the policy says.
-
-    Attributes:
-      content: its text without the calls that were read and without special tokens; thinking stays, and so does what
-        stands there of a call that could not be read.
-      calls: in their order.
-      problems: a text for each call that could not be read, for the policy.
-    """
-
-    content: str
-    calls: tuple[Call, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-class Parse(Protocol):
-    """Reads a turn: see `Format.parse`."""
-
-    def __call__(
-        self, text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
-    ) -> Parsed: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """One way to write tool calls.
-
-    Attributes:
-      name: its key in `FORMATS`.
-      recognise: whether a chat template's text writes calls this way.
-      parse: (text, schemas=None, thinking=False) → `Parsed`. `text` is one turn, decoded; `schemas` are those of the
-        tools by their names, for formats that do not tell text from numbers; `thinking` says that the generation prompt
-        has opened <think> (`templates.opens_thinking`), so that the turn begins in the middle of a thought.
-      keeps_special_tokens: whether the turn has to be decoded with its special tokens (skip_special_tokens=False),
-        because calls are marked by them; without, they are to be left out.
-    """
-
-    name: str
-    recognise: Callable[[str], bool]
-    parse: Parse
-    keeps_special_tokens: bool
-
-
-class _Unreadable(ValueError):
-    """Why a call cannot be read, as the end of a sentence."""
-
-
-def read_json(text: str) -> Any:
-    """Return the value of JSON text from anybody: nothing infinite, no NaN, no deep nesting, no lone surrogate.
-
-    Raises:
-      ValueError: it is none, and why.
-
-    Example:
-      >>> read_json('{"n": 1}')
-      {'n': 1}
-      >>> read_json('{"n": 1e999}')
-      Traceback (most recent call last):
-      ValueError: 1e999 is no number that can be given to a tool
-    """
-    try:
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-        if "\\ud" in text.lower():  # an escape may stand for half a character, which no file and no tokenizer takes
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-        _check_levels(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is no valid JSON ({error.msg} at character {error.pos})") from None
-    except RecursionError:
-        raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from None
-    return value
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number that can be given to a tool")
-
-
-def _finite(digits: str) -> float:
-    return float(digits) if math.isfinite(float(digits)) else _no_number(show(digits).strip("'"))
-
-
-def _check_levels(value: Any) -> None:
-    """Raise if lists and dicts are nested too deeply for whoever walks through them."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        inner = [list(item.values()) if isinstance(item, dict) else item for item in level]
-        level = [item for items in inner if isinstance(items, list) for item in items]
-        if not level:
-            return
-    raise RecursionError
-
-
-def _call_of(text: str) -> Call:
-    """Return the call that a JSON object with a name and arguments (or parameters) stands for."""
-    try:
-        value = read_json(text)
-    except ValueError as error:
-        raise _Unreadable(str(error)) from None
-    if not isinstance(value, dict):
-        raise _Unreadable(f"it is {show(value)}, which is no JSON object")
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        raise _Unreadable("it has no 'name' of a tool")
-    return Call(name, value.get("arguments", value.get("parameters", {})))
-
-
-def _problem(reason: str, form: str) -> str:
-    return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
 # --- <tool_call> … </tool_call>, of which there may be several: with JSON inside (Hermes, Qwen 2.5 and 3), or with tags
@@ -149,45 +24,90 @@ def _problem(reason: str, form: str) -> str:
 
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
-_THINK_OR_CALL = re.compile(r"<think>|<tool_call>")
+_THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
+_UNWRAPPED = "it is not within <tool_call> and </tool_call>"
+_IN_THOUGHT = "it is within the thought: close that by </think>, and call after it"
 _DECODER = json.JSONDecoder()
 
 
 def _parse_hermes(
     text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
 ) -> Parsed:
-    return _parse_tagged(text, thinking, _read_hermes, _HERMES_FORM)
+    return _parse_tagged(text, schemas or {}, thinking, _read_hermes, _HERMES_FORM)
 
 
 def _parse_xml(text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False) -> Parsed:
-    return _parse_tagged(text, thinking, lambda text, start: _read_xml(text, start, schemas or {}), _XML_FORM)
+    known = schemas or {}
+    return _parse_tagged(text, known, thinking, lambda text, start: _read_xml(text, start, known), _XML_FORM)
 
 
-def _parse_tagged(text: str, thinking: bool, read: Callable[[str, int], tuple[Call, int]], form: str) -> Parsed:
+def _parse_tagged(
+    text: str,
+    schemas: Mapping[str, Mapping[str, Any]],
+    thinking: bool,
+    read: Callable[[str, int], tuple[Call, int]],
+    form: str,
+) -> Parsed:
     """Read every call outside of thoughts; `read` takes where a call's inside begins and returns where it all ends."""
     calls: list[Call] = []
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
+    thoughts = [(0, position)]
     begin = 0  # of the text that is not yet in `kept`
     while found := _THINK_OR_CALL.search(text, position):
         if found[0] == "<think>":
             position = _end_of(text, "</think>", found.end())
+            thoughts.append((found.start(), position))
             continue
         if len(calls) + len(problems) == MOST_CALLS:
             problems.append(f"Only the first {MOST_CALLS} tool calls of a turn are read.")
             break
+        if found[0] != "<tool_call>":
+            problems.append(problem_of(_UNWRAPPED, form))
+            position = _end_of(text, "</function>", found.end())
+            continue
         try:
             call, position = read(text, found.end())
-        except _Unreadable as error:
-            problems.append(_problem(str(error), form))
+        except Unreadable as error:
+            problems.append(problem_of(str(error), form))
             position = _end_of(text, "</tool_call>", found.end())
         else:
             calls.append(call)
             kept.append(text[begin : found.start()])
             begin = position
+    if not calls and not problems and (missed := _missed_call(text, thoughts, schemas, read)):
+        problems.append(problem_of(missed, form))
     content = "".join([*kept, text[begin:]])
     return Parsed(content.strip() if calls else content, tuple(calls), tuple(problems))
+
+
+def _missed_call(
+    text: str,
+    thoughts: Sequence[tuple[int, int]],
+    schemas: Mapping[str, Mapping[str, Any]],
+    read: Callable[[str, int], tuple[Call, int]],
+) -> str:
+    """Return why a turn without a call and without an answer calls nothing; "" if it means no call, or answers."""
+    ends, begins = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
+    said = "".join(text[end:start] for end, start in zip(ends, begins, strict=True)).strip()
+    if said:
+        return _UNWRAPPED if said.startswith("{") and _name_in(said) in schemas else ""
+    for start, end in thoughts[:MOST_CALLS]:
+        thought = text[start:end]
+        at = thought.find("<tool_call>")
+        with contextlib.suppress(Unreadable):
+            if at >= 0 and read(thought, at + len("<tool_call>")):
+                return _IN_THOUGHT
+    return ""
+
+
+def _name_in(text: str) -> str | None:
+    """Return the name of the tool that the JSON of a call has; None if it is none."""
+    try:
+        return call_of(text).name
+    except Unreadable:
+        return None
 
 
 def _end_of(text: str, tag: str, start: int) -> int:
@@ -206,9 +126,9 @@ def _read_hermes(text: str, start: int) -> tuple[Call, int]:
     close = text.find("</tool_call>", start)
     if end < 0 or not text.startswith("</tool_call>", _skip(text, end)):
         end = len(text) if close < 0 else close
-        _call_of(text[start:end])  # raises, unless the tag alone is missing
-        raise _Unreadable("it is not closed by </tool_call>")
-    return _call_of(text[start:end]), _skip(text, end) + len("</tool_call>")
+        call_of(text[start:end])  # raises, unless the tag alone is missing
+        raise Unreadable("it is not closed by </tool_call>")
+    return call_of(text[start:end]), _skip(text, end) + len("</tool_call>")
 
 
 _BLANK = re.compile(r"\s*")
@@ -228,22 +148,22 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -
     """Read one function and its parameters."""
     function = _FUNCTION.match(text, start)
     if not function:
-        raise _Unreadable("there is no <function=...> after <tool_call>")
+        raise Unreadable("there is no <function=...> after <tool_call>")
     name, position = function[1].strip(), function.end()
     properties = _properties(schemas.get(name))
     arguments: dict[str, Any] = {}
     while parameter := _PARAMETER.match(text, position):
         end = _PARAMETER_END.search(text, parameter.end())
         if not end:
-            raise _Unreadable(f"<parameter={parameter[1]}> is not closed by </parameter>")
+            raise Unreadable(f"<parameter={parameter[1]}> is not closed by </parameter>")
         key = parameter[1].strip()
         if key in arguments:
-            raise _Unreadable(f"the parameter {key!r} is given twice")
+            raise Unreadable(f"the parameter {key!r} is given twice")
         arguments[key] = _value(text[parameter.end() : end.start()], properties.get(key))
         position = end.end()
     closing = _FUNCTION_END.match(text, position)
     if not closing:
-        raise _Unreadable("its parameters are not followed by </function> and </tool_call>")
+        raise Unreadable("its parameters are not followed by </function> and </tool_call>")
     return Call(name, arguments), closing.end()
 
 
@@ -286,14 +206,22 @@ def _parse_llama(
     thought, message = text[:start], text[start:]
     before, tag, after = message.partition(_TAG)
     written = _plain(after if tag else message).strip()
-    named = written.startswith("{") and '"name"' in written and ('"parameters"' in written or '"arguments"' in written)
-    if not tag and not named:
-        return Parsed(_plain(text))
+    if not tag and not _is_called(written):
+        inside = re.sub("</?think>", "", _plain(thought)).strip()
+        missed = "it is within <function=...>" if "<function=" in written else ""
+        missed = missed or (_IN_THOUGHT if not written and _is_called(inside) and _name_in(inside) else "")
+        return Parsed(_plain(text), (), (problem_of(missed, _LLAMA_FORM),) if missed else ())
     try:
-        call = _call_of(written)
-    except _Unreadable as error:
-        return Parsed(_plain(text), (), (_problem(str(error), _LLAMA_FORM),))
+        call = call_of(written)
+    except Unreadable as error:
+        return Parsed(_plain(text), (), (problem_of(str(error), _LLAMA_FORM),))
     return Parsed(_plain(thought + (before if tag else "")).strip(), (call,))
+
+
+def _is_called(written: str) -> bool:
+    """Return whether a message means to be a call, with the name of a tool under one key or another."""
+    named = '"name"' in written or '"function"' in written
+    return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
 
 
 def _plain(text: str) -> str:
@@ -320,14 +248,18 @@ def _parse_harmony(
         if recipient and len(calls) + len(problems) == MOST_CALLS:
             problems.append(f"Only the first {MOST_CALLS} tool calls of a turn are read.")
             break
+        if not recipient and end == "<|call|>" and len(calls) + len(problems) < MOST_CALLS:
+            problems.append(problem_of("there is no recipient to=functions.tool in its header", _HARMONY_FORM))
+            kept.append(_plain(header + body))
+            continue
         if not recipient:
             thought = channel is not None and channel[1] == "analysis"
             kept.append(f"<think>\n{_plain(body)}\n</think>" if thought else _plain(body))
             continue
         try:
             calls.append(_addressed(recipient[1], body, end))
-        except _Unreadable as error:
-            problems.append(_problem(str(error), _HARMONY_FORM))
+        except Unreadable as error:
+            problems.append(problem_of(str(error), _HARMONY_FORM))
             kept.append(_plain(header + body))
     return Parsed("\n\n".join(part for part in kept if part), tuple(calls), tuple(problems))
 
@@ -347,21 +279,26 @@ def _addressed(recipient: str, body: str, end: str) -> Call:
     """Return the call that a message with a recipient stands for."""
     room, _, name = recipient.partition(".")
     if room != "functions" or not name:
-        raise _Unreadable(f"there is no recipient {recipient!r}: tools are addressed as functions.tool")
+        raise Unreadable(f"there is no recipient {recipient!r}: tools are addressed as functions.tool")
     if end != "<|call|>":
-        raise _Unreadable("it is not closed by <|call|>")
+        raise Unreadable("it is not closed by <|call|>")
     try:
         return Call(name, read_json(body) if body.strip() else {})
     except ValueError as error:
-        raise _Unreadable(str(error)) from None
+        raise Unreadable(str(error)) from None
 
 
 # --- The table. A template is asked in this order: harmony and the tags are also in templates that know JSON.
 
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _ALL = (
     Format("harmony", lambda template: "<|channel|>" in template and "functions." in template, _parse_harmony, True),
-    Format("qwen_xml", lambda template: "<tool_call>" in template and "<function=" in template, _parse_xml, False),
-    Format("hermes", lambda template: "<tool_call>" in template and '"arguments' in template, _parse_hermes, False),
+    Format(
+        "qwen_xml", lambda template: "<tool_call>" in template and "<function=" in template, _parse_xml, False, _TAGS
+    ),
+    Format(
+        "hermes", lambda template: "<tool_call>" in template and '"arguments' in template, _parse_hermes, False, _TAGS
+    ),
     Format("llama3", lambda template: _TAG in template or bool(_LLAMA_CALL.search(template)), _parse_llama, True),
 )
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
@@ -386,30 +323,3 @@ def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
         return None
     written = chat_template.replace('\\"', '"')
     return next((entry for entry in FORMATS.values() if entry.recognise(written)), None)
-
-
-def assistant_message(parsed: Parsed) -> dict[str, Any]:
-    """Return a turn as a message, in the form of chat templates and of TRL.
-
-    Example:
-      >>> assistant_message(Parsed("So:", (Call("add", {"a": 1}),)))["tool_calls"]
-      [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
-      >>> assistant_message(Parsed("It is 2."))
-      {'role': 'assistant', 'content': 'It is 2.'}
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls
-        ]
-    return message
-
-
-def tool_message(name: str, text: str) -> dict[str, Any]:
-    """Return what a tool said as a message.
-
-    Example:
-      >>> tool_message("add", "2")
-      {'role': 'tool', 'name': 'add', 'content': '2'}
-    """
-    return {"role": "tool", "name": name, "content": text}

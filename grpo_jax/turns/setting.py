@@ -12,6 +12,7 @@ from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.episodes import Setting, schemas_of
 from grpo_jax.turns.formats import FORMATS, format_of
+from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
 
@@ -103,6 +104,9 @@ def make_setting(
                 check_template(
                     tokenizer, roles=roles, chat_template_kwargs=kwargs, tools=some, eos_token_ids=eos_token_ids
                 )
+                if form is not None and some:
+                    fault = call_fault(tokenizer, form, some, chat_template_kwargs=kwargs, eos_token_ids=eos_token_ids)
+                    problems += [fault] if fault else []
             except ValueError as error:
                 problems.append(str(error))
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
@@ -113,6 +117,7 @@ def make_setting(
         own_tools=own,
         tools=functions,
         format=form,
+        hidden=None if form is None else hidden_ids(tokenizer, form),
         thinking=talks and opens_thinking(tokenizer, chat_template_kwargs=kwargs, tools=schemas),
         template_kwargs=kwargs,
         eos_token_ids=tuple(eos_token_ids),

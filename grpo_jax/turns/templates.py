@@ -201,6 +201,38 @@ def opens_thinking(
     return opening.rfind("<think>") > opening.rfind("</think>")
 
 
+def turn_of(
+    tokenizer: Any,
+    message: Mapping[str, Any],
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[str, bool]:
+    """Return a message of the assistant as the template writes it, from where the generation prompt ends.
+
+    Args:
+      tokenizer: a transformers tokenizer with a chat template.
+      message: of the assistant.
+      chat_template_kwargs: as for `observation_ids`.
+      tools: as for `observation_ids`.
+
+    Returns:
+      The text, and whether it goes on from the whole generation prompt: a template may open a thought there, and write
+      none in turns of the past.
+
+    Raises:
+      ValueError: the template refuses the message.
+    """
+    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
+    opening = _render(tokenizer, [_USER], kwargs, schemas)
+    whole = _render(tokenizer, [_USER, message], kwargs, schemas, generation_prompt=False)
+    if whole.startswith(opening):
+        return whole[len(opening) :], True
+    same = _common(opening, whole)
+    # Both may go on with a tag, of which the first letters are the same.
+    return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
+
+
 def _stand_in(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """Return the turn that stands in for the policy's: one call of a tool if a tool's message follows."""
     turn: dict[str, Any] = {"role": "assistant", "content": mark}
@@ -246,8 +278,9 @@ def _read_end(
     # Up to where it goes on differently with the message and without, both are about the turn itself.
     common = _common(_after_mark(tokenizer, [turn], mark, kwargs, tools), after)
     ends = _eos_texts(tokenizer, eos_token_ids)
-    found, before = _first(common, ends), after[: after.find(_PROBE)]
-    if found is None and (opening := _first(before, ends)) and not before[: opening[0]].strip():
+    found = _first(common, ends)
+    opening = _first(after[: after.find(_PROBE)], [*ends, *_special_tokens(tokenizer)])
+    if found is None and opening is not None and opening[1] in ends:
         position, closing = opening
         return _End(after[: position + len(closing)], closing, opens=True)
     if found is None:

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.contract import own_copy
 from grpo_jax.rewards.workers import CALLED_BY_TRAINER
-from grpo_jax.turns.formats import read_json
+from grpo_jax.turns.calls import read_json
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TYPES: dict[str, tuple[Any, str]] = {

@@ -11,8 +11,8 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.turns.calls import Call, Parsed, assistant_message
 from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, Texts, metrics_of
-from grpo_jax.turns.formats import Call, Parsed, assistant_message
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
 ROW = {"prompt": "find it: ", "target": 7}

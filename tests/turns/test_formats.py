@@ -7,16 +7,8 @@ import time
 import pytest
 from chat_families import FAMILIES, PLAIN, family
 
-from grpo_jax.turns.formats import (
-    FORMATS,
-    MOST_CALLS,
-    Call,
-    Parsed,
-    assistant_message,
-    format_of,
-    read_json,
-    tool_message,
-)
+from grpo_jax.turns.calls import Call, Parsed, assistant_message, read_json, tool_message
+from grpo_jax.turns.formats import FORMATS, MOST_CALLS, format_of
 
 # Strings that a careless reader stumbles over.
 NASTY = [
@@ -179,7 +171,6 @@ def hermes(name="f", arguments="{}"):
             Parsed("", (Call("f", '{"a": 1}'),)),
         ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("hermes", f"<think>\n{hermes()}", Parsed(f"<think>\n{hermes()}")),
         ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", (Call("f", {}),))),
         ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", (Call("f", {}),))),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
@@ -254,6 +245,18 @@ def test_what_a_turn_says(name, text, parsed):
             "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
             "'a' is given twice",
         ),
+        # Calls in nearly the right way: whoever means one and is told nothing never learns it.
+        ("hermes", f"<think>\n{hermes()}", "within the thought: close that by </think>, and call after it"),
+        ("hermes", f"<think>\n{hermes()}\n</think>\n", "within the thought"),
+        ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
+        ("qwen_xml", "I look.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "not within <tool_call>"),
+        ("qwen_xml", "<think>\n<tool_call><function=f></function></tool_call>", "within the thought"),
+        ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
+        ("llama3", '{"function": "f", "arguments": {"a": 1}}', "no 'name' of a tool"),
+        ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
+        ("llama3", '<think>{"name": "f", "parameters": {}}<|eot_id|>', "within the thought"),
+        ("llama3", '<think><|python_tag|>{"name": "f", "parameters": {}}</think><|eot_id|>', "within the thought"),
+        ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
         ("llama3", "<|python_tag|>print(1)<|eot_id|>", "no valid JSON"),
         ("llama3", '{"name": "f", "parameters": {', "no valid JSON"),
         ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "no valid JSON"),
@@ -274,6 +277,33 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
     assert parsed.content
     assert "<|call|>" not in parsed.content
     assert "<|eot_id|>" not in parsed.content
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "llama3"])
+def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_follows(name):
+    tokenizer, _ = family(name)
+    call = turn_of(tokenizer, message_of(Call("edit", {"line": 3})), thinking=False).split("</think>")[-1]
+    call = call.strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
+    for thought in (call, f"{call}</think>", f"{call}\n</think>\n\n"):
+        parsed = FORMATS[name].parse(thought, thinking=True)
+        assert parsed.content == thought
+        assert parsed.calls == ()
+        assert "within the thought: close that by </think>" in parsed.problems[0]
+    for answered in (f"{call}</think> So 3.", "I call nothing.</think>", "I may call <tool_call> or {"):
+        assert FORMATS[name].parse(answered, thinking=True) == Parsed(answered)
+    assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (Call("edit", {"line": 3}),)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
+def test_the_bare_json_of_a_call_is_told_if_it_names_a_tool(name):
+    text = '{"name": "edit", "arguments": {"line": 3}}'
+    for said in (text, f"<think>hm</think>\n{text}\n"):
+        assert "not within <tool_call>" in FORMATS[name].parse(said, schemas=SCHEMAS).problems[0]
+    for said in (text.replace("edit", "Ada"), f"So: {text}", '{"name": "edit"', '{"age": 3}'):
+        assert FORMATS[name].parse(said, schemas=SCHEMAS) == Parsed(said)
+    assert FORMATS[name].parse(text) == Parsed(text)
 
 
 @pytest.mark.quick

@@ -8,7 +8,7 @@ import pytest
 from chat_families import FAMILIES, GLM, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
 
 from grpo_jax.turns import templates as lib
-from grpo_jax.turns.formats import Call, Parsed, assistant_message, tool_message
+from grpo_jax.turns.calls import Call, Parsed, assistant_message, tool_message
 from grpo_jax.turns.tools import read_tools
 
 

@@ -1,0 +1,170 @@
+"""Tool calls: what a turn of the policy says, how a format of calls is described, and JSON from anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from grpo_jax.messages import show
+
+_MOST_LEVELS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A tool call as the policy wrote it.
+
+    Attributes:
+      name: of the tool, not checked.
+      arguments: what stood for them: a value of JSON, not checked (`tools.bind_arguments` does).
+    """
+
+    name: str
+    arguments: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """What a turn of the policy says.
+
+    Attributes:
+      content: its text without the calls that were read and without special tokens; thinking stays, and so does what
+        stands there of a call that could not be read.
+      calls: in their order.
+      problems: a text for each call that could not be read, for the policy.
+    """
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Parse(Protocol):
+    """Reads a turn: see `Format.parse`."""
+
+    def __call__(
+        self, text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
+    ) -> Parsed: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One way to write tool calls.
+
+    Attributes:
+      name: its key in `FORMATS`.
+      recognise: whether a chat template's text writes calls this way.
+      parse: (text, schemas=None, thinking=False) → `Parsed`. `text` is one turn, decoded; `schemas` are those of the
+        tools by their names, for formats that do not tell text from numbers; `thinking` says that the generation prompt
+        has opened <think> (`templates.opens_thinking`), so that the turn begins in the middle of a thought.
+      keeps_special_tokens: whether the turn has to be decoded with all of its special tokens, because calls are marked
+        by them; without, they are left out, but for the markers.
+      markers: what marks a call or a thought, and is read also where a tokenizer has made a special token of it.
+    """
+
+    name: str
+    recognise: Callable[[str], bool]
+    parse: Parse
+    keeps_special_tokens: bool
+    markers: tuple[str, ...] = ()
+
+
+class Unreadable(ValueError):
+    """A call that cannot be read; its text is the end of a sentence."""
+
+
+def read_json(text: str) -> Any:
+    """Return the value of JSON text from anybody: nothing infinite, no NaN, no deep nesting, no lone surrogate.
+
+    Raises:
+      ValueError: it is none, and why.
+
+    Example:
+      >>> read_json('{"n": 1}')
+      {'n': 1}
+      >>> read_json('{"n": 1e999}')
+      Traceback (most recent call last):
+      ValueError: 1e999 is no number that can be given to a tool
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\ud" in text.lower():  # an escape may stand for half a character, which no file and no tokenizer takes
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        _check_levels(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no valid JSON ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from None
+    return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number that can be given to a tool")
+
+
+def _finite(digits: str) -> float:
+    return float(digits) if math.isfinite(float(digits)) else _no_number(show(digits).strip("'"))
+
+
+def _check_levels(value: Any) -> None:
+    """Raise if lists and dicts are nested too deeply for whoever walks through them."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [item for items in inner if isinstance(items, list) for item in items]
+        if not level:
+            return
+    raise RecursionError
+
+
+def call_of(text: str) -> Call:
+    """Return the call that a JSON object with a name and arguments (or parameters) stands for.
+
+    Raises:
+      Unreadable: it stands for none.
+    """
+    try:
+        value = read_json(text)
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
+    if not isinstance(value, dict):
+        raise Unreadable(f"it is {show(value)}, which is no JSON object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise Unreadable("it has no 'name' of a tool")
+    return Call(name, value.get("arguments", value.get("parameters", {})))
+
+
+def problem_of(reason: str, form: str) -> str:
+    """Return what the policy is told of a call that could not be read; `form` is how calls are written."""
+    return f"A tool call could not be read: {reason}. Write calls as {form}"
+
+
+def assistant_message(parsed: Parsed) -> dict[str, Any]:
+    """Return a turn as a message, in the form of chat templates and of TRL.
+
+    Example:
+      >>> assistant_message(Parsed("So:", (Call("add", {"a": 1}),)))["tool_calls"]
+      [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
+      >>> assistant_message(Parsed("It is 2."))
+      {'role': 'assistant', 'content': 'It is 2.'}
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls
+        ]
+    return message
+
+
+def tool_message(name: str, text: str) -> dict[str, Any]:
+    """Return what a tool said as a message.
+
+    Example:
+      >>> tool_message("add", "2")
+      {'role': 'tool', 'name': 'add', 'content': '2'}
+    """
+    return {"role": "tool", "name": name, "content": text}

@@ -1,0 +1,143 @@
+"""Round trips: a call that the template writes comes back from the tokens, or the run is refused with what came."""
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from chat_families import FAMILIES, HERMES, LLAMA, family, tokenizer_of
+from tokenizers import normalizers
+
+from grpo_jax.turns import roundtrip as lib
+from grpo_jax.turns.calls import Call, Parsed, assistant_message
+from grpo_jax.turns.episodes import Episode, Texts
+from grpo_jax.turns.formats import FORMATS
+from grpo_jax.turns.setting import make_setting
+from grpo_jax.turns.templates import turn_of
+from grpo_jax.turns.tools import read_tools
+
+CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def everything(text: str, n: int, x: float, sure: bool, many: list[int], more: dict, kind: Literal["p", "q"]) -> str:
+    """Take a value of every kind.
+
+    Args:
+        text: text
+        n: a number
+        x: another
+        sure: or not
+        many: several
+        more: by name
+        kind: one of two
+    """
+    return text
+
+
+def nothing() -> str:
+    """Take nothing."""
+    return ""
+
+
+def schemas(*tools):
+    return [tool.schema for tool in read_tools(tools).values()]
+
+
+# Functionary's way on Llama 3.1, whose template has <|python_tag|> for code alone.
+FUNCTIONARY = LLAMA.replace(
+    """{{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}}<|eot_id|>""",
+    """{{- '<function=' + call.name + '>' }}{{ call.arguments | tojson }}</function><|eot_id|>""",
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tool", [add, everything, nothing])
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_a_call_of_each_family_comes_back(name, tool, kwargs):
+    tokenizer, ends = family(name)
+    given = {"eos_token_ids": ends, "chat_template_kwargs": kwargs}
+    assert lib.call_fault(tokenizer, FORMATS[name], schemas(tool), **given) == ""
+    assert lib.hidden_ids(tokenizer, FORMATS[name]) is None
+    for other in FORMATS.keys() - {name}:
+        assert "no call" in lib.call_fault(tokenizer, FORMATS[other], schemas(add), **given), other
+
+
+@pytest.mark.quick
+def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
+    tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
+    with pytest.raises(ValueError, match="the chat template writes a call") as caught:
+        make_setting(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
+    for part in (
+        "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function><|eot_id|>'",
+        "as the form 'llama3' has it, is no call (A tool call could not be read: it is within <function=...>.",
+        "use a checkpoint whose template writes calls in a form that is known here",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.quick
+def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():
+    written = "{{ call.function.arguments | tojson }}"
+    assert written in HERMES
+    how = {"eos_token_ids": tokenizer_of(HERMES).convert_tokens_to_ids(["<|im_end|>"])}
+    as_text = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments }}"))  # of a dict, this is no JSON
+    assert lib.call_fault(as_text, FORMATS["hermes"], schemas(add), **how) == ""
+    escaped = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments | tojson | replace('3', '4') }}"))
+    fault = lib.call_fault(escaped, FORMATS["hermes"], schemas(add), **how)
+    assert "is add with {'a': 4, 'b': 4}:" in fault
+    lossy = tokenizer_of(HERMES)
+    lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
+    fault = lib.call_fault(lossy, FORMATS["hermes"], schemas(everything), **how)
+    assert "'text': 'Xw5'" in fault
+    assert "'text': 'xw5'" in fault
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
+def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_token_does(name):
+    """As in a course's recipe, which adds <tool_call> and its like as special tokens."""
+    template, eos, _ = FAMILIES[name]
+    tokenizer = tokenizer_of(template, eos)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
+    (end,) = tokenizer.convert_tokens_to_ids([eos])
+    setting = make_setting(tokenizer, (end,), [CHAT], tools=[add])
+    call = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}),)))
+    text, _ = turn_of(tokenizer, call, tools=schemas(add))
+    turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
+    assert turn[-1] == end
+    assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
+    read = lib.turn_text(turn, tokenizer.decode, setting.format, setting.hidden)
+    assert read + eos == text.removesuffix("\n")
+    episode = Episode(setting, CHAT, "row 0 of the dataset, completion 0", Texts(tokenizer))
+    episode.reset(CHAT)
+    assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
+    assert (episode.counts.calls, episode.counts.failures) == (1, 0)
+
+
+@pytest.mark.quick
+def test_a_turn_begins_where_the_generation_prompt_ends():
+    call = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}),)))
+    tokenizer, _ = family("qwen_xml")
+    text, goes_on = turn_of(tokenizer, call, tools=schemas(add))
+    assert text.startswith("\n</think>\n\n<tool_call>\n<function=add>")
+    assert goes_on
+    # A prompt that opens a thought, and past turns without one: they part within the two tags.
+    tokenizer = tokenizer_of(
+        HERMES.replace("'<think>\n\n</think>\n\n' if '</think>' not in m.content else ''", "''").replace(
+            "if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'"
+        )
+    )
+    text, goes_on = turn_of(tokenizer, call, tools=schemas(add))
+    assert text == '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
+    assert not goes_on
+    assert lib.call_fault(tokenizer, FORMATS["hermes"], schemas(add), eos_token_ids=[tokenizer.eos_token_id]) == ""
