@@ -219,7 +219,7 @@ def _check_shown(prompts: Sequence[Messages], tokenizer: Any, template_kwargs: d
             if mark and mark not in text:
                 raise ValueError(
                     f"{argument} row {index}: the chat template leaves out message {place} of its 'prompt', whose role"
-                    f" is {message['role']!r}, so the policy would never see {short(prompt[place]['content'])}: give it"
+                    f" is {message['role']!r}, so the policy would never see {show(prompt[place]['content'])}: give it"
                     " a role that the template writes (mostly 'system', 'user', 'assistant' and 'tool'), and its"
                     " content as the template takes it (text, or a list of parts)"
                 )
