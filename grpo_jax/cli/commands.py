@@ -16,7 +16,7 @@ import jax
 
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.named import find, is_reference
-from grpo_jax.cli.runfile import NAME, RunFile, in_folder, lora_arguments, read_file, read_run
+from grpo_jax.cli.runfile import NAME, RunFile, in_folder, read_file, read_run
 from grpo_jax.cli.trl import translate
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
@@ -72,17 +72,26 @@ def load_policy(run: RunFile) -> Policy:
     """The policy that a run begins with."""
     given, config = run.values["model"], run.config
     mesh = make_mesh(config.mesh) if config.mesh else None
-    how: dict[str, Any] = {"dtype": compute_dtype(config.compute_dtype), "mesh": mesh}
-    how["param_dtype"] = run.values.get("param_dtype") or "float32"
     if isinstance(given, Mapping):
-        policy = _new_policy(given, run.folder, how["param_dtype"])
+        policy = _new_policy(given, run.folder, run.param_dtype)
     else:
         found = find(given, run.folder) if is_reference(given) else in_folder(given, run.folder)
         found = found() if callable(found) else found
-        policy = found if isinstance(found, Policy) else from_pretrained(found, **how)
-    adapters = lora_arguments(run.values.get("lora"))
-    if adapters is not None:
-        policy = add_lora(policy, jax.random.key(config.seed), **adapters)
+        if isinstance(found, Policy) and run.quantize is not None:
+            raise ValueError(f"quantize = {run.quantize!r}: {given} returns a Policy; quantize it there")
+        if isinstance(found, Policy):
+            policy = found
+        else:
+            policy = from_pretrained(
+                found,
+                dtype=compute_dtype(config.compute_dtype),
+                param_dtype=run.param_dtype,
+                mesh=mesh,
+                quantize=run.quantize,
+                quantize_embeddings=run.quantize_embeddings,
+            )
+    if run.lora is not None:
+        policy = add_lora(policy, jax.random.key(config.seed), **run.lora)
     return place_policy(policy, mesh)
 
 
@@ -97,6 +106,10 @@ def _new_policy(given: Mapping[str, Any], folder: Path, dtype: str) -> Policy:
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     """Train, or rehearse."""
+    if run.quantize is not None and run.lora is None:
+        raise ValueError(
+            f"quantize = {run.quantize!r}: quantized params cannot be trained; give lora, the rank of adapters on them"
+        )
     given: dict[str, Any] = {"eval_dataset": run.eval_rows, **run.turns}
     what = (load_policy(run), run.rows, run.rewards, run.config)
     if dry_run:
@@ -140,8 +153,8 @@ def _kept(run: RunFile) -> Iterator[Any]:
 def plan(arguments: Namespace) -> None:
     """`grpo-jax plan`."""
     run = read_run(arguments.run, arguments.keys)
-    values, folder = run.values, run.folder
-    model: Any = values.get("model")
+    folder = run.folder
+    model: Any = run.values.get("model")
     if model is None:
         raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
     if isinstance(model, Mapping):
@@ -155,8 +168,12 @@ def plan(arguments: Namespace) -> None:
         run.config,
         prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
         gigabytes=arguments.memory,
-        param_dtype=values.get("param_dtype") or "float32",
+        param_dtype=run.param_dtype,
         device=arguments.device,
+        lora=None if run.lora is None else {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
+        quantize=run.quantize,
+        quantize_embeddings=run.quantize_embeddings,
+        donate=True,
     )
 
 

@@ -26,6 +26,8 @@ OWN = {
     "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
     "environment_factory": "what makes an environment for each completion, as `module:name`",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
+    "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
+    "quantize_embeddings": "whether its embedding and head are quantized too",
     "param_dtype": "of the params as they are loaded: `float32` (the default) or `bfloat16`",
     "run_dir": "where the run is written (default `runs/` and the name of the file); null: nowhere",
     "folder": "what files and modules are named from (default: the folder of RUN.yaml)",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from grpo_jax.cli import keys
 
-MODEL_KEYS = ("model", "lora", "param_dtype", "folder")
+MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
 
 # Command → what it does, its positionals, its options, and the keys of RUN.yaml that it takes ("all", or some).
 _RUN = ("RUN.yaml", "what to train, on what, by which rewards; see docs/cli.md")

@@ -19,6 +19,7 @@ from grpo_jax.config.fields import read, unknown_field
 from grpo_jax.config.reading import MENDS
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
+from grpo_jax.hub.quantize import check_method
 from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.text.rows import Row
@@ -60,6 +61,26 @@ class RunFile:
     def turns(self) -> dict[str, Any]:
         """What answers the policy, as keywords."""
         return {"tools": self.tools, "environment_factory": self.environment_factory}
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Keywords of `add_lora`, None for no adapters."""
+        return lora_arguments(self.values.get("lora"))
+
+    @property
+    def param_dtype(self) -> str:
+        """The dtype that params are loaded in."""
+        return self.values.get("param_dtype") or "float32"
+
+    @property
+    def quantize(self) -> str | None:
+        """How the base is held, as in `from_pretrained`."""
+        return self.values.get("quantize")
+
+    @property
+    def quantize_embeddings(self) -> bool:
+        """Whether its embedding and head are quantized too."""
+        return self.values.get("quantize_embeddings") or False
 
     def text(self) -> str:
         """The file that starts the same run from anywhere."""
@@ -171,12 +192,11 @@ class _Reading(list[str]):
             self.extend(_lines(name, self.values.get(name), error))
             return None
 
-    def check_model(self) -> None:
-        """The model is there, and what is done to it is known."""
-        if self.values.get("model") is not None:
-            self.of("model", _check_model, self.values["model"], self.folder)
+    def check_loading(self) -> None:
+        """What is done to the model as it is loaded is known."""
         self.of("lora", lora_arguments, self.values.get("lora"))
         self.of("param_dtype", _check_dtype, self.values.get("param_dtype"))
+        self.of("", _check_quantize, self.values)
 
     def functions(self) -> dict[str, Any]:
         """Reward functions, tools and environments."""
@@ -222,10 +242,11 @@ def read_run(
     values |= {name: _from_here(name, value_of(name, text)) for name, text in (overrides or {}).items()}
     problems = _Reading(values, folder)
     problems += list(_key_problems(values, wanted))
+    problems.check_loading()
     config = problems.of("", _config, values)
     parts: dict[str, Any] = {}
-    if "model" in wanted:
-        problems.check_model()
+    if "model" in wanted and values.get("model") is not None:
+        problems.of("model", _check_model, values["model"], folder)
     if "rewards" in wanted:
         parts |= problems.functions()
     if "data" in wanted:
@@ -302,6 +323,18 @@ def _check_templates(values: Mapping[str, Any]) -> bool:
 def _check_dtype(name: Any) -> None:
     if name not in (None, "float32", "bfloat16"):
         raise ValueError("use float32 or bfloat16")
+
+
+def _check_quantize(values: Mapping[str, Any]) -> None:
+    """Raise unless it is known how the base is held, and it is one that is loaded."""
+    method, embeddings = values.get("quantize"), values.get("quantize_embeddings")
+    if embeddings not in (None, True, False):
+        raise ValueError(f"quantize_embeddings = {show(embeddings)}: use true or false")
+    check_method(method, bool(embeddings))
+    if method is not None and isinstance(values.get("model"), Mapping):
+        raise ValueError(
+            f"quantize = {method!r}: model makes new weights, and none that could be held so; leave it out"
+        )
 
 
 def lora_arguments(given: Any) -> dict[str, Any] | None:

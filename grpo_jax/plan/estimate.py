@@ -61,7 +61,7 @@ def plan(
     param_dtype: str = "float32",
     device: str | None = None,
     largest: bool = True,
-    lora: int | None = None,
+    lora: int | Mapping[str, Any] | None = None,
     quantize: str | None = None,
     quantize_embeddings: bool = False,
     donate: bool = False,
@@ -77,7 +77,7 @@ def plan(
       device: whose compiler is asked, such as "H100", "H100-8" or "v5e-8" (`targets`); needs the package that it comes
         in, and without it the plan is this CPU's account, and says so. None: this CPU's account.
       largest: whether the largest batch and the longest completion that fit are looked for, which compiles twice more.
-      lora: rank of adapters that are trained on a frozen base, as `add_lora` makes them; None: all params are trained.
+      lora: rank of adapters on a frozen base, or `rank` and `targets` of `add_lora`; None: all params are trained.
       quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
       quantize_embeddings: as in `from_pretrained`.
       donate: as in `train`, which then holds no params of the caller's; so it is in `grpo-jax train`.
@@ -131,7 +131,7 @@ def programs(
     prompt_length: int,
     devices: Sequence[Any],
     param_dtype: str = "float32",
-    lora: int | None = None,
+    lora: int | Mapping[str, Any] | None = None,
     quantize: str | None = None,
     quantize_embeddings: bool = False,
 ) -> dict[str, jax.stages.Lowered]:

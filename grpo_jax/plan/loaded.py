@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
     """How the params of a run are loaded, and whether it takes them; fields as in `plan`."""
 
     param_dtype: str = "float32"
-    lora: int | None = None
+    lora: int | Mapping[str, Any] | None = None
     quantize: str | None = None
     quantize_embeddings: bool = False
     donate: bool = False
@@ -57,7 +57,8 @@ class Loaded(NamedTuple):
         held = jax.tree_util.tree_map_with_path(leaf, abstract_params(shape))
         if self.lora is None:
             return held, None
-        return jax.eval_shape(lambda key: init_adapters(key, held, rank=self.lora or 1), jax.random.key(0)), held
+        adapters = {"rank": 16} | ({"rank": self.lora} if isinstance(self.lora, int) else dict(self.lora))
+        return jax.eval_shape(lambda key: init_adapters(key, held, **adapters), jax.random.key(0)), held
 
 
 def checked(raw: Mapping[str, Any], config: GRPOConfig, loaded: Loaded) -> Loaded:
@@ -70,7 +71,7 @@ def checked(raw: Mapping[str, Any], config: GRPOConfig, loaded: Loaded) -> Loade
     lora, quantize = loaded.lora, loaded.quantize
     check_method(quantize, loaded.quantize_embeddings)
     read_config(without_quantization(raw))
-    if lora is not None and lora < 1:
+    if isinstance(lora, int) and lora < 1:
         raise ValueError(f"lora is {lora}; it is the rank of adapters, at least 1.")
     stored = quantize or ("nf4" if raw.get("quantization_config") else None)
     if lora is None and stored is not None:

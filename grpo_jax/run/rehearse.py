@@ -129,6 +129,7 @@ def rehearse(
         given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
         given |= {"tools": tools, "environment_factory": environment_factory}
         run = prepare(policy, dataset, reward_fns, config, **given)
+    config = run.task.config  # with the mesh that the policy is on, and the dtype of its devices
     with phase("state"):
         state = jax.block_until_ready(new_state(run, donate=donate))
         run.policy.empty()

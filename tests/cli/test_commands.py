@@ -11,9 +11,12 @@ import yaml
 from cli_files import lines_of, run, write_run
 from tiny import tiny_policy
 
-from grpo_jax import from_pretrained, generate, load_lora, make_prompts, merge_lora, train
+from grpo_jax import add_lora, from_pretrained, generate, load_lora, make_prompts, merge_lora, train
 from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
+from grpo_jax.models.quantized import is_quantized
+from grpo_jax.types import as_argument
+from grpo_jax.watch.summary import short
 
 ALL = ("model", "data", "rewards")
 
@@ -200,6 +203,40 @@ def test_a_conversation_goes_on_until_a_line_is_empty(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(seen[1][1]["content"] + "\n")
 
 
+@pytest.mark.parametrize(
+    "held", [{}, {"lora": 2}, {"lora": {"rank": 2, "targets": r"layers_\d+/self_attn/q_proj"}, "quantize": "int8"}]
+)
+def test_a_plan_counts_what_the_run_will_hold(folder, held):
+    path = write_run(folder, run_dir=None, eval_data=None, **held)
+    policy = commands.load_policy(read_run(path, wanted=("model",)))
+    params, base = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (policy.params, as_argument(policy.model)))
+    said = run("plan", path, "--prompt-length", 8)
+    (line,) = (line for line in said.splitlines() if line.startswith("held on each device: "))
+    found = dict(part.split(" ", 1) for part in line.partition(": ")[2].split(" · "))
+    assert found["params"] == short(params, "B")
+    assert found.get("base", short(0, "B")) == short(base, "B")
+    assert "policy" not in found, "the command donates"
+
+
+def test_a_run_on_a_quantized_base_is_that_of_the_api(folder):
+    path = write_run(folder, run_dir=str(folder / "quantized"), lora=2, quantize="int8", eval_data=None)
+    policy = commands.load_policy(read_run(path, wanted=("model",)))
+    wanted = add_lora(from_pretrained(folder / "model", quantize="int8"), jax.random.key(0), rank=2, alpha=4.0)
+    assert same(policy.params, wanted.params)
+    assert same(as_argument(policy.model), as_argument(wanted.model))
+    assert is_quantized(as_argument(policy.model))
+    run("train", path)
+    run("export", folder / "quantized", folder / "of_quantized")
+    for asked, said in (
+        ({}, "quantize = 'int8': quantized params cannot be trained; give lora"),
+        ({"lora": 2, "quantize": "int4"}, "quantize is 'int4'; use 'nf4' or 'int8'"),
+        ({"lora": 2, "quantize_embeddings": 7}, "quantize_embeddings = 7: use true or false"),
+        ({"lora": 2, "model": {"config": tiny_policy().config, "tokenizer": "model"}}, "model makes new weights"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            run("train", write_run(folder, **{"run_dir": None, "quantize": "int8"} | asked))
+
+
 def test_new_weights_are_made_of_a_config_and_a_tokenizer(folder):
     config = {**tiny_policy().config, "hidden_size": 8}
     model = {"config": config, "tokenizer": "model", "seed": 3}
@@ -218,6 +255,7 @@ def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
     (((model, config), how),) = asked
     assert (str(model), config.mesh, config.num_generations) == (str(folder / "model"), {"fsdp": 2}, 4)
-    assert how == {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8"}
+    wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}
+    assert how == wanted | {"lora": None, "quantize": None, "quantize_embeddings": False}
     with pytest.raises(SystemExit, match=r"model: is missing; give a RUN\.yaml that has one, or --model"):
         run("plan", "--beta", 0.1)

@@ -1,6 +1,7 @@
 """Training on a mesh of eight devices is training on one: the same completions, losses and params."""
 
 import functools
+import json
 from contextlib import nullcontext
 
 import chex
@@ -11,8 +12,9 @@ import optax
 import pytest
 from tiny import random_params, tiny_model, tiny_policy, tiny_tokenizer
 
-from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, init_policy, make_prompts, train
+from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, init_policy, make_prompts, rehearse, train
 from grpo_jax.devices.sharding import make_mesh, place, shard_count, split
+from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
@@ -347,3 +349,14 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
     sequence = ours._any_sequence(batch, ours._shapes(state.params, t)[0])
     packed = count * flops(ours.lower(state, batch, sequence=sequence)) + prompts
     assert packed <= 0.5 * flops(padded.lower(state, split(batch, mesh)))
+
+
+def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path, capsys):
+    policy = place_policy(tiny_policy(), make_mesh({"fsdp": 2}))
+    run(policy, None, run_dir=tmp_path, per_device_train_batch_size=4, max_steps=1, max_completion_length=4)
+    said = " · 2 devices (cpu)\neach iteration: 2 prompts × 4 = 8 completions of up to 4 tokens"
+    assert said in capsys.readouterr().err
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["mesh"]["fsdp"] == 2
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 1}
+    found = rehearse(policy, ROWS, lower_case, GRPOConfig(**settings))
+    assert said.removeprefix(" · ") in found.sizes
