@@ -148,8 +148,7 @@ def train(
         environment_factory=environment_factory,
         sampler=sampler,
     )
-    config = run.task.config  # with the mesh that the policy is on, and the dtype of its devices
-    publisher = _check_run_dir(run, run_dir, resume)
+    config, publisher = run.task.config, _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
     own_dir, state = run_dir if leads else None, new_state(run, donate=donate)

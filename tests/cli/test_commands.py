@@ -16,7 +16,7 @@ from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.types import as_argument
-from grpo_jax.watch.summary import short
+from grpo_jax.watch.summary import short_number
 
 ALL = ("model", "data", "rewards")
 
@@ -213,8 +213,8 @@ def test_a_plan_counts_what_the_run_will_hold(folder, held):
     said = run("plan", path, "--prompt-length", 8)
     (line,) = (line for line in said.splitlines() if line.startswith("held on each device: "))
     found = dict(part.split(" ", 1) for part in line.partition(": ")[2].split(" · "))
-    assert found["params"] == short(params, "B")
-    assert found.get("base", short(0, "B")) == short(base, "B")
+    assert found["params"] == short_number(params, "B")
+    assert found.get("base", short_number(0, "B")) == short_number(base, "B")
     assert "policy" not in found, "the command donates"
 
 
