@@ -1,4 +1,4 @@
-"""Where arrays stand and what works beside what: the mesh and its sharding table, processes, streams of a CPU."""
+"""Devices: the mesh and its sharding table, the platform, several processes, streams of a CPU."""
 
 from grpo_jax.devices.distributed import add_flags, initialize, start
 from grpo_jax.devices.sharding import make_mesh

@@ -1,4 +1,4 @@
-"""Where arrays live on a mesh: parameters by one table from their paths to mesh axes, batches by their prompts.
+"""Sharding: parameters by one table from their paths to mesh axes, batches by their prompts.
 
 The axes of a mesh are "data" (prompts), "fsdp" (prompts, and parameters cut along one side) and "tensor" (parameters
 cut along the other, so that heads and MLP channels are spread). Modules know nothing of it: XLA's partitioner (GSPMD)
@@ -29,11 +29,11 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
-    # What layers are told of a token, into it and out of it; that of all layers is not cut among them.
+    # The per-layer embedding, into it and out of it; that of all layers is not cut among them.
     (r".*/per_layer_input_gate/kernel", ("fsdp", "tensor")),
     (r".*/per_layer_projection/kernel", ("tensor", "fsdp")),
     (r"(.*/)?per_layer_model_projection/kernel", ("fsdp", None)),
-    # What a recurrent layer makes of a token lies side by side: heads and channels are not cut.
+    # A recurrent layer's projections lie side by side: heads and channels are not cut.
     (r".*/(linear_attn|conv)/in_proj\w*/kernel", ("fsdp", None)),
     (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
@@ -56,8 +56,8 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 An optimizer's moments have the paths of their parameters at the end of their own, and are cut as they are."""
 
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the first devices that there are, as many as the sizes multiply to.
+def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh of the first devices that there are, as many as the sizes multiply to.
 
     Args:
       axes: sizes of "data", "fsdp" and "tensor", as in `GRPOConfig.mesh`; one that is left out has the size 1.
@@ -118,7 +118,7 @@ def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """The sharding of one parameter by `TABLE`.
+    """Return the sharding of one parameter by `TABLE`.
 
     Args:
       path: names from the root to the leaf, such as ("layers_0", "self_attn", "q_proj", "kernel").
@@ -207,7 +207,7 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """What each process gives, as a list in their order; anything that JSON holds.
+    """Return what each process gives, as a list in their order; anything that JSON holds.
 
     Bytes are padded to a power of two, so that few gathers are compiled: 21 between 1 KiB and 1 GiB.
     """
@@ -284,7 +284,7 @@ def _prompts(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Mesh | None) -> int:
-    """Over how many devices prompts are split."""
+    """Return the number of devices over which prompts are split."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
@@ -315,13 +315,16 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """The sharding that `constrain` gives an array of that shape, as XLA's partitioner writes it."""
-    fits = lambda size, axis: axis if mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0 else None
-    prompts = (
-        tuple(name for name in _prompts(mesh) if mesh.shape[name] > 1) if shape[0] % shard_count(mesh) == 0 else ()
-    )
+    """Return the sharding that `constrain` gives an array of that shape, as XLA's partitioner writes it."""
+
+    def fits(size: int, axis: str | None) -> bool:
+        return axis is not None and mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0
+
+    prompts = tuple(name for name in _prompts(mesh) if mesh.shape[name] > 1)
+    if shape[0] % shard_count(mesh):
+        prompts = ()
     first = prompts if len(prompts) > 1 else prompts[0] if prompts else None
-    spec = [first, *(fits(size, axis) for size, axis in zip(shape[1:], axes, strict=False))]
+    spec = [first, *(axis if fits(size, axis) else None for size, axis in zip(shape[1:], axes, strict=False))]
     while spec and spec[-1] is None:
         spec.pop()
     return NamedSharding(mesh, PartitionSpec(*spec))

@@ -28,9 +28,9 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def devices_of(params: Params) -> set[Any]:
+def devices_of(params: Params) -> set[jax.Device]:
     """The devices that hold some params; none for arrays of NumPy and for tracers."""
-    devices: set[Any] = set()
+    devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             devices |= leaf.devices()
@@ -38,7 +38,7 @@ def devices_of(params: Params) -> set[Any]:
 
 
 def count_streams(params: Params, parts: int) -> int:
-    """How many streams serve a batch that is cut into `parts` parts: the number of cores, at most one per part.
+    """Return the number of streams for a batch that is cut into `parts` parts: one per core, at most one per part.
 
     1 unless the parameters are on one CPU device, and small: the products of a large model keep all cores busy, and a
     second stream would only read its weights once more.
@@ -52,7 +52,7 @@ def count_streams(params: Params, parts: int) -> int:
 
 
 def count_cores() -> int:
-    """How many cores of the CPU this process may use."""
+    """Return the number of cores of the CPU that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -64,7 +64,10 @@ def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     """
     if len(parts) == 1:
         return [function(parts[0])]
-    whole = lambda part: jax.block_until_ready(function(part))
+
+    def whole(part: Part) -> Result:
+        return jax.block_until_ready(function(part))
+
     futures = [_pool(len(parts)).submit(whole, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]

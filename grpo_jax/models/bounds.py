@@ -1,4 +1,4 @@
-"""What a device cannot go below: bytes of a decode, operations of an update, and the peaks that they are shares of.
+"""Lower bounds of a device's work: bytes of a decode, operations of an update, and the peaks that they are shares of.
 
 Decoding reads all weights and every completion's keys once per token, whatever the batch: its bound is the memory's
 bandwidth. An update multiplies: its bound is the peak of the matrix units. Both counts are those of the shared prompt.
@@ -113,7 +113,7 @@ def _memory(shape: TransformerConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """What a decode step of a layout [groups, width] of completions costs, in bytes that could be read meanwhile.
+    """Cost of a decode step for a layout [groups, width] of completions, in bytes that could be read meanwhile.
 
     cost = weights + groups · (prompt + width · (own + state + products))
 
@@ -151,7 +151,7 @@ class DecodeStep:
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
-        """The step of a decoder with so many tokens of prompt and completion; the weights' itemsize if it differs."""
+        """Return the step of a decoder for these lengths; `weight_itemsize` is that of the weights if it differs."""
         token = read_width(shape) * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
@@ -162,11 +162,11 @@ class DecodeStep:
         )
 
     def with_slots(self, slots: int, *, of: int) -> DecodeStep:
-        """The step that looks at so many slots of a completion, where this one looks at `of`."""
+        """Return the step that looks at `slots` slots of a completion, where this one looks at `of`."""
         return dataclasses.replace(self, own=self.own * slots / of)
 
     def cost(self, groups: int, width: int) -> float:
-        """Of a layout [groups, width]."""
+        """Return the cost for a layout [groups, width]."""
         return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))
 
 
@@ -200,8 +200,10 @@ class Work:
     def update_operations(self) -> float:
         """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
         c, p, t = self.shape, self.prompt_length, self.completion_length
-        # A memory is read twice and written once a token.
-        scores = lambda keys: 2 * read_width(c, queries=True) * keys + 3 * _memory(c)
+
+        def scores(keys: float) -> float:  # a memory is read twice and written once per token
+            return 2 * read_width(c, queries=True) * keys + 3 * _memory(c)
+
         prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))
         completions = self.group * t * (count_weights(c) + scores(p + (t + 1) / 2))
         return 6 * self.prompts * (prompts + completions)

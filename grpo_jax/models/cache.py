@@ -1,4 +1,4 @@
-"""What the layers of a decoder keep of the tokens that they have read.
+"""Caches: keys, values and recurrent states of the tokens that the layers of a decoder have read.
 
 An attention layer keeps keys and values, in slots: one for each token. One that is over the keys and values of an
 earlier layer keeps nothing, (). A recurrent layer keeps a `State`, which is as
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 class State(NamedTuple):
-    """What a recurrent layer keeps; in the place of an attention layer's (keys, values).
+    """State of a recurrent layer, in the place of an attention layer's (keys, values).
 
     Attributes:
       memory: [B, H, G, d_k, d_v] float32; of a prompt [B, H, d_k, d_v]. None of a layer that is a convolution alone.

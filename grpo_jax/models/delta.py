@@ -16,12 +16,14 @@ memory     S ─────────────► S ───────�
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 CHUNK = 64
-"""Tokens of a chunk at most, a power of two: products of this size fill an accelerator's matrix units, and the work for
-a token grows with it."""
+"""Tokens of a chunk at most, a power of two: products of this size fill an accelerator's matrix units, and the work
+per token grows with it."""
 
 
 def delta_step(
@@ -92,9 +94,11 @@ def delta_rule(
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
     pad = -n % chunk
-    cut = lambda x, axes: jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes).reshape(
-        *x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :]
-    )
+
+    def cut(x: jax.Array, axes: int) -> jax.Array:
+        x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes)
+        return x.reshape(*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :])
+
     q, k, v, decay, beta = cut(q, 1), cut(k, 1), cut(v, 1), cut(decay, 0), cut(beta, 0)
     index = jnp.arange(chunk).reshape(*[1] * (len(rows) + 1), chunk)
     i, j = index[..., :, None], index[..., None, :]
@@ -102,7 +106,7 @@ def delta_rule(
     if position is not None:
         first = index - cut(position, 0)  # where in the chunk a token's segment begins; below 0 in an earlier one
         seen = seen & (j >= first[..., None])
-    product = lambda form, *x: jnp.einsum(form, *x, precision=precision)
+    product = functools.partial(jnp.einsum, precision=precision)
     # D[i, j]: how far what token j wrote has faded when token i reads; and the memory before the chunk or the segment.
     fading = jnp.where(i > j, decay[..., None], 0.0)
     d = jnp.where(seen, jnp.exp(jnp.cumsum(fading, axis=-2)), 0.0)
@@ -122,16 +126,16 @@ def delta_rule(
         known, asked = jnp.where(own, 0.0, known), jnp.where(own, 0.0, asked)
         added, keep = jnp.where(own[..., -1:, :], keep * begins, 0.0), jnp.where(own[..., -1:, :], 0.0, keep)
 
-    def one(memory, given):
-        new, known, asked, write, keep, added = given
+    def one(memory, of_chunk):
+        new, known, asked, write, keep, added = of_chunk
         new = new - product("...ik,...kv->...iv", known, memory)
         read = product("...ik,...kv->...iv", asked, memory)
         memory = memory * keep + product("...ik,...iv->...kv", write, new)
         return memory if added is None else memory + added, (new, read)
 
     along = len(rows)
-    given = jax.tree.map(lambda x: jnp.moveaxis(x, along, 0), (new, known, asked, write, keep, added))
-    memory, after = jax.lax.scan(one, memory, given)
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, along, 0), (new, known, asked, write, keep, added))
+    memory, after = jax.lax.scan(one, memory, chunks)
     new, carried = (jnp.moveaxis(x, 0, along) for x in after)
     out = carried + product("...ij,...jd->...id", scores, new)
     out = out if read is None else out + read

@@ -7,17 +7,18 @@ differentiated forwards, backwards and both, and mapped.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """x w, for x [N, I] and w [I, O].
 
     The sums are returned in `dtype`, without being rounded to that of x and w before; None: in that of x and w.
@@ -27,7 +28,7 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul_transposed(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+def matmul_transposed(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """x wᵀ, for x [N, I] and w [O, I]; `dtype` as in `matmul`."""
     return jnp.matmul(x, w.T, preferred_element_type=dtype)
 
@@ -39,7 +40,7 @@ def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.A
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: Any = None) -> jax.Array:
+def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU; `dtype` as in `matmul`.
 
     XLA would make one product of this one and its transposes, x by the rows of wᵀ, which takes about as long as x w;
@@ -56,13 +57,17 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _written_out(x: jax.Array) -> jax.Array:
-    """x [N, M], its transpose being written to memory on the way; on a CPU only.
+    """Return x [N, M], whose transpose is written to memory on the way on a CPU.
 
     Around the part of a product's tangent that is linear in the weights, these two are what the gradient of the weights
     needs: XLA's CPU backend multiplies a transposed left side, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed once
     both transposes are written out.
     """
     return _written_out_p.bind(x)
+
+
+def _through_memory(x: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 # A primitive of its own, because it stands twice at every product of a model: `jax.lax.platform_dependent` would be a
@@ -72,15 +77,18 @@ _written_out_p.def_impl(lambda x: x)
 _written_out_p.def_abstract_eval(lambda x: x)
 ad.deflinear2(_written_out_p, lambda cotangent, _: [_written_out_p.bind(cotangent)])
 batching.defvectorized(_written_out_p)
-_through_memory = lambda x: jax.lax.optimization_barrier(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 mlir.register_lowering(_written_out_p, mlir.lower_fun(lambda x: x, multiple_results=False))
 mlir.register_lowering(_written_out_p, mlir.lower_fun(_through_memory, multiple_results=False), platform="cpu")
 
 
-def _tangent(y: jax.Array, *terms: tuple[Any, Any]) -> jax.Array:
-    """Sum of the terms (linear function, tangent), as the tangent of y."""
+def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.Array | SymbolicZero]) -> jax.Array:
+    """Return the sum of the terms (linear function, tangent), as the tangent of y."""
     parts = [linear(tangent) for linear, tangent in terms if not isinstance(tangent, SymbolicZero)]
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 @functools.partial(matmul.defjvp, symbolic_zeros=True)
@@ -88,7 +96,7 @@ def _matmul_jvp(dtype, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
     y = jnp.matmul(x, w, preferred_element_type=dtype)  # itself, so that policies of `jax.checkpoint` see a product
     # Writing out pays where x is at least as wide as the product.
-    apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
+    apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
     return y, _tangent(y, (lambda dx: dx @ w, dx), (lambda dw: apart(x @ apart(dw)), dw))
 
 
@@ -96,7 +104,7 @@ def _matmul_jvp(dtype, primals, tangents):
 def _matmul_transposed_jvp(dtype, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
     y = jnp.matmul(x, w.T, preferred_element_type=dtype)
-    apart = _written_out if w.shape[0] >= w.shape[1] else lambda x: x
+    apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
     return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: apart(x) @ apart(dw).T, dw))
 
 

@@ -42,7 +42,7 @@ class PackedSequence(flax.struct.PyTreeNode):
     lengths: jax.Array
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Values [A, N] of tokens as [A, S, T]; what stands beyond a segment's end is another's."""
+        """Return values [A, N] of tokens as [A, S, T]; those beyond a segment's end are another's."""
         at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
@@ -52,13 +52,13 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jnp.where(self.segments.number < 0, 0, own(x, self.segments.number, self.segments.position))
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Of an array [B, G] or [B, G, T], what belongs to the segments: [A, S], or [A, S, T] up to the longest."""
+        """Return the segments' part of an array [B, G] or [B, G, T]: [A, S], or [A, S, T] up to the longest."""
         devices = self.tokens.shape[0]
         own = jax.vmap(lambda x, at: x[at])(x.reshape(devices, -1, *x.shape[2:]), self.completions)
         return own if x.ndim == 2 else own[:, :, : self.segments.longest]
 
     def put(self, into: jax.Array, x: jax.Array) -> jax.Array:
-        """The array [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `of`."""
+        """Return the array [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `of`."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = into.reshape(devices, -1, into.shape[-1])
         add = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))
@@ -71,7 +71,7 @@ class PackedSequence(flax.struct.PyTreeNode):
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
-    """N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
+    """Return N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
     return -(-max(tokens, longest) // block) * block
 
 
@@ -142,12 +142,12 @@ def pack(
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
-    """[B, G] tokens of completions up to the last True of mask [B, G, T]."""
+    """Return the tokens [B, G] of completions up to the last True of mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
 def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """An order of prompts with so many tokens [B] in which each device's part has about as many tokens as the others.
+    """Return an order of prompts with `tokens` [B] in which each device's part has about as many tokens as the others.
 
     Example:
       >>> evenly(np.array([9, 8, 1, 1]), 2).tolist()
@@ -163,11 +163,10 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
 
 
 def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """The completions of lengths [B, G] of each sequence of `room` blocks, at most `most`, by their prompts."""
+    """Return the completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G]."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
     used: list[int] = []  # and the blocks that all of them take
-    blocks = lambda n: -(-n // block)
     for prompt, own in enumerate(lengths):
         for i in np.argsort(-own, kind="stable"):
             n = int(own[i])
@@ -179,7 +178,7 @@ def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[
                     filled.append({})
                     used.append(0)
                 before = filled[at].get(prompt, 0)
-                more = blocks(before + n) - blocks(before)
+                more = math.ceil((before + n) / block) - math.ceil(before / block)
                 if used[at] + more <= room and sum(map(len, members[at].values())) < most:
                     members[at].setdefault(prompt, []).append(prompt * lengths.shape[1] + int(i))
                     filled[at][prompt] = before + n

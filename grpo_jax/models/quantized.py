@@ -21,11 +21,13 @@ import functools
 import math
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.typing import DTypeLike
 
 NF4 = np.array(
     [
@@ -83,8 +85,8 @@ class Quantized:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def rows(self, dtype: Any) -> jax.Array:
-        """Wᵀ [..., out, in]: the float32 products of values and scales, rounded to `dtype`."""
+    def rows(self, dtype: DTypeLike) -> jax.Array:
+        """Return Wᵀ [..., out, in]: the float32 products of values and scales, rounded to `dtype`."""
         *lead, fan_in, fan_out = self.shape
         values, scales = _values(self.codes), self._scales()
         if scales.ndim == 1:
@@ -94,14 +96,14 @@ class Quantized:
             values, scales = values.reshape(*scales.shape, self.block), scales[..., None]
         return (values * scales).astype(dtype).reshape(*lead, fan_out, fan_in)
 
-    def matrix(self, dtype: Any = None) -> jax.Array:
-        """W [..., in, out], in its own dtype unless another is given."""
+    def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """Return W [..., in, out], in its own dtype unless another is given."""
         return self.rows(self.dtype if dtype is None else dtype).swapaxes(-1, -2)
 
-    def take(self, at: jax.Array, dtype: Any) -> jax.Array:
-        """Rows `at` [...] of Wᵀ as [..., in], and no other row is written out; where rows are cut into whole blocks."""
-        rows = lambda x: jnp.take(x, at, axis=0, mode="clip")
-        values, scales = _values(rows(self.codes)), rows(self.scales)
+    def take(self, at: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Return rows `at` [...] of Wᵀ as [..., in] and write out no other; where rows are cut into whole blocks."""
+        codes, scales = (jnp.take(x, at, axis=0, mode="clip") for x in (self.codes, self.scales))
+        values = _values(codes)
         if self.nested is not None:
             count = scales.shape[-1]
             place = at[..., None] * count + jnp.arange(count).reshape(*[1] * at.ndim, -1)
@@ -110,14 +112,14 @@ class Quantized:
         return blocks.astype(dtype).reshape(values.shape)
 
     def _scales(self) -> jax.Array:
-        """Of each block, float32."""
+        """Return the scale of each block in float32."""
         if self.nested is None:
             return self.scales
         outer = jnp.repeat(self.nested[1], NESTED_BLOCK)[: math.prod(self.scales.shape)].reshape(self.scales.shape)
         return self._plain(self.scales, outer)
 
     def _plain(self, scales: jax.Array, outer: jax.Array) -> jax.Array:
-        """Nested scales in float32, given the outer scale of each."""
+        """Return nested scales in float32, given the outer scale of each."""
         levels, _, offset = self.nested
         # PyTorch rounds the product before it adds. A compiler would make one multiply-add of both, but for the
         # maximum, which leaves every number as it is.
@@ -125,7 +127,7 @@ class Quantized:
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """float32 values of codes; of packed ones twice as many on the last axis."""
+    """Return the float32 values of codes; of packed ones twice as many on the last axis."""
     if codes.dtype != jnp.uint8:
         return codes.astype(jnp.float32)
     codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(*codes.shape[:-1], -1)
@@ -134,7 +136,7 @@ def _values(codes: jax.Array) -> jax.Array:
 
 
 def is_quantized(tree: Any) -> bool:
-    """Whether a tree of parameters has any quantized matrix.
+    """Return whether a tree of parameters has any quantized matrix.
 
     Example:
       >>> is_quantized({"kernel": jnp.ones((2, 2))})
@@ -144,14 +146,14 @@ def is_quantized(tree: Any) -> bool:
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
-def quantized_kernel(module: Any, name: str = "kernel") -> Quantized | None:
-    """The parameter of a Flax module, if it is held quantized."""
+def quantized_kernel(module: nn.Module, name: str = "kernel") -> Quantized | None:
+    """Return the parameter of a Flax module if it is held quantized."""
     held = module.get_variable("params", name) if module.has_variable("params", name) else None
     return held if isinstance(held, Quantized) else None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul_quantized(x: jax.Array, w: Quantized, dtype: Any = None) -> jax.Array:
+def matmul_quantized(x: jax.Array, w: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     """x W, for x [N, in]; `dtype` as in `matmul.matmul`. The gradient goes to x alone.
 
     W is written out in the dtype of x where it is needed, and again for the gradient: kept from the forward to the
@@ -161,13 +163,16 @@ def matmul_quantized(x: jax.Array, w: Quantized, dtype: Any = None) -> jax.Array
 
 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
-    """Wᵀ in the dtype of x, not before x is there.
+    """Return Wᵀ in the dtype of x, not before x is there.
 
     A compiler would else write out all matrices at the beginning of a program, or keep those of the forward pass for
     the backward pass, or take them out of a loop over tokens.
     """
     x = jax.lax.stop_gradient(x)
-    later = lambda codes: jax.lax.platform_dependent(codes, x, cpu=_after, default=_beside)
+
+    def later(codes):
+        return jax.lax.platform_dependent(codes, x, cpu=_after, default=_beside)
+
     scales = w.scales if w.nested is None else later(w.scales)
     return dataclasses.replace(w, codes=later(w.codes), scales=scales).rows(x.dtype)
 
@@ -177,7 +182,7 @@ def _beside(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Codes, made to depend on x by a zero that looks like none: the order of a CPU's program heeds no barrier."""
+    """Return codes that depend on x by a zero that looks like none: the order of a CPU's program heeds no barrier."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 
@@ -188,6 +193,11 @@ def _matmul_quantized_jvp(dtype, primals, tangents):
     y = jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)  # itself: policies of `jax.checkpoint` see it
     if isinstance(dx, SymbolicZero):
         return y, jnp.zeros_like(y)
-    forwards = lambda w, dx: (dx @ rows_for(dx, w).T).astype(y.dtype)
-    backwards = lambda w, g: g.astype(x.dtype) @ rows_for(g.astype(x.dtype), w)
+
+    def forwards(w, dx):
+        return (dx @ rows_for(dx, w).T).astype(y.dtype)
+
+    def backwards(w, g):
+        return g.astype(x.dtype) @ rows_for(g.astype(x.dtype), w)
+
     return y, linear_call(forwards, backwards, w, dx)

@@ -8,23 +8,23 @@ and an array of all rows for each expert. So on GPUs the products are kernels.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
 
 LEAST_SIDE = 16
-"""Of a tile: a product of tensor cores has no less."""
+"""Least side of a tile: a product of tensor cores has no less."""
 
 
 def ragged_dot(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Row n times the matrix of its group, x_n w_e(n); the rows of group 0 come first, then those of group 1.
+    """Return each row times the matrix of its group, x_n w_e(n); the rows of group 0 come first, then those of group 1.
 
     Held constant in the gradient: `sizes`. The kernels have gradients backwards only: forward mode raises.
 
@@ -55,7 +55,7 @@ def ragged_dot(
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
-    """Whether an implementation of `ragged_dot` has a kernel for matrices with these sides.
+    """Return whether an implementation of `ragged_dot` has a kernel for matrices with these sides.
 
     Example:
       >>> has_kernel("triton", 64, 16), has_kernel("triton", 360), has_kernel("xla", 64)
@@ -83,9 +83,9 @@ _ragged_dot.defvjp(_forward, _backward)
 
 
 def _by_rows(
-    implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: Any, *, turned: bool
+    implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, turned: bool
 ) -> jax.Array:
-    """Rows [N, I] times w [E, I, O], or if `turned` [N, O] times its transposes: one program a tile of the result.
+    """Return rows [N, I] times w [E, I, O], or if `turned` [N, O] times its transposes: one program per tile.
 
     The rows of a tile are of one group, or of several that lie side by side; each counts for its own rows only.
     """
@@ -96,7 +96,10 @@ def _by_rows(
     count = -(-n // rows)
     x = jnp.pad(x, ((0, -n % rows), (0, 0)))
     ends, begins = jnp.cumsum(sizes), jnp.arange(count) * rows
-    group_of = lambda row: jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+
+    def group_of(row: jax.Array) -> jax.Array:
+        return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+
     first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
     # A group without rows has nothing to add, and its matrix need not be read.
     parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
@@ -132,13 +135,14 @@ def _by_rows(
         out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((count * rows, outer), dtype),
         name="ragged_rows_turned" if turned else "ragged_rows",
-        **_how(implementation, rows),
+        interpret=implementation == "interpreted",
+        compiler_params=_compiler_params(implementation, rows),
     )
     return call(first, last, _starts(sizes), parts, x, w)[:n]
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """[E, I, O], of each group the sum over its rows of x_n g_nᵀ: one program a tile of a group's matrix."""
+    """Return [E, I, O], for each group the sum over its rows of x_n g_nᵀ: one program per tile of a group's matrix."""
     n, inner, outer = *x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
@@ -158,7 +162,6 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
         out[...] = jax.lax.fori_loop(first[...], last[...] + 1, of_tile, zeros).astype(out.dtype)
 
     of_group = pl.BlockSpec((None,), lambda e, i, j: (e,))
-
     call = pl.pallas_call(
         kernel,
         grid=(len(sizes), inner // height, outer // width),
@@ -170,34 +173,35 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
         out_specs=pl.BlockSpec((None, height, width), lambda e, i, j: (e, i, j)),
         out_shape=jax.ShapeDtypeStruct((len(sizes), inner, outer), x.dtype),
         name="ragged_groups",
-        **_how(implementation, height),
+        interpret=implementation == "interpreted",
+        compiler_params=_compiler_params(implementation, height),
     )
     return call(first, last, starts[:-1], starts[1:], x, g)
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """[E + 1] int32: where the rows of each group begin, and where those of the last end."""
+    """Return [E + 1] int32: where the rows of each group begin, and where those of the last end."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
 
 
 def _longest_side(x: jax.Array) -> int:
-    """Of a tile: as much of it as the memory that a program shares can hold, 128 in bfloat16 and 64 in float32."""
+    """Return the longest side of a tile that a program's shared memory can hold: 128 in bfloat16, 64 in float32."""
     return 256 // x.dtype.itemsize
 
 
 def _tile(size: int, most: int) -> int:
-    """The largest power of two up to `most` that divides the size."""
+    """Return the largest power of two up to `most` that divides the size."""
     return min(most, size & -size)
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Rows of a tile: about those of a group, so that the few rows of a decode step are spread over many programs."""
+    """Return the rows of a tile: about those of a group, so that the few of a decode step meet many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)
 
 
-def _how(implementation: str, side: int) -> dict[str, Any]:
+def _compiler_params(implementation: str, side: int) -> pl.CompilerParams | None:
     if implementation == "interpreted":
-        return {"interpret": True}
+        return None
     from jax.experimental.pallas import triton
 
-    return {"compiler_params": triton.CompilerParams(num_warps=8 if side == 128 else 4, num_stages=2)}
+    return triton.CompilerParams(num_warps=8 if side == 128 else 4, num_stages=2)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Numbers = dict[str, Any]
+"""Numbers, flags and lists of a scaling, by their names in Hugging Face's `rope_parameters`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -33,26 +36,26 @@ class Rope:
     growth: tuple[float, int] = (0.0, 1)
 
 
-def _linear(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _linear(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Positions divided by `factor` (position interpolation)."""
     return inverse / n["factor"], 1.0
 
 
-def _dynamic(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """NTK-aware: a larger base once the sequence is longer than the context that the model was made for."""
     longest, d = n["max_position_embeddings"], 2 * len(inverse)
     growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
     return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
 
 
-def _llama3(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Long wavelengths interpolated, short ones kept, a linear passage between the two."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
 
 
-def _yarn(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """As llama3 with the passage counted in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
@@ -76,7 +79,7 @@ def _yarn(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tu
     return inverse * (1 - interpolated + interpolated / factor), attention
 
 
-def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """A factor for each frequency, of two sets: one up to the original context, one beyond (Ding et al. 2024)."""
     original = n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
@@ -86,14 +89,18 @@ def _longrope(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -
     return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
 
 
-def _proportional(inverse: np.ndarray, n: dict[str, Any], rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Frequencies over the whole head, of which the first part turns and the rest stands still; divided by `factor`."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
 
-ROPE_KINDS: dict[str, Callable[[np.ndarray, dict[str, Any], Rope, int], tuple[np.ndarray, float]]] = {
-    "default": lambda inverse, numbers, rope, length: (inverse, 1.0),
+def _default(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+    return inverse, 1.0
+
+
+ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarray, float]]] = {
+    "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
@@ -165,7 +172,10 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = Fa
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
-    turn = lambda x: x.swapaxes(-1, -2) if pairs else x
+
+    def turn(x: jax.Array) -> jax.Array:
+        return x.swapaxes(-1, -2) if pairs else x
+
     halves = turn(halves.reshape(*x.shape[:-1], *((half, 2) if pairs else (2, half))))
     # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other

@@ -11,6 +11,7 @@ predicts         c0      c1    c2    c3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from grpo_jax.maths.log_probs import log_probs_and_entropy, log_probs_of
 from grpo_jax.maths.sampling import Sampling, process_logits
-from grpo_jax.models.attention import Prefix
+from grpo_jax.models.attention import Prefix, Segments
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
@@ -30,7 +31,7 @@ CHUNK = 1024
 
 
 class Scores(NamedTuple):
-    """What is known of completion tokens by reading them.
+    """Log-probs and entropies of completion tokens, and the router's loss on them.
 
     Attributes:
       log_probs: [..., T] float32, 0 where the mask is 0.
@@ -53,7 +54,7 @@ def chunked(
     with_entropy: bool,
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N], given hidden states [B, N, D], chunk by chunk.
+    """Return log-probs (and entropies, else zeros) [B, N] of tokens [B, N] from states [B, N, D], chunk by chunk.
 
     A chunk, of `CHUNK` tokens unless another number is given, has some of the N tokens of every prompt: where prompts
     are cut over devices, each computes its own.
@@ -135,13 +136,22 @@ def score_completions(
 
 
 def _read_on(
-    model: CachedModel, params: Params, tokens: jax.Array, prefix: Prefix, counted: jax.Array | None, **how: Any
+    model: CachedModel,
+    params: Params,
+    tokens: jax.Array,
+    prefix: Prefix,
+    counted: jax.Array | None,
+    *,
+    rngs: dict[str, jax.Array] | None,
+    segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Hidden states of tokens behind their prompts; with a mask of those that count, also their `router_loss`."""
-    how["method"] = "hidden"
+    """Return hidden states of tokens behind their prompts; with a mask of those that count, also `router_loss`."""
+    read = functools.partial(
+        model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
+    )
     if counted is None:
-        return model.apply({"params": params}, tokens, prefix, **how)[0], None
-    (hidden, _), written = model.apply({"params": params}, tokens, prefix, mutable=["router"], **how)
+        return read()[0], None
+    (hidden, _), written = read(mutable=["router"])
     chosen = model.config.num_experts_per_token
     return hidden, router_loss(written, counted, num_experts_per_token=chosen)
 
@@ -153,7 +163,7 @@ def _unembed(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
 def read_prompts(
     model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """What `score_packed` starts from: the state [B, D] of each prompt's last token, and the layers of its `Prefix`."""
+    """Read prompts for `score_packed`: the state [B, D] of each one's last token, and the layers of the `Prefix`."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
     return last, prefix.layers
 
@@ -175,7 +185,7 @@ def score_packed(
     Args:
       model: a `types.CachedModel`.
       params: its parameters.
-      read: what `read_prompts` returned for all prompts of the batch.
+      read: from `read_prompts`, for all prompts of the batch.
       lengths: [B] of those prompts.
       sequence: some completions of the batch.
       counted: [A, S, T] bool, the tokens of the segments whose load-balancing loss is wanted; None: it isn't.
@@ -191,16 +201,18 @@ def score_packed(
     hidden, balance = _read_on(model, params, tokens, Prefix(layers, lengths), counted, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
-    # What predicts a token is the state before it: for the first of a completion that of the prompt's last token.
+    # A token is predicted by the state before it: the first of a completion by that of the prompt's last token.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     first = jax.vmap(lambda last, prompt: last[prompt])(last.reshape(a, -1, last.shape[-1]), prompt)
     before = jnp.where((segments.position == 0)[..., None], first, before)
-    how: dict[str, Any] = {"with_entropy": with_entropy, "chunk": a * CHUNK}  # each device holds the logits of a chunk
-    log_probs, entropies = chunked(_unembed(model), params, before, sequence.tokens, sampling, **how)
+    chunk = a * CHUNK  # each device holds the logits of a chunk
+    log_probs, entropies = chunked(
+        _unembed(model), params, before, sequence.tokens, sampling, with_entropy=with_entropy, chunk=chunk
+    )
     mask = sequence.mask
-    spread = lambda x: jnp.where(mask, sequence.spread(x), 0.0)
-    return Scores(spread(log_probs), spread(entropies), balance)
+    log_probs, entropies = (jnp.where(mask, sequence.spread(x), 0.0) for x in (log_probs, entropies))
+    return Scores(log_probs, entropies, balance)
 
 
 def completion_log_probs(

@@ -32,7 +32,7 @@ from grpo_jax.models.sight import How, Sight, implementation
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(layer, written, variables, x, context):
-    """A layer's result, and the collections that it writes."""
+    """Return a layer's result, and the collections that it writes."""
     return layer.apply(variables, x, context, mutable=written)
 
 
@@ -157,9 +157,17 @@ class Transformer(nn.Module):
         present = write if c.mixers is not None else None
         if c.mixers is not None and last is not None:
             present = (jnp.arange(t)[None] <= last[:, None])[:, None]
-        where: dict[str, Any] = {"index": index, "start": start, "write": write, "segments": segments}
-        growth = query_growth(positions, c.rope)
-        context = Context(tables, growth, **where, present=present, sight=sight, last=last)
+        context = Context(
+            tables,
+            query_growth(positions, c.rope),
+            index=index,
+            start=start,
+            write=write,
+            segments=segments,
+            last=last,
+            present=present,
+            sight=sight,
+        )
         x = by_rows(self.embed_tokens(tokens), c.mesh)
         x, own = self._through(x, context, self._layer_inputs(tokens, x), prefix, cache)
         return self.norm(x), own
@@ -167,7 +175,7 @@ class Transformer(nn.Module):
     def _tables(
         self, positions: jax.Array, longest: int, prefix: Prefix | None, *, cached: bool
     ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """The rotary tables of positions, for layers of full attention and for those with a window."""
+        """Return the rotary tables of positions, for layers of full attention and for those with a window."""
         c = self.config
         ropes = [(c.rope, c.heads_of(LayerKind())[1]), (c.local_rope, c.head_dim)]
         used = [(rope, width) for rope, width in ropes if rope is not None]
@@ -178,7 +186,7 @@ class Transformer(nn.Module):
         return tuple(rope_table(positions, rope, width, longest) for rope, width in used)
 
     def _sight(self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None) -> Sight | None:
-        """What tokens see that are read as a whole, in layers with heads of each shape; None for written scores."""
+        """Return the tiles that tokens see which are read as a whole, by heads of each shape; None for "einsum"."""
         c, chosen, sight = self.config, implementation(self.config.attention), None
         if chosen == "einsum":
             return None
@@ -190,23 +198,23 @@ class Transformer(nn.Module):
         return sight
 
     def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """What each layer is told of tokens with embeddings x, [B, G, T, layers, ·]; None where it is nothing.
+        """Return the per-layer embeddings [B, G, T, layers, ·] of tokens with embeddings x (Gemma 4), or None.
 
         (RMSNorm(W x / √D) + e) / √2, e from a table of its own.
         """
         c = self.config
         if not c.layer_input_size:
             return None
-        of_layers = lambda y: y.reshape(*tokens.shape, c.num_layers, c.layer_input_size)
+        shape = (*tokens.shape, c.num_layers, c.layer_input_size)
         projected = self.per_layer_model_projection(x) * jnp.asarray(c.hidden_size**-0.5, x.dtype)
         own = by_rows(self.embed_tokens_per_layer(tokens), c.mesh)
-        both = self.per_layer_projection_norm(of_layers(projected)) + of_layers(own)
+        both = self.per_layer_projection_norm(projected.reshape(shape)) + own.reshape(shape)
         return both * jnp.asarray(2.0**-0.5, x.dtype)
 
     def _through(
         self, x: jax.Array, context: Context, inputs: jax.Array | None, prefix: Prefix | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
-        """All layers one after another: the state that leaves the last one, and what each of them keeps."""
+        """Apply all layers: return the state after the last one, and each one's keys and values (or state)."""
         c, last, i, own = self.config, context.last, 0, list[Any]()
         # After the last layer with keys and values of its own, only token `last` is looked at: there the others give
         # keys and values, and no more. That layer is then unlike those before it.
@@ -232,7 +240,7 @@ class Transformer(nn.Module):
     def _beside(
         self, context: Context, i: int, inputs: jax.Array | None, prefix: Prefix | None, own: list[Any]
     ) -> Context:
-        """The context of layer i, with what is its own in it."""
+        """Return the context of layer i, with its own prefix, shared keys and per-layer embedding."""
         source = self.config.kv_source(i)
         return context.replace(
             prefix=None if prefix is None else (*prefix.layers[source], prefix.lengths),
@@ -241,16 +249,16 @@ class Transformer(nn.Module):
         )
 
     def _only_reads(self) -> bool:
-        """Whether layers read their variables and write router logits at most: no initialization, no dropout."""
+        """Return whether layers read variables and write router logits at most: no initialization, no dropout."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
     def _written(self) -> tuple[str, ...]:
-        """The collections that layers write which otherwise only read."""
+        """Return the collections that layers write which otherwise only read."""
         return ("router",) if self.is_mutable_collection("router") else ()
 
     def _layer(self, i: int, x: jax.Array, context: Context) -> tuple[jax.Array, Any]:
-        """Layer i, by a function that JAX traces once for all layers of its kind: most of the time of a start."""
+        """Apply layer i by a function that JAX traces once for all layers of its kind: most of the time of a start."""
         layer = self.layers[i]
         if not self._only_reads():
             return layer(x, context)
@@ -261,7 +269,7 @@ class Transformer(nn.Module):
         return result
 
     def _sow(self, written: Any) -> None:
-        """Router logits that layers wrote when they were applied by themselves, as if they had been sown here."""
+        """Sow router logits that layers wrote when they were applied by themselves."""
         for logits in jax.tree.leaves(written):
             self.sow("router", "logits", logits)
 
@@ -276,7 +284,7 @@ class Transformer(nn.Module):
         prefix: Prefix | None,
         before: list[Any],
     ) -> tuple[jax.Array, list[Any]]:
-        """`times` × `period` layers from the `first` on as one loop, whose body is compiled once.
+        """Apply `times` × `period` layers from the `first` on as one loop, whose body is compiled once.
 
         Their weights are put together for it, in the compute dtype: a copy of them while the program runs.
         """
@@ -287,9 +295,9 @@ class Transformer(nn.Module):
             own = here.prefix if here.shared is None else None
             return self._cast(self.layers[i].variables), None if own is None else own[:2], here.layer_input
 
-        def body(x: jax.Array, given: list[Any]) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
+        def body(x: jax.Array, stacked: list[Any]) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
             own, logits = [], []
-            for j, (layer, (variables, prompts, layer_input)) in enumerate(zip(layers, given, strict=True)):
+            for j, (layer, (variables, prompts, layer_input)) in enumerate(zip(layers, stacked, strict=True)):
                 # Layers of one kind without keys and values of their own are over those of one layer.
                 here = self._beside(context, first + j, None, prefix, before).replace(layer_input=layer_input)
                 if prompts is not None and prefix is not None:
@@ -300,21 +308,26 @@ class Transformer(nn.Module):
             return x, (own, logits)
 
         numbers = [range(first + j, first + period * times, period) for j in range(period)]
-        given = [jax.tree.map(lambda *x: jnp.stack(x), *map(of, some)) for some in numbers]
-        x, (own, logits) = jax.lax.scan(body, x, given)
+        parts = [jax.tree.map(lambda *x: jnp.stack(x), *map(of, some)) for some in numbers]
+        x, (own, logits) = jax.lax.scan(body, x, parts)
         self._sow([[stacked[r] for r in range(times)] for stacked in jax.tree.leaves(logits)])
         return x, [jax.tree.map(lambda x, r=r: x[r], kv) for r in range(times) for kv in own]
 
     def _cast(self, variables: Any) -> Any:
-        """Variables of a layer with the kernels as its products take them."""
+        """Return the variables of a layer with the kernels in the compute dtype."""
         dtype = jnp.dtype(self.config.dtype)
-        cast = lambda path, x: x.astype(dtype) if getattr(path[-1], "key", None) == "kernel" else x
+
+        def cast(path: Any, x: jax.Array) -> jax.Array:
+            return x.astype(dtype) if getattr(path[-1], "key", None) == "kernel" else x
+
         return jax.tree_util.tree_map_with_path(cast, variables)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
         """Read the prompts once: hidden state [B, D] of each one's last token, and the `Prefix` for its completions."""
         hidden, own = self.hidden(tokens[:, None], last=lengths - 1)
-        only = lambda x: x[:, :, 0]
+
+        def only(x: jax.Array) -> jax.Array:
+            return x[:, :, 0]
 
         def turned(kept: Any) -> Any:
             if isinstance(kept, State) or not kept:
