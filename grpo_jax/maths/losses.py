@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, Scalar, bounded, floating, sg
 from grpo_jax.maths.kl import ESTIMATORS, k3
-from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_threshold
+from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_mask
 from grpo_jax.maths.surrogates import (
     LOSS_TYPES,
     RATIOS,
@@ -68,13 +68,13 @@ def _check_terms(settings: LossSettings, ref_log_probs: Any, entropies: Any, ent
         )
 
 
-def _read_mask(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+def _read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
     """The mask as bool, of the shape of log_probs."""
     if log_probs.ndim == 0:
         raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
     if mask.shape != log_probs.shape:
-        raise ValueError(f"mask has shape {mask.shape}; pass {log_probs.shape}, that of log_probs.")
+        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, that of log_probs.")
     return mask
 
 
@@ -127,15 +127,6 @@ def _kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
-def _select(entropies: jax.Array, mask: jax.Array, quantile: Scalar, threshold: Scalar | None) -> jax.Array:
-    """The tokens that the policy loss keeps: those of the highest entropy, or the whole mask."""
-    if _is_off(1 - quantile):
-        return mask
-    if threshold is None:
-        threshold = top_entropy_threshold(entropies, mask, quantile)
-    return mask & (entropies >= threshold)
-
-
 def grpo_loss_terms(
     log_probs: jax.Array,
     old_log_probs: jax.Array | None,
@@ -152,7 +143,7 @@ def grpo_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
     num_selected_tokens: Scalar | None = None,
-    entropy_threshold: Scalar | None = None,
+    selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
     """`grpo_loss` for a part of a minibatch, with metrics in a form that merges exactly.
 
@@ -160,7 +151,7 @@ def grpo_loss_terms(
     do their gradients, however the batch was cut along the leading axes:
 
         totals = batch_totals(mask)
-        loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]
+        loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]    (with `selected`, if top_entropy_quantile < 1)
         metrics = finalize_metrics(merge_metrics(...))
 
     The arguments are those of `grpo_loss`, its choices and numbers gathered in `settings`.
@@ -197,11 +188,13 @@ def grpo_loss_terms(
         keep = _near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         token_sums["off_policy_fraction"] = ~keep
-    selected = mask
     if entropies is not None:
         entropies = _like_log_probs("entropies", entropies, l)
-        selected = _select(entropies, mask, settings.top_entropy_quantile, entropy_threshold)
-        p = p if selected is mask else jnp.where(selected, p, 0)
+        if selected is None and not _is_off(1 - settings.top_entropy_quantile):
+            selected = top_entropy_mask(entropies, mask, settings.top_entropy_quantile)
+    if selected is not None:
+        selected = mask & _read_mask(log_probs, selected, "selected")
+        p = jnp.where(selected, p, 0)
     if weights is not None and surrogate is not vespo:
         p = p * jnp.where(mask, weights, 1)
     loss = reduction(p, mask, counts)
@@ -218,10 +211,11 @@ def grpo_loss_terms(
 
     # Entropy term.
     if entropies is not None:
-        sums["selected_tokens"] = jnp.sum(selected)
-        sums["selected_entropy_sum"] = jnp.sum(entropies, where=selected)
+        kept = mask if selected is None else selected
+        sums["selected_tokens"] = jnp.sum(kept)
+        sums["selected_entropy_sum"] = jnp.sum(entropies, where=kept)
         if num_selected_tokens is None:
-            num_selected_tokens = num_tokens if selected is mask else sums["selected_tokens"]
+            num_selected_tokens = num_tokens if selected is None else sums["selected_tokens"]
         sums["entropy_bonus"] = entropy_coef * sums["selected_entropy_sum"] / jnp.maximum(num_selected_tokens, 1)
         loss = loss - sums["entropy_bonus"]
         token_sums["entropy"] = entropies
@@ -283,7 +277,7 @@ def grpo_loss(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
     num_selected_tokens: Scalar | None = None,
-    entropy_threshold: Scalar | None = None,
+    selected: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes the GRPO objective and its metrics.
 
@@ -355,7 +349,8 @@ def grpo_loss(
       num_rows: rows of the whole minibatch, if this call sees a part of it; None means those of this call.
       num_tokens: masked-in tokens of the whole minibatch, likewise. Denominator of bnpo and of the bonus.
       num_selected_tokens: Σ m' of the whole minibatch, likewise.
-      entropy_threshold: nats; the quantile over the whole minibatch, likewise. `batch_totals` computes all four.
+      selected: [..., T] bool or 0/1; of the `top_entropy_mask` of the whole minibatch, the part that belongs to this
+        call. None: it is found among the tokens of this call. `batch_totals` computes the three counts.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimised.
@@ -443,6 +438,6 @@ def grpo_loss(
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_selected_tokens=num_selected_tokens,
-        entropy_threshold=entropy_threshold,
+        selected=selected,
     )
     return loss, finalize_metrics(metrics)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import Scalar, floating, sg
+from grpo_jax.maths.checks import Scalar, sg
 
 
 class MetricSums(NamedTuple):
@@ -42,7 +42,18 @@ def top_entropy_threshold(entropies: jax.Array, mask: jax.Array, quantile: Scala
     position = (1 - quantile) * last
     below = jnp.floor(position).astype(int)
     above = jnp.minimum(below + 1, last)
-    return sg(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+    # Rounding must not lift it above the value that it ends at, or no token would reach it.
+    return sg(jnp.minimum(ordered[below] + (position - below) * (ordered[above] - ordered[below]), ordered[above]))
+
+
+def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
+    """The tokens of `mask` whose entropy is at least the linear (1 − quantile)-quantile, [..., T] bool.
+
+    It is made once for a whole minibatch and handed on (`selected`). Tokens in the same state share their entropy, and
+    two programs that compute it may differ in the last bit: selecting in one of them by a threshold from the other can
+    drop all of these tokens.
+    """
+    return mask & (entropies >= top_entropy_threshold(entropies, mask, quantile))
 
 
 def update_entropy_coef(
@@ -84,26 +95,21 @@ def update_entropy_coef(
     return sg(coef), sg(jnp.where(low, coef, 0))
 
 
-def batch_totals(
-    mask: jax.Array, entropies: jax.Array | None = None, top_entropy_quantile: Scalar = 1.0
-) -> dict[str, jax.Array]:
+def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
     """Counts a whole minibatch, for calls of `grpo_loss` that see a part of it: `grpo_loss(..., **totals)`.
 
     Args:
       mask: [..., T], of the whole batch.
-      entropies: [..., T] nats, of the whole batch; needed when top_entropy_quantile < 1. The result is exact if they
-        were computed at the params of this very step.
-      top_entropy_quantile: in [0, 1].
+      selected: [..., T], the `top_entropy_mask` of the whole batch where top_entropy_quantile < 1, of which each call
+        is given its part.
 
     Returns:
-      `num_rows` and `num_tokens`; with `entropies` also `entropy_threshold` and `num_selected_tokens`.
+      `num_rows` and `num_tokens`; with `selected` also `num_selected_tokens`.
     """
     mask = jnp.asarray(mask) != 0
     totals = {"num_rows": jnp.asarray(math.prod(mask.shape[:-1])), "num_tokens": jnp.sum(mask)}
-    if entropies is not None:
-        entropies = floating("entropies", entropies)
-        totals["entropy_threshold"] = top_entropy_threshold(entropies, mask, top_entropy_quantile)
-        totals["num_selected_tokens"] = jnp.sum(mask & (entropies >= totals["entropy_threshold"]))
+    if selected is not None:
+        totals["num_selected_tokens"] = jnp.sum(mask & (jnp.asarray(selected) != 0))
     return totals
 
 

@@ -357,7 +357,7 @@ def _rollout_metrics(config: GRPOConfig, groups: _Groups, present: np.ndarray) -
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
     return {
         "reward": mean_of_scored(rewards),
-        "reward_std": float(np.mean(spread)) if spread else 0.0,
+        "reward_std": float(np.mean(spread)) if spread else float("nan"),
         "frac_reward_zero_std": float(np.asarray(_zero_signal(groups.rewards, **_aggregation(config))).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

@@ -237,6 +237,8 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
     yield from _of_the_rewards(run, experience)
     if all(row["advantage"] == 0 for row in rows):
         yield "all advantages are 0: such a group teaches nothing"
+    elif metrics["tokens"] == 0:
+        yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"
     elif metrics["grad_norm"] == 0:
         yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
     if run.task.sampler is not None:

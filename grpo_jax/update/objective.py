@@ -7,7 +7,6 @@ are the gradients, however it is cut.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
@@ -68,20 +67,17 @@ def correction_of(batch: Batch, config: GRPOConfig) -> jax.Array | None:
     )
 
 
-def count_totals(batch: Batch, config: GRPOConfig, entropies: jax.Array | None) -> dict[str, Any]:
+def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, jax.Array]:
     """The counts of the whole minibatch that the loss of any part of it is divided by.
 
     Args:
       batch: the minibatch, [B, G, T].
-      config: the settings.
-      entropies: [B, G, T] at the present params where `top_entropy_quantile` < 1 (the quantile is over the whole
-        minibatch, so it has to be known before the first part); else None.
+      selected: [B, G, T] bool, its `top_entropy_mask` where `top_entropy_quantile` < 1 (the quantile is over the whole
+        minibatch, so the mask has to be made before the first part); else None.
     """
-    totals: dict[str, Any] = dict(batch_totals(batch.mask))
+    totals = batch_totals(batch.mask, selected)
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
-    if entropies is not None:
-        totals = {**batch_totals(batch.mask, entropies, config.top_entropy_quantile), **totals}
     return totals
 
 
@@ -90,10 +86,11 @@ def loss_of(
     entropies: jax.Array,
     part: Batch,
     state: TrainState,
-    totals: dict[str, Any],
+    totals: dict[str, jax.Array],
     *,
     config: GRPOConfig,
     on_policy: bool,
+    selected: jax.Array | None = None,
     aux_loss: jax.Array | None = None,
     aux_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
@@ -105,6 +102,7 @@ def loss_of(
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config, on_policy: as in `train_step`.
+      selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       aux_loss: [] load-balancing loss of these completions; None where there is none.
       aux_coef: the factor on it.
     """
@@ -123,6 +121,7 @@ def loss_of(
         entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,
         sampling_log_probs=part.sampling_log_probs,
         importance_weights=correction_of(part, config),
+        selected=selected,
         **totals,
     )
     if aux_loss is not None:
@@ -144,13 +143,21 @@ def loss_of(
     return loss, metrics
 
 
+_COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
+
+
 def apply_gradients(
     state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: GRPOConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The optimizer step, from the gradient of a batch and its metric sums."""
+    """The optimizer step, from the gradient of a batch and its metric sums.
+
+    A batch without one trained token has measured nothing and moves nothing: its means are NaN.
+    """
     metrics = finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+    trained = metrics["tokens"] > 0
+    metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     if config.use_adaptive_entropy:
         coef, applied = update_entropy_coef(
@@ -162,14 +169,16 @@ def apply_gradients(
             maximum=config.entropy_coef_max,
         )
         # A skipped update has measured nothing that could be relied on.
-        coef = jnp.where(ok, coef, state.entropy_coef)
-        state = state.replace(entropy_coef=coef, entropy_bonus=jnp.where(ok, applied, state.entropy_bonus))
+        measured = ok & trained
+        coef = jnp.where(measured, coef, state.entropy_coef)
+        state = state.replace(entropy_coef=coef, entropy_bonus=jnp.where(measured, applied, state.entropy_bonus))
         metrics["entropy_coef"] = coef
     state = finish_update(
         state,
         grads,
         ok,
         optimizer,
+        trained=trained,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
     )

@@ -37,7 +37,7 @@ from grpo_jax.devices.sharding import (
     tree_sharding,
 )
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
-from grpo_jax.maths.metrics import MetricSums, merge_metrics
+from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
 from grpo_jax.models.packing import BLOCK, PackedSequence, evenly, lengths_of, pack, padding_share, sequence_size
 from grpo_jax.models.scoring import score_packed
 from grpo_jax.models.sight import implementation
@@ -147,15 +147,16 @@ class PackedUpdater:
         state, batch = abstract((state, batch))
         count, read, _ = self._shapes_read(state, batch, full)
         read = jax.eval_shape(functools.partial(join_reads, spread=spread), [read] * count)
-        entropies = batch.sampling_log_probs if self.config.top_entropy_quantile < 1 else None
-        totals = jax.eval_shape(lambda batch, x: count_totals(batch, self.config, x), batch, entropies)
+        selected = batch.mask if self.config.top_entropy_quantile < 1 else None
+        totals = jax.eval_shape(count_totals, batch, selected)
         zeros = jax.eval_shape(functools.partial(_zeros, spread=spread), (state.params, read))
         dropout = jax.eval_shape(lambda state: dropout_key(self.model, state), state)
         zeros, read, dropout = self._placed((zeros, read, dropout), state.params)
-        totals = self._placed(totals, (batch, state.params if entropies is not None else None))
+        selected = self._placed(selected, (batch, state.params))
+        totals = self._placed(totals, (batch, selected))
         sequence = full if sequence is None else sequence
         given = self._placed((state, batch, sequence))
-        given = (zeros, given[0], read, *given[1:], totals, dropout, 0)
+        given = (zeros, given[0], read, *given[1:], totals, selected, dropout, 0)
         return _add_sequence.lower(*given, **self._how, spread=spread)
 
     def lower_score(
@@ -294,10 +295,11 @@ class PackedUpdater:
         batch = split(batch, self.mesh)
         if spread.devices > 1:
             batch = _reorder(batch, order, spread=spread)
-        entropies = None
-        if self.config.top_entropy_quantile < 1:
+        selected, quantile = None, self.config.top_entropy_quantile
+        if quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.mask, sequences, with_entropy=True)
-        totals = _jit_totals(batch, config=self.config, entropies=entropies)
+            selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
+        totals = _jit_totals(batch, selected)
         dropout = dropout_key(model, state)
         given = (state.params, batch.prompts, dropout, model)
         read, kept = read_all(*given, size, spread, backward=True)
@@ -305,7 +307,7 @@ class PackedUpdater:
         def gradients_of(numbers: range) -> tuple[Any, MetricSums]:
             grads, sums = _zeros((state.params, read), spread=spread), list[MetricSums]()
             for i in numbers:
-                given = (state, read, batch, split(sequences[i], self.mesh), totals, dropout, i)
+                given = (state, read, batch, split(sequences[i], self.mesh), totals, selected, dropout, i)
                 grads, more = _add_sequence(in_turn(grads), *given, **self._how, spread=spread)
                 sums = [more] if not sums else [_merge(*sums, more)]  # one by one: whatever their number, one program
             return grads, sums[0]
@@ -355,8 +357,13 @@ def _apply(state, grads, sums, *, mesh, **how):
 
 
 _jit_apply = jax.jit(_apply, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
-_jit_totals = jax.jit(count_totals, static_argnames=("config",))
+_jit_totals = jax.jit(count_totals)
 _merge = jax.jit(merge_metrics)
+
+
+@functools.partial(jax.jit, static_argnames=("quantile", "mesh"))
+def _select(entropies, mask, *, quantile, mesh):
+    return constrain(top_entropy_mask(entropies, mask, quantile), mesh)
 
 
 def _sum(trees):
@@ -389,19 +396,29 @@ def _keep_gradients(gradients, spread):
 @shared
 @functools.partial(jax.jit, static_argnames=("config", "on_policy", "spread"), donate_argnums=(0,))
 def _add_sequence(
-    gradients, state, read, batch, sequence, totals, dropout, number, *, model, config, on_policy, spread
+    gradients, state, read, batch, sequence, totals, selected, dropout, number, *, model, config, on_policy, spread
 ):
     """Gradients of the params and of what was read from the prompts, with those of one packed sequence added."""
     own = jax.tree.map(sequence.of, batch.replace(prompts=None, counted=None))
     own, aux_coef = own.replace(mask=own.mask & sequence.mask), router_coef(model, config)
+    selected = None if selected is None else sequence.of(selected)
 
     def loss_fn(params, read):
         given = (read, batch.prompts.lengths, sequence, sampling_of(config))
         counted = own.mask if aux_coef else None
         scores = score_packed(model, params, *given, counted=counted, rngs=rngs_of(dropout, 1, number))
-        how: dict[str, Any] = {"aux_loss": scores.router_loss, "aux_coef": aux_coef}
-        of = (scores.log_probs, scores.entropies, own, state, totals)
-        return loss_of(*of, config=config, on_policy=on_policy, **how)
+        return loss_of(
+            scores.log_probs,
+            scores.entropies,
+            own,
+            state,
+            totals,
+            config=config,
+            on_policy=on_policy,
+            selected=selected,
+            aux_loss=scores.router_loss,
+            aux_coef=aux_coef,
+        )
 
     more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
     total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), gradients, more)

@@ -148,6 +148,7 @@ def finish_update(
     ok: jax.Array,
     optimizer: optax.GradientTransformation,
     *,
+    trained: jax.Array | bool = True,
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
 ) -> TrainState:
@@ -159,13 +160,16 @@ def finish_update(
 
     Where `ok` is False, params and optimizer stay as they are to the last bit, and `skipped` counts one. The step is
     counted all the same, so that schedules, the data and the keys of a run do not depend on it: the optimizer is given
-    it as the extra argument `step`. A schedule that counts its own updates, as those of optax do, lags behind.
+    it as the extra argument `step`. A schedule that counts its own updates, as those of optax do, lags behind. Where
+    `trained` is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would
+    move them.
 
     Args:
       state: the present state.
       grads: pytree like `state.params`, in any float dtype.
       ok: [] bool, whether loss and gradient are finite.
       optimizer: the transformation that made `state.opt_state`.
+      trained: [] bool, whether one token of the minibatch is trained at all.
       sync_every: optimizer steps between two syncs of the reference; None for a reference that stays.
       sync_alpha: α in (0, 1], the weight of the policy.
 
@@ -183,7 +187,7 @@ def finish_update(
 
     # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
     params, masters, opt_state = jax.lax.cond(
-        ok, move, lambda *same: same, state.params, state.master_params, state.opt_state
+        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
     )
     step = state.step + 1
     ref_params = state.ref_params

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.metrics import MetricSums
+from grpo_jax.maths.metrics import MetricSums, top_entropy_mask
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.scoring import Scores, score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
@@ -29,15 +29,17 @@ def cut(batch: Batch, prompts: int, completions: int) -> Batch:
     share of every micro-batch, and nothing moves.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
-    b, g = batch.mask.shape[:2]
-
-    def parts(x):
-        x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
-        return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
-
-    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], g, axis=1), batch.prompts)
+    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
+    parts = functools.partial(cut_array, prompts=prompts, completions=completions)
     micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
     return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
+
+
+def cut_array(x: jax.Array, prompts: int, completions: int) -> jax.Array:
+    """`cut` for one array: [B, G, ...] → [N, prompts, completions, ...]."""
+    b, g = x.shape[:2]
+    x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
+    return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
 
 def join(parts: jax.Array, b: int, g: int) -> jax.Array:
@@ -73,19 +75,17 @@ def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
     return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
 
 
-def _accumulate(loss_fn: Any, params: Params, batch: Batch, micro: tuple[int, int]) -> tuple[Params, MetricSums]:
-    """Gradient and metric sums of a batch, one micro-batch at a time."""
+def _accumulate(loss_fn: Any, params: Params, parts: Any, count: int) -> tuple[Params, MetricSums]:
+    """Gradient and metric sums of a batch in so many parts, arrays [count, ...], one after another."""
     gradient = jax.grad(loss_fn, has_aux=True)
-    micro_batches = cut(batch, *micro)
-    if batch.mask.shape[:2] == micro:
-        return gradient(params, jax.tree.map(lambda x: x[0], micro_batches), 0)
+    if count == 1:
+        return gradient(params, *jax.tree.map(lambda x: x[0], parts), 0)
 
     def step(total, numbered):
         grads, sums = gradient(params, *numbered)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    numbered = (micro_batches, jnp.arange(micro_batches.mask.shape[0]))
-    grads, sums = jax.lax.scan(step, zeros_like(params), numbered)
+    grads, sums = jax.lax.scan(step, zeros_like(params), (*parts, jnp.arange(count)))
     return grads, MetricSums(
         sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
     )
@@ -122,7 +122,8 @@ def train_step(
     Returns:
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
       or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: about 1e-5 at an iteration's first update
-      in float32) and `kl_initial` where the initial policy's log-probs are in the batch.
+      in float32) and `kl_initial` where the initial policy's log-probs are in the batch. Of a batch without one trained
+      token all but the counts are NaN, and nothing but `step` moves (and the reference, where its sync is due).
 
     Example:
       A model of nine numbers, one for each pair of tokens, and one step towards token 2:
@@ -160,21 +161,32 @@ def gradients(
     """The first half of `train_step`: the gradient of a batch, and its metric sums; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     scored = functools.partial(_scored, model=model, sampling=sampling_of(config))
-    entropies = None
+    micro_batches, selected = cut(batch, *micro), None
     if config.top_entropy_quantile < 1:
-        parts = jax.lax.map(lambda part: scored(state.params, part).entropies, cut(batch, *micro))
+        parts = jax.lax.map(lambda part: scored(state.params, part).entropies, micro_batches)
         entropies = join(parts, *batch.mask.shape[:2])
-    totals = count_totals(batch, config, entropies)
+        selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
+    totals = count_totals(batch, selected)
     dropout, aux_coef = dropout_key(model, state), router_coef(model, config)
 
-    def loss_fn(params, part, number):
+    def loss_fn(params, part, selected, number):
         rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
         scores = scored(params, part, rngs=rngs, with_router=aux_coef != 0)
-        how: dict[str, Any] = {"aux_loss": scores.router_loss, "aux_coef": aux_coef}
-        of = (scores.log_probs, scores.entropies, part, state, totals)
-        return loss_of(*of, config=config, on_policy=on_policy, **how)
+        return loss_of(
+            scores.log_probs,
+            scores.entropies,
+            part,
+            state,
+            totals,
+            config=config,
+            on_policy=on_policy,
+            selected=selected,
+            aux_loss=scores.router_loss,
+            aux_coef=aux_coef,
+        )
 
-    return _accumulate(loss_fn, state.params, batch, micro)
+    parts = micro_batches, None if selected is None else cut_array(selected, *micro)
+    return _accumulate(loss_fn, state.params, parts, micro_batches.mask.shape[0])
 
 
 def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> Scores:

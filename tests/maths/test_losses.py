@@ -18,6 +18,7 @@ from grpo_jax.maths.metrics import (
     finalize_metrics,
     merge_metrics,
     token_totals,
+    top_entropy_mask,
     top_entropy_threshold,
     update_entropy_coef,
 )
@@ -60,10 +61,8 @@ def numpy_loss(l, l0, c):
 
     chosen = [[True] * c.T for _ in range(c.R)]
     if c.H is not None and c.top_entropy_quantile < 1:
-        threshold = c.entropy_threshold
-        if threshold is None:
-            threshold = np.quantile([c.H[i][t] for i in range(c.R) for t in rows[i]], 1 - c.top_entropy_quantile)
-        chosen = [[c.H[i][t] >= threshold for t in range(c.T)] for i in range(c.R)]
+        threshold = np.quantile([c.H[i][t] for i in range(c.R) for t in rows[i]], 1 - c.top_entropy_quantile)
+        chosen = threshold <= c.H if c.selected is None else c.selected
 
     p, k, w = [{} for _ in rows], [{} for _ in rows], [{} for _ in rows]
     count = dict.fromkeys(["low", "high", "delta", "bounded", "off_policy"], 0)
@@ -246,7 +245,7 @@ DEFAULTS = {
     "num_rows": None,
     "num_tokens": None,
     "num_selected_tokens": None,
-    "entropy_threshold": None,
+    "selected": None,
 }
 EVERYTHING = {
     "epsilon": 0.1,
@@ -289,7 +288,7 @@ SETTINGS = {
         "use": ["old", "ref", "A", "H"],
         "top_entropy_quantile": 0.35,
         "entropy_coef": 0.2,
-        "entropy_threshold": 1.1,
+        "selected": data()["H"] >= 1.1,
         "num_selected_tokens": 30,
         "num_tokens": 50,
     },
@@ -330,6 +329,8 @@ def jax_loss(c, dtype=jnp.float32, loss=grpo_loss, junk=NAN, shape=(R,)):
 
     optional = lambda x: None if x is None else tokens(x)
     settings = {name: getattr(c, name) for name in DEFAULTS}
+    if c.selected is not None:
+        settings["selected"] = jnp.asarray(c.selected.reshape(*shape, T))
     settings |= {"loss_type": c.loss_type, "importance_sampling_level": c.importance_sampling_level}
 
     def objective(l, H):
@@ -376,9 +377,8 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
                 moved.H[i, t] += step
                 l = [[x + 0j for x in row] for row in c.l]
                 same = SimpleNamespace(**vars(c))
-                if c.top_entropy_quantile < 1 and c.entropy_threshold is None:
-                    inside = np.quantile(c.H[MASK], 1 - c.top_entropy_quantile)
-                    moved.entropy_threshold = same.entropy_threshold = inside
+                if c.top_entropy_quantile < 1 and c.selected is None:
+                    moved.selected = same.selected = np.quantile(c.H[MASK], 1 - c.top_entropy_quantile) <= c.H
                 expected[i, t] = (numpy_loss(l, c.l, moved)[0] - numpy_loss(l, c.l, same)[0]).real / step
         np.testing.assert_allclose(entropy_gradient, expected, atol=max(tolerance, 1e-11))
 
@@ -775,9 +775,10 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
         return jax.value_and_grad(lambda l, H: part(l, H, rows, **totals), (0, 1), has_aux=True)(l[rows], H[rows])
 
     (whole, metrics), gradient = grad(slice(None))
-    totals = batch_totals(mask, H, 0.4)
+    selected = top_entropy_mask(H, mask, 0.4)
+    totals = batch_totals(mask, selected)
     step = rows // cuts
-    parts = [grad(slice(i, i + step), **totals) for i in range(0, rows, step)]
+    parts = [grad(slice(i, i + step), **totals, selected=selected[i : i + step]) for i in range(0, rows, step)]
     np.testing.assert_allclose(sum(float(value) for (value, _), _ in parts), whole, rtol=1e-5, atol=1e-7)
     for which in (0, 1):
         np.testing.assert_allclose(jnp.concatenate([g[which] for _, g in parts]), gradient[which], rtol=1e-5, atol=1e-8)
@@ -801,13 +802,10 @@ def test_normalizer_alone_makes_dapo_exact_under_cuts():
 def test_batch_totals():
     totals = batch_totals(MASK.reshape(2, 3, T))
     assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
-    H = np.where(MASK, data()["H"], NAN)
-    totals = batch_totals(MASK, H, 0.35)
-    assert set(totals) == {"num_rows", "num_tokens", "entropy_threshold", "num_selected_tokens"}
-    threshold = np.quantile(H[MASK], 0.65)
-    assert float(totals["entropy_threshold"]) == pytest.approx(threshold, rel=1e-6)
-    assert int(totals["num_selected_tokens"]) == (H[MASK] >= threshold).sum()
-    assert int(batch_totals(MASK, H)["num_selected_tokens"]) == 17
+    selected = np.arange(R * T).reshape(R, T) % 3 == 0  # under the mask too, where it does not count
+    totals = batch_totals(MASK, selected.astype(int))
+    assert set(totals) == {"num_rows", "num_tokens", "num_selected_tokens"}
+    assert int(totals["num_selected_tokens"]) == (selected & MASK).sum()
     totals = batch_totals([[1, 0, 1], [1, 1, 0]])
     assert all(isinstance(value, jax.Array) for value in totals.values())
     assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
@@ -872,6 +870,36 @@ def test_top_entropy_threshold_is_the_linear_quantile(quantile, count):
     mask = np.arange(16).reshape(4, 4) < count
     threshold = top_entropy_threshold(jnp.asarray(H, jnp.float32), jnp.asarray(mask), quantile)
     assert float(threshold) == pytest.approx(np.quantile(H[mask], 1 - quantile), rel=1e-5)
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.35, 0.8, 1.0])
+def test_the_top_entropy_mask_is_that_of_the_quantile(quantile):
+    H = np.where(MASK, np.round(data()["H"], 1), NAN)  # ties, and nothing under the mask
+    got = top_entropy_mask(jnp.asarray(H, jnp.float32), jnp.asarray(MASK), quantile)
+    expected = MASK & (np.nan_to_num(H) >= np.quantile(H[MASK], 1 - quantile) - 1e-6)
+    np.testing.assert_array_equal(got, expected)
+    assert expected.any()
+
+
+def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded():
+    """Of 2,400 pairs of entropies the larger is reached, though a + f·(b − a) with f next to 1 may pass b."""
+    rng = np.random.default_rng(0)
+    pairs = np.sort(rng.uniform(0, 2, (2400, 2)), axis=1).astype(np.float32)
+    some = jax.vmap(lambda H: top_entropy_mask(H, jnp.ones(2, bool), 2.0**-24).any())(jnp.asarray(pairs))
+    assert bool(some.all())
+
+
+def test_a_selection_that_is_given_is_that_of_this_call():
+    """Of a part: neither its own quantile nor its entropies choose."""
+    l, H = jnp.asarray(data()["l"]), jnp.asarray(data()["H"])
+    selected = np.arange(T)[None] == np.array([0, 2, 1, 0, 0, 3])[:, None]
+    loss = lambda l: grpo_loss(l, None, None, data()["A"], MASK, entropies=H, selected=selected,
+                               top_entropy_quantile=0.5)  # fmt: skip
+    gradient, metrics = jax.grad(loss, has_aux=True)(l)
+    np.testing.assert_array_equal(np.asarray(gradient) != 0, selected & MASK)
+    assert float(metrics["selected_tokens"]) == (selected & MASK).sum()
+    with pytest.raises(ValueError, match=r"selected has shape \(6, 4\); pass \(6, 5\)"):
+        grpo_loss(l, None, None, data()["A"], MASK, entropies=H, selected=selected[:, 1:], top_entropy_quantile=0.5)
 
 
 def test_top_entropy_of_nothing_is_harmless():

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from grpo_jax import Batch, GRPOConfig
-from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
+from grpo_jax.maths.metrics import finalize_metrics, merge_metrics, top_entropy_mask
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
@@ -55,14 +55,18 @@ def test_parts_add_up_to_the_whole(settings, counted):
         batch = batch.replace(counted=counted, mask=batch.mask & counted[:, None, None])
     config = GRPOConfig(beta=0.1, max_completion_length=T, **settings)
     state = state_of(entropy_coef=0.2)
-    totals = count_totals(batch, config, entropies if config.top_entropy_quantile < 1 else None)
+    selected = None
+    if config.top_entropy_quantile < 1:
+        selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
+    totals = count_totals(batch, selected)
     assert int(totals["num_rows"]) == (B if counted is None else 2) * G
     rows = batch.replace(counted=None)
     at = {"config": config, "on_policy": False}
 
     def loss_and_gradient(take):
         some = jax.tree.map(take, rows)
-        loss = lambda l: loss_of(take(l), take(entropies), some, state, totals, **at)
+        own = None if selected is None else take(selected)
+        loss = lambda l: loss_of(take(l), take(entropies), some, state, totals, selected=own, **at)
         return jax.value_and_grad(loss, has_aux=True)(log_probs)
 
     (whole, sums), gradient = loss_and_gradient(lambda x: x)
@@ -76,9 +80,7 @@ def test_parts_add_up_to_the_whole(settings, counted):
 def test_without_a_reference_there_is_no_kl():
     batch, log_probs, entropies = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
-    _, metrics = loss_of(
-        log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
-    )
+    _, metrics = loss_of(log_probs, entropies, batch, state_of(), count_totals(batch), config=config, on_policy=True)
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
 
 
@@ -89,7 +91,7 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
     one = lambda x: x[:, :1]
     batch = jax.tree.map(one, batch).replace(mask=mask)
     config, state = GRPOConfig(max_completion_length=T), state_of()
-    totals = count_totals(batch, config, None)
+    totals = count_totals(batch)
 
     def of(rows, **aux):
         given = (one(log_probs)[rows], one(entropies)[rows], jax.tree.map(lambda x: x[rows], batch), state, totals)
@@ -122,13 +124,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
         assert has_bonus(config) == moves
         loss = lambda h, config=config, coef=coef: loss_of(
-            log_probs,
-            h,
-            batch,
-            state_of(entropy_coef=coef),
-            count_totals(batch, config, None),
-            config=config,
-            on_policy=True,
+            log_probs, h, batch, state_of(entropy_coef=coef), count_totals(batch), config=config, on_policy=True
         )[0]
         assert bool(jnp.any(jax.grad(loss)(entropies) != 0)) == moves
     assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
@@ -139,9 +135,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     batch, log_probs, entropies = case()
     config = GRPOConfig(max_completion_length=T)
-    _, sums = loss_of(
-        log_probs, entropies, batch, state_of(), count_totals(batch, config, None), config=config, on_policy=True
-    )
+    _, sums = loss_of(log_probs, entropies, batch, state_of(), count_totals(batch), config=config, on_policy=True)
     for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
         state, metrics = apply_gradients(state_of(), gradient, sums, optimizer=OPTIMIZER, config=config)
         assert float(metrics["update_skipped"]) == skipped
@@ -160,7 +154,7 @@ def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
     config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)
     batch, log_probs, entropies = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
-    totals = count_totals(batch, config, None)
+    totals = count_totals(batch)
     _, sums = loss_of(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
     state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

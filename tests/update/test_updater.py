@@ -1,12 +1,17 @@
 """The one choice of a run: packed where the model allows it on one device, padded elsewhere; the same numbers."""
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_packed import OPTIMIZER, G, T, batch
 from tiny import tiny_model
 
-from grpo_jax import GRPOConfig
+from grpo_jax import Batch, GRPOConfig, make_prompts
+from grpo_jax.models.layers import ConvShape
+from grpo_jax.types import as_argument
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.updater import PaddedUpdater, choose_updater
@@ -50,6 +55,79 @@ def test_both_kinds_have_the_same_numbers():
         results.append((scores, state.params, {k: v for k, v in metrics.items() if k != "padding_share"}))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *results)
     assert "padding_share" not in metrics, "nothing is packed there"
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
+def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
+    """As if it had not been there, but for the steps: no momentum, no decay, no step of the entropy's controller."""
+    model, params = tiny_model()
+    adamw = optax.adamw(0.01, weight_decay=0.1)
+    config = GRPOConfig(
+        beta=0.1, max_completion_length=T, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=9
+    )
+    how = {"micro": (4, G), "optimizer": adamw, "on_policy": False}
+    updater = choose_updater(Bare(model) if bare else model, config, **how)
+    masked = jnp.zeros((4, G, T), bool)
+    truncated = batch(seed=1, mask=masked)
+    fillers = batch(seed=2, mask=masked, counted=jnp.zeros(4, bool))
+
+    def after(*batches):
+        given = jax.tree.map(np.array, params)
+        state, found = create_state(given, adamw, jax.random.key(0), keep_reference=True, entropy_coef=0.1), []
+        for one in batches:
+            state, metrics = updater.update(state, one)
+            found.append({name: float(value) for name, value in metrics.items()})
+        return state, found
+
+    (alone, _), (between, found) = after(batch(), batch()), after(batch(), truncated, fillers, batch())
+    chex.assert_trees_all_equal(alone.replace(step=0, key=0), between.replace(step=0, key=0))
+    assert (int(alone.step), int(between.step), int(between.skipped)) == (2, 4, 0)
+    assert float(alone.entropy_coef) == pytest.approx(0.11)
+    for metrics in found[1:3]:
+        assert metrics["tokens"] == metrics["update_skipped"] == metrics["selected_tokens"] == 0
+        measured = {name for name, value in metrics.items() if not np.isnan(value)}
+        assert measured - {"padding_share"} == {
+            *("tokens", "rows", "selected_tokens", "kl_bounded_tokens", "update_skipped", "entropy_coef")
+        }
+    assert not any(np.isnan(list(found[3].values())))
+
+
+def only_the_highest(updater, params, prompts):
+    """Metrics of an update that keeps the tokens of the highest entropy alone, rows of one group."""
+    tokens = jax.random.randint(jax.random.split(jax.random.key(prompts[0][-1] - 5), 4)[1], (1, G, T), 0, 24)
+    given = (tokens, jnp.ones((1, G, T), bool), jnp.array([[1.0, -1.0, 0.5, -0.5]]), jnp.full((1, G, T), -3.0))
+    state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
+    return updater.update(state, Batch(make_prompts(prompts), *given))[1]
+
+
+HIGHEST = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0, max_grad_norm=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_token_of_the_highest_entropy_is_kept_by_the_padded_update(seed):
+    """Its entropy once in the pass that finds the quantile and once in that of the loss: they may differ by a bit."""
+    model, params = tiny_model(mixers=("conv", "attention"), conv=ConvShape(16, bias=True))
+    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(seed), x.shape), params)
+    updater = PaddedUpdater(as_argument(model), HIGHEST, (1, 1), OPTIMIZER, on_policy=True)
+    metrics = only_the_highest(updater, params, [[3, 4, 5 + seed]])
+    assert float(metrics["selected_tokens"]) == 1
+    assert float(metrics["grad_norm"]) > 0
+
+
+def test_the_token_of_the_highest_entropy_is_kept_by_the_packed_update(monkeypatch):
+    """The scoring pass made to find entropies that are one bit higher than those of the loss."""
+    model, params = tiny_model()
+    score = PackedUpdater._score
+
+    def a_bit_higher(*args, **how):
+        log_probs, entropies = score(*args, **how)
+        return log_probs, jnp.nextafter(entropies, jnp.inf)
+
+    monkeypatch.setattr(PackedUpdater, "_score", a_bit_higher)
+    how = {"micro": (1, G), "optimizer": OPTIMIZER, "on_policy": True}
+    metrics = only_the_highest(choose_updater(model, HIGHEST, **how), params, [[3, 4, 5]])
+    assert float(metrics["selected_tokens"]) == 1
+    assert float(metrics["grad_norm"]) > 0
 
 
 @pytest.mark.quick
