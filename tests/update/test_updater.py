@@ -9,9 +9,9 @@ import pytest
 from test_packed import OPTIMIZER, G, T, batch
 from tiny import tiny_model
 
-from grpo_jax import Batch, GRPOConfig, make_prompts
-from grpo_jax.models.layers import ConvShape
-from grpo_jax.types import as_argument
+from grpo_jax import GRPOConfig
+from grpo_jax.models.scoring import Scores
+from grpo_jax.update import step
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.updater import PaddedUpdater, choose_updater
@@ -92,40 +92,25 @@ def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
     assert not any(np.isnan(list(found[3].values())))
 
 
-def only_the_highest(updater, params, prompts):
-    """Metrics of an update that keeps the tokens of the highest entropy alone, rows of one group."""
-    tokens = jax.random.randint(jax.random.split(jax.random.key(prompts[0][-1] - 5), 4)[1], (1, G, T), 0, 24)
-    given = (tokens, jnp.ones((1, G, T), bool), jnp.array([[1.0, -1.0, 0.5, -0.5]]), jnp.full((1, G, T), -3.0))
-    state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
-    return updater.update(state, Batch(make_prompts(prompts), *given))[1]
-
-
-HIGHEST = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0, max_grad_norm=0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_token_of_the_highest_entropy_is_kept_by_the_padded_update(seed):
-    """Its entropy once in the pass that finds the quantile and once in that of the loss: they may differ by a bit."""
-    model, params = tiny_model(mixers=("conv", "attention"), conv=ConvShape(16, bias=True))
-    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(seed), x.shape), params)
-    updater = PaddedUpdater(as_argument(model), HIGHEST, (1, 1), OPTIMIZER, on_policy=True)
-    metrics = only_the_highest(updater, params, [[3, 4, 5 + seed]])
-    assert float(metrics["selected_tokens"]) == 1
-    assert float(metrics["grad_norm"]) > 0
-
-
-def test_the_token_of_the_highest_entropy_is_kept_by_the_packed_update(monkeypatch):
-    """The scoring pass made to find entropies that are one bit higher than those of the loss."""
-    model, params = tiny_model()
-    score = PackedUpdater._score
+@pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
+def test_the_token_of_the_highest_entropy_is_kept_though_two_programs_compute_it(monkeypatch, bare):
+    """The pass that finds the quantile is made to find entropies that are one bit higher than those of the loss."""
 
     def a_bit_higher(*args, **how):
-        log_probs, entropies = score(*args, **how)
-        return log_probs, jnp.nextafter(entropies, jnp.inf)
+        log_probs, entropies, *rest = (packed_score if len(args) > 2 else padded_score)(*args, **how)
+        if "with_router" not in how:  # the padded pass that goes before that of the loss
+            entropies = jnp.nextafter(entropies, jnp.inf)
+        return Scores(log_probs, entropies, *rest) if rest else (log_probs, entropies)
 
+    packed_score, padded_score = PackedUpdater._score, step._scored
     monkeypatch.setattr(PackedUpdater, "_score", a_bit_higher)
-    how = {"micro": (1, G), "optimizer": OPTIMIZER, "on_policy": True}
-    metrics = only_the_highest(choose_updater(model, HIGHEST, **how), params, [[3, 4, 5]])
+    monkeypatch.setattr(step, "_scored", a_bit_higher)
+    model, params = tiny_model()
+    config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0, max_grad_norm=0)
+    how = {"micro": (1, 1), "optimizer": OPTIMIZER, "on_policy": True}
+    updater = choose_updater(Bare(model) if bare else model, config, **how)
+    state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
+    _, metrics = updater.update(state, batch(ref_log_probs=None))
     assert float(metrics["selected_tokens"]) == 1
     assert float(metrics["grad_norm"]) > 0
 
