@@ -11,7 +11,7 @@ completions, so the prompt is computed and held once:
 ```
 
 Completions stand side by side, [B, G, T], or end to end as the `Segments` of a packed sequence. Without a prefix the
-same code is the ordinary causal attention. Softmax is float32 whatever the compute dtype.
+same code is the ordinary causal attention. Softmax and all sums are float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
@@ -195,6 +195,11 @@ def _one_packed(q, k, v, prefix, segments, *, window, **how):
     return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
 
+def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """An einsum whose sums are float32 at least, and returned as that: in bfloat16 they would be rounded to 8 bits."""
+    return jnp.einsum(axes, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sinks):
     """`group_attention`, given which keys queries see [B or 1, G or 1, T, S], and their positions, without the S."""
     b, h, g, t, r, d = q.shape
@@ -205,7 +210,7 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
         scores = scores.astype(jnp.float32) * scale
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
-    own = cap(jnp.einsum("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
+    own = cap(_product("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
     own = jnp.where(visible[:, None, :, :, None], own, MASKED)
     top = own.max(axis=-1, keepdims=True)
     if sinks is not None:
@@ -216,13 +221,13 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
         top = jax.lax.stop_gradient(top)
         e_own = jnp.exp(own - top)
         total = drained(e_own.sum(axis=-1, keepdims=True), top)
-        out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
-        return out.reshape(q.shape) / total.astype(v.dtype)
+        out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
+        return (out.reshape(q.shape) / total.astype(out.dtype)).astype(v.dtype)
 
     pk, pv, lengths = prefix
     p = pv.shape[2]
     chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
-    shared = cap(jnp.einsum("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+    shared = cap(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
     at, ends = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
     seen = at < ends
     if window is not None:
@@ -231,9 +236,9 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
     total = drained(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
-    out = jnp.einsum("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
-    out += jnp.einsum("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
-    return out / total.astype(v.dtype)
+    out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
+    out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+    return (out / total.astype(out.dtype)).astype(v.dtype)
 
 
 def see(
