@@ -211,11 +211,9 @@ def grpo_loss_terms(
 
     # Entropy term.
     if entropies is not None:
-        kept = mask if selected is None else selected
-        sums["selected_tokens"] = jnp.sum(kept)
-        sums["selected_entropy_sum"] = jnp.sum(entropies, where=kept)
-        if num_selected_tokens is None:
-            num_selected_tokens = num_tokens if selected is None else sums["selected_tokens"]
+        kept, total = (mask, num_tokens) if selected is None else (selected, jnp.sum(selected))
+        sums |= {"selected_tokens": jnp.sum(kept), "selected_entropy_sum": jnp.sum(entropies, where=kept)}
+        num_selected_tokens = total if num_selected_tokens is None else num_selected_tokens
         sums["entropy_bonus"] = entropy_coef * sums["selected_entropy_sum"] / jnp.maximum(num_selected_tokens, 1)
         loss = loss - sums["entropy_bonus"]
         token_sums["entropy"] = entropies
