@@ -356,7 +356,7 @@ def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path
     run(policy, None, run_dir=tmp_path, per_device_train_batch_size=4, max_steps=1, max_completion_length=4)
     said = " · 2 devices (cpu)\neach iteration: 2 prompts × 4 = 8 completions of up to 4 tokens"
     assert said in capsys.readouterr().err
-    assert json.loads((tmp_path / "config.json").read_text())["config"]["mesh"]["fsdp"] == 2
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["mesh"]["fsdp"] == 2
     settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 1}
     found = rehearse(policy, ROWS, lower_case, GRPOConfig(**settings))
     assert said.removeprefix(" · ") in found.sizes
