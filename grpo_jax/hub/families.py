@@ -366,12 +366,10 @@ def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
     for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:
             raise keys.refuse(key, keys[key], "a positive int")
-    only = {"quantization_config": None, **family.only}
-    if (raw.get("quantization_config") or {}).get("quant_method") in family.quantized:
-        del only["quantization_config"]
-    for key, value in only.items():
+    keys.refuse_quantized(family.quantized)
+    for key, value in family.only.items():
         if raw.get(key) not in (None, value):
-            raise keys.refuse(key, raw[key], repr(value))
+            raise keys.refuse(key, raw[key], "a config.json without it" if value is None else repr(value))
     heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"] or heads
     if heads % kv_heads:

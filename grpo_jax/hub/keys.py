@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from grpo_jax.messages import show
 from grpo_jax.models.rope import Rope
 from grpo_jax.types import Json
 
@@ -99,6 +100,19 @@ class Keys:
     def refuse(self, key: str, value: object, supported: str) -> ValueError:
         """The error for a value that the decoder has no switch for."""
         return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
+
+    def refuse_quantized(self, methods: Collection[str]) -> None:
+        """Raise for weights that are stored quantized by another method than those that are read."""
+        for key in ("quantization_config", "compression_config"):  # compressed-tensors had the second one
+            stored = self.raw.get(key) or {}
+            method = stored.get("quant_method")
+            if stored and method not in methods:
+                raise ValueError(
+                    f"config key {key!r} is {show(stored)}: its weights are stored quantized"
+                    f" ({'with no quant_method said' if method is None else method}), and of such only NF4 of"
+                    " bitsandbytes is read, and gpt-oss's MXFP4. Give the checkpoint in bfloat16 that this one was made"
+                    " from; from_pretrained(..., quantize='nf4' or 'int8') holds that quantized beside adapters."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,5 +85,6 @@ def text_config(raw: Json) -> Json:
             f"supported: {supported}."
         )
     # What is said of the whole model counts for the language model too.
-    whole = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if raw.get(key) is not None}
+    of_all = ("tie_word_embeddings", "quantization_config", "compression_config")
+    whole = {key: raw[key] for key in of_all if raw.get(key) is not None}
     return {**inner, **whole, "architectures": [architectures[inner["model_type"]]]}

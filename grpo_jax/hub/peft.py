@@ -260,7 +260,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
     for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
         if config.get(key):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: None.")
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: none of it.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:

@@ -577,10 +577,25 @@ BAD_VALUES = [
     ),
     ("Qwen2ForCausalLM", {"num_key_value_heads": 3}, r"'num_key_value_heads' is 3.*num_attention_heads = 4"),
     ("Qwen2ForCausalLM", {"vocab_size": None}, r"'vocab_size' is None.*positive int"),
-    ("Qwen2ForCausalLM", {"quantization_config": {"bits": 4}}, r"'quantization_config' is \{'bits': 4\}"),
+    (
+        "Qwen2ForCausalLM",
+        {"quantization_config": {"bits": 4}},
+        r"'quantization_config' is \{'bits': 4\}: .*no quant_method",
+    ),
+    *(
+        (
+            "Qwen2ForCausalLM",
+            {key: {"quant_method": method, "bits": 4}},
+            rf"'{key}' is .*stored quantized \({method}\).* Give the checkpoint in bfloat16 .* quantize='nf4'",
+        )
+        for key, method in [
+            *(("quantization_config", method) for method in ("fp8", "awq", "gptq", "compressed-tensors", "mxfp4")),
+            ("compression_config", "compressed-tensors"),
+        ]
+    ),
     ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope"}}, r"'rope_scaling.rope_type' is 'mrope'.*yarn"),
     ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "linear"}}, r"'rope_parameters.factor' is missing"),
-    ("MistralForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .* supported: None"),
+    ("MistralForCausalLM", {"layer_types": SLIDING}, r"'layer_types' is .* supported: a config.json without it"),
     ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor' is 0.5.*Glm4ForCausalLM"),
     (
         "Qwen2ForCausalLM",
