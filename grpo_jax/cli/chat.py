@@ -14,6 +14,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
+from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.text.rows import Messages
 from grpo_jax.update.objective import sampling_of
@@ -22,12 +23,13 @@ from grpo_jax.update.objective import sampling_of
 class _Shown:
     """Prints the text of a completion as its tokens come: what is there already stays, and a cut character waits."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer, self._text = tokenizer, ""
+    def __init__(self, tokenizer: Any, before: Before | None = None):
+        self._tokenizer, self._before, self._text = tokenizer, before or Before([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
         """Take in what there is of one completion, tokens and mask [1, 1, T]."""
-        text = self._tokenizer.decode(tokens[0, 0][mask[0, 0]], skip_special_tokens=True)
+        ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
+        text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self._text):
             print(text[len(self._text) :], end="", flush=True)
@@ -88,7 +90,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
         if echo:
             print(f"> {prompt}", flush=True)
         for number in range(samples):
-            shown = _Shown(policy.tokenizer)
+            shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, row["prompt"], ids[0]))
             print(f"[{number + 1}] " * (samples > 1), end="", flush=True)
             completions = generate(
                 model,

@@ -143,6 +143,7 @@ def sample(
     with Episodes(setting, rows, num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
         prompts = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
+        episodes.follow(opened, prompts)
         how |= {"num_generations": num_generations}
         completions = fetch(generate_turns(model, params, prompts, key, episodes, **how))
         flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])

@@ -46,7 +46,9 @@ def score_own(
     own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
     if not part:
         return Scores([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
-    inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own])
+    prompts = zip(*map(np.asarray, (sampled.prompts.tokens[own], sampled.prompts.lengths[own])), strict=True)
+    ids = [row[:length] for row, length in prompts]
+    inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own], prompt_ids=ids)
     if sampled.episodes is not None:
         if is_conversation(rows[0]["prompt"]):
             inputs["completions"] = [episode.messages for episode in sampled.episodes[places]]

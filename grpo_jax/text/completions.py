@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.text.rows import Messages, Row, is_conversation
 
+CONTEXT = 8
+"""Tokens of a prompt after which its completion is decoded; no character has as many."""
 
-def reward_inputs(tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any) -> dict[str, Any]:
+
+def reward_inputs(
+    tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any, *, prompt_ids: Sequence[Sequence[int]] | None = None
+) -> dict[str, Any]:
     """Return what reward functions are given for a batch of completions, as keywords of `rewards.compute_rewards`.
 
     Args:
@@ -18,6 +24,7 @@ def reward_inputs(tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any) -
       rows: the B dataset rows of the batch, each with its `prompt`.
       tokens: [B, G, T] int completion tokens.
       mask: [B, G, T] bool, True on the tokens of a completion.
+      prompt_ids: as for `decode_completions`.
 
     Returns:
       A dict of `prompts`, `completions`, `completion_ids` (lists of B·G in prompt-major order) and `columns` (every
@@ -25,11 +32,11 @@ def reward_inputs(tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any) -
       of the completion's message and not the end of the prompt, so that prompt + completion is the conversation.
     """
     group = range(np.shape(tokens)[1])
-    prompts = [_without_prefill(row["prompt"]) for row in rows for _ in group]
+    prompts = [row["prompt"] for row in rows]
     names = [name for name in rows[0] if name != "prompt"]
     return {
-        "prompts": prompts,
-        "completions": decode_completions(tokenizer, tokens, mask, prompts=[row["prompt"] for row in rows]),
+        "prompts": [_without_prefill(prompt) for prompt in prompts for _ in group],
+        "completions": decode_completions(tokenizer, tokens, mask, prompts=prompts, prompt_ids=prompt_ids),
         "completion_ids": completion_token_ids(tokens, mask),
         "columns": {name: [row[name] for row in rows for _ in group] for name in names},
     }
@@ -57,28 +64,93 @@ def completion_token_ids(tokens: Any, mask: Any) -> list[list[int]]:
 
 
 def decode_completions(
-    tokenizer: Any, tokens: Any, mask: Any, *, prompts: Sequence[str | Messages] | None = None
+    tokenizer: Any,
+    tokens: Any,
+    mask: Any,
+    *,
+    prompts: Sequence[str | Messages] | None = None,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[str] | list[Messages]:
     """Return completions as text, or as messages where the prompts are conversations, in prompt-major order.
 
+    Some tokenizers take the first space of what they decode away (Llama 2's, SentencePiece's). So a completion that
+    continues a text is decoded behind the end of it: prompt + completion is the text that the model saw. One that is a
+    message of its own is decoded alone, as in TRL.
+
     Args:
-      tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used, as TRL does.
+      tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used.
       tokens: [B, G, T] int.
       mask: [B, G, T] bool.
       prompts: the B prompts of the dataset; None if they are text.
+      prompt_ids: the tokens of the B prompts; None: completions are decoded alone.
 
     Returns:
       B·G strings; or B·G lists of one message, `[{"role": "assistant", "content": text}]`, whose text begins with the
       prefill if the prompt had one: a reward function sees the whole turn.
     """
-    texts = tokenizer.batch_decode(completion_token_ids(tokens, mask), skip_special_tokens=True)
-    if prompts is None or not is_conversation(prompts[0]):
-        return texts
-    num_generations = np.shape(tokens)[1]
-    return [
-        [{"role": "assistant", "content": _prefill(prompts[index // num_generations]) + text}]
-        for index, text in enumerate(texts)
-    ]
+    group, ids = np.shape(tokens)[1], completion_token_ids(tokens, mask)
+    prompts, prompt_ids = prompts or [""] * len(tokens), prompt_ids or [()] * len(tokens)
+    before = [before_of(tokenizer, prompt, own) for prompt, own in zip(prompts, prompt_ids, strict=True)]
+    behind = [[*before[i // group].tokens, *own] for i, own in enumerate(ids)]
+    decoded = tokenizer.batch_decode(behind, skip_special_tokens=True)
+    texts = [before[i // group].prefill + continuation(before[i // group].text, text) for i, text in enumerate(decoded)]
+    return [[{"role": "assistant", "content": text}] for text in texts] if is_conversation(prompts[0]) else texts
+
+
+class Before(NamedTuple):
+    """What a completion continues: the last tokens before it and their text, and what its message begins with."""
+
+    tokens: list[int]
+    text: str
+    prefill: str
+
+
+def before_of(tokenizer: Any, prompt: str | Messages, ids: Sequence[int]) -> Before:
+    """Return what the completions of a prompt with these tokens continue; of a message of its own, nothing."""
+    own = _prefill(prompt)
+    last, text = list[int](), ""
+    if isinstance(prompt, str) or own:
+        for count in (CONTEXT, len(ids)):  # all of them, where the last ones are special and have no text
+            last = [int(i) for i in ids[-count:]]
+            text = tokenizer.decode(last, skip_special_tokens=True)
+            if text:
+                break
+    # A template may trim what the prefill ends with: then the model has not seen it.
+    return Before(last, text, own.rstrip() if last and not text.endswith(own[-1:]) else own)
+
+
+def continuation(before: str, both: str) -> str:
+    """Return what the text of some tokens adds to that of the first of them.
+
+    Example:
+      >>> continuation("upon a", "upon a time"), continuation("caf\ufffd", "café!")  # half a character is completed
+      (' time', 'é!')
+    """
+    same = 0
+    while same < min(len(before), len(both)) and before[same] == both[same]:
+        same += 1
+    return both[same:]
+
+
+class Texts:
+    """A tokenizer that remembers what is short: games say the same again and again, in thousands of turns."""
+
+    short = 64
+
+    def __init__(self, tokenizer: Any):
+        decode = lambda ids, skip: tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
+        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._decode, self._encode = decode, encode
+        self._decode_short, self._encode_short = (functools.lru_cache(4096)(x) for x in (decode, encode))
+
+    def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        decode = self._decode_short if len(ids) <= self.short else self._decode
+        return decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text, and none beside."""
+        return (self._encode_short if len(text) <= self.short else self._encode)(text)
 
 
 def _prefill(prompt: str | Messages) -> str:

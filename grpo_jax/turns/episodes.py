@@ -12,10 +12,9 @@ wrong in an environment ends the run or the episode, as `on_environment_error` s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,12 +25,14 @@ from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.messages import show
 from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rewards.processes import ProcessLost
+from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, tool_message
 from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
+from grpo_jax.types import Prompts
 
 WORKERS = 64
 """Calls at a time, at most."""
@@ -86,27 +87,6 @@ class Setting:
     def schemas(self, name: Any) -> list[dict[str, Any]] | None:
         """What the chat template is told of the tools of such rows."""
         return schemas_of({**self.tools, **self.own_tools.get(name, {})})
-
-
-class Texts:
-    """A tokenizer that remembers what is short: games say the same again and again, in thousands of turns."""
-
-    short = 64
-
-    def __init__(self, tokenizer: Any):
-        decode = lambda ids, skip: tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
-        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        self._decode, self._encode = decode, encode
-        self._decode_short, self._encode_short = (functools.lru_cache(4096)(x) for x in (decode, encode))
-
-    def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens."""
-        decode = self._decode_short if len(ids) <= self.short else self._decode
-        return decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text, and none beside."""
-        return (self._encode_short if len(text) <= self.short else self._encode)(text)
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
@@ -179,6 +159,7 @@ class Episode:
       messages: the same as messages, of a conversation.
       counts: what happened.
       over: whether an error has ended it.
+      before: what the next turn continues.
     """
 
     def __init__(self, setting: Setting, row: Row, where: str, texts: Texts):
@@ -190,6 +171,7 @@ class Episode:
         self.turns: list[tuple[bool, str]] = []
         self.messages: list[dict[str, Any]] = []
         self.counts, self.over, self._lost = Counts(), False, False
+        self.before = Before([], "", "")
 
     def reset(self, row: Row) -> None:
         """Make the environment, and let it begin."""
@@ -223,6 +205,7 @@ class Episode:
             return None
         tokens = self._encode(said, room, int(ids[-1]))
         if len(tokens) <= room:  # else the policy never sees it
+            self._follow(tokens)
             self.turns += [(False, text) for text in _texts(said)]
             self.messages += [] if isinstance(said, str) else said
         return tokens
@@ -231,6 +214,7 @@ class Episode:
         """Take note of a turn, and return what it says; of a last one that had no room to end, this is all."""
         self.counts.turns += 1
         text, parsed = self._read(ids)
+        self._follow(ids)
         self.turns.append((True, text))
         if self._talks:
             self.messages.append(assistant_message(parsed))
@@ -241,13 +225,22 @@ class Episode:
         get = getattr(self.environment, "get_reward", None)
         return None if get is None or self._lost else self._guarded("get_reward", get)[1]
 
+    def _follow(self, ids: Iterable[int]) -> None:
+        """Take note of tokens that stand before the next turn, of the last of them; a message is decoded alone."""
+        self.before = Before([] if self._talks else [*self.before.tokens, *map(int, ids)][-32:], "", "")
+
+    def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        """The text of a turn, decoded behind what it continues."""
+        decode, before = self._texts.decode, np.array(self.before.tokens, np.int32)
+        texts = [decode(x, skip_special_tokens=skip_special_tokens) for x in (before, np.append(before, ids))]
+        return self.before.prefill + continuation(*texts)
+
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
         """The text of a turn, and what it says."""
-        decode, form = self._texts.decode, self._setting.format
-        text = decode(ids)
+        form, text = self._setting.format, self._text(ids)
         if form is None or not self._talks or not self.tools:
             return text, Parsed(text, (), ())
-        whole = turn_text(ids, decode, form, self._setting.hidden)
+        whole = turn_text(ids, self._text, form, self._setting.hidden)
         schemas = {name: tool.schema for name, tool in self.tools.items()}
         return text, form.parse(whole, schemas=schemas, thinking=self._setting.thinking)
 
@@ -359,6 +352,7 @@ class Episodes:
         places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
+        self._tokenizer = setting.tokenizer
         texts, where = Texts(setting.tokenizer), "row {} of the dataset, completion {}"
         self.all = [Episode(setting, row, where.format(n, g), texts) for (row, n), g in places]
 
@@ -380,6 +374,14 @@ class Episodes:
         told = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
         prompts = itertools.chain.from_iterable(gather_objects(told))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
+
+    def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
+        """Take note of all prompts, as they were opened, and of their tokens: the first turns continue them."""
+        tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
+        for b in self.own:
+            before = before_of(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
+            for episode in self.all[b * self._group : (b + 1) * self._group]:
+                episode.before = before
 
     @property
     def _places(self) -> range:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_completions import sentencepiece
 from test_resume import Cut, assert_same_run, cut_at
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, rehearse, train
+from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.run.collect import collect
@@ -151,6 +152,21 @@ def test_evaluation_and_rehearsal_play_too():
     assert all(row["turns"] for row in rows)
     report = rehearse(POLICY, ROWS, [], GRPOConfig(**SMALL), environment_factory=Game)
     assert report.metrics["turns/mean"] > 0
+
+
+def test_what_is_heard_of_a_turn_is_how_the_completion_begins():
+    """With a tokenizer that takes the first space of a text away."""
+    tokenizer = sentencepiece()
+    settings = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    policy = init_policy({**POLICY.config, **settings}, jax.random.key(0), tokenizer=tokenizer)
+    rows = [{"prompt": "Once upon", "target": 7}] * 8
+    how = {"num_generations": 32, "max_completion_length": 16, "temperature": 1.0}
+    for environments in ({}, {"environment_factory": Game}):
+        _, found = evaluate(policy, rows, [lambda completions: [0.0] * len(completions)], **environments, **how)
+        assert any(row["completion"].startswith(" ") for row in found)
+        for row in found:
+            heard = row["turns"][0]["text"] if environments else row["completion"]
+            assert row["completion"].startswith(heard)
 
 
 class Breaks(Game):

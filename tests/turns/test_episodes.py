@@ -7,12 +7,14 @@ import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
+from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.text.completions import Texts, before_of
+from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.turns.calls import Call, Parsed, assistant_message
-from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, Texts, metrics_of
+from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, metrics_of
 from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
 
 ROW = {"prompt": "find it: ", "target": 7}
@@ -120,6 +122,40 @@ def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
     assert episode.environment.heard == ["5", "6", "7"]
     assert episode.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "7")]
     assert (episode.counts.turns, episode.counts.calls, episode.reward()) == (3, 0, 3.0)
+
+
+@pytest.mark.quick
+def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_was_said():
+    tokenizer = sentencepiece()
+    rows = [{"prompt": "Once upon", "target": 7}]
+    one, two, three = (ids(tokenizer, text) for text in ("a", "time", "there was"))
+
+    class Echo(Guess):
+        def reset(self, target, **row):
+            super().reset(target)
+
+    with Episodes(setting_of(Echo, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
+        opened = episodes.reset(rows)
+        episodes.follow(opened, make_prompts(encode_prompts(opened, tokenizer).token_ids))
+        for turn in (one, two, three):
+            episodes.all[0].answer(turn, 100)
+        assert episodes.all[0].environment.heard == [" a", " time", " there was"]
+
+
+@pytest.mark.quick
+def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
+    """So a call that the prefill opens is made, and the message is whole."""
+    setting = chat_setting()
+    tokenizer = setting.tokenizer
+    prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
+    row = {**CHAT, "prompt": prompt}
+    episode = begun(setting, row)
+    episode.before = before_of(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
+    call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
+    episode.answer(np.append(ids(tokenizer, call), setting.eos_token_ids[0]), 400)
+    episode.note(ids(tokenizer, "4"))
+    assert episode.environment.total == 4
+    assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
 
 
 @pytest.mark.quick

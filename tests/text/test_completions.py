@@ -1,0 +1,160 @@
+"""Completions as text: prompt + completion is the text that the model saw, for every kind of tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_jax.hub.huggingface import load_tokenizer
+from grpo_jax.text.completions import decode_completions, reward_inputs
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+WORDS = ["Once", "upon", "a", "time", "there", "was", "café", "."]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<bot>"]
+TEMPLATE = "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else 'user' }}>{{ m.content | trim }}{% endfor %}"
+
+
+def fast(tokenizer, **how):
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<user>", "<bot>"],
+        chat_template=TEMPLATE + "{% if add_generation_prompt %}<bot>{% endif %}",
+        **how,
+    )
+
+
+def words(*extra, space="▁"):
+    names = [*SPECIAL, *BYTES, *(space + word for word in WORDS), *WORDS, space, *extra]
+    return {name: i for i, name in enumerate(dict.fromkeys(names))}
+
+
+def sentencepiece():
+    """As Llama 2's: a space in front of every text, which decoding takes away; unknown characters as bytes."""
+    tokenizer = Tokenizer(models.Unigram([(name, -1.0 - (len(name) == 1)) for name in words()], 0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return fast(tokenizer)
+
+
+def metaspace(scheme):
+    tokenizer = Tokenizer(models.Unigram([(name, -1.0 - (len(name) == 1)) for name in words()], 0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
+    return fast(tokenizer)
+
+
+def byte_level(*, add_prefix_space=False):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return fast(tokenizer)
+
+
+def word_piece():
+    """As BERT's: a space between words that decoding puts there, and none before a full stop."""
+    tokenizer = Tokenizer(models.WordPiece(words("##ce", "On", space="##"), unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    return fast(tokenizer)
+
+
+def word_ends():
+    """As CLIP's: a word's last token says so, and decoding makes a space of it unless nothing follows."""
+    letters = sorted(set("".join(WORDS)))
+    names = [*SPECIAL, *letters, *(f"{letter}</w>" for letter in letters)]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    return fast(tokenizer)
+
+
+FAMILIES = {
+    "sentencepiece": sentencepiece,
+    "metaspace always": lambda: metaspace("always"),
+    "metaspace first": lambda: metaspace("first"),
+    "metaspace never": lambda: metaspace("never"),
+    "bytes": byte_level,
+    "bytes with a space in front": lambda: byte_level(add_prefix_space=True),
+    "word pieces": word_piece,
+    "ends of words": word_ends,
+}
+
+
+def completed(tokenizer, prompt, prompt_ids, ids):
+    """What a reward function is given of one completion."""
+    tokens = np.array([[[*ids, tokenizer.eos_token_id]]])
+    row = {"prompt": prompt}
+    return reward_inputs(tokenizer, [row], tokens, np.ones(tokens.shape, bool), prompt_ids=[prompt_ids])["completions"][
+        0
+    ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
+    """Wherever the tokens of a text are cut in two; half a character belongs to the completion that ends it."""
+    tokenizer = FAMILIES[family]()
+    text = "Once upon a time there was a café."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert whole.strip() == text
+    for cut in range(1, len(ids)):
+        before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
+        assert before + completed(tokenizer, before, ids[:cut], ids[cut:]) == whole
+        assert before + completed(tokenizer, before, [1, *ids[:cut]], ids[cut:]) == whole, "behind a BOS"
+    unfinished = tokenizer("é", add_special_tokens=False)["input_ids"][-2:-1]
+    if len(unfinished) and "\ufffd" in tokenizer.decode(unfinished):
+        assert completed(tokenizer, text, ids, unfinished) == "\ufffd", "as ever, where the completion ends in one"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("prefill", ["Once upon a", "Once upon a "], ids=["", "with a space that is trimmed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefill_goes_on_as_it_began(family, prefill):
+    tokenizer = FAMILIES[family]()
+    prompt = [{"role": "user", "content": "there was"}, {"role": "assistant", "content": prefill}]
+    prompt_ids = tokenizer.apply_chat_template(prompt, continue_final_message=True, tokenize=True, return_dict=False)
+    whole = tokenizer("Once upon a time.", add_special_tokens=False)["input_ids"]
+    ids = whole[len(tokenizer("Once upon a", add_special_tokens=False)["input_ids"]) :]
+    assert completed(tokenizer, prompt, prompt_ids, ids) == [{"role": "assistant", "content": "Once upon a time."}]
+    opened = tokenizer.apply_chat_template(prompt[:1], add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer("Once upon", add_special_tokens=False)["input_ids"]
+    alone = tokenizer.decode(ids)
+    said = completed(tokenizer, prompt[:1], opened, ids)
+    assert said == [{"role": "assistant", "content": alone}], "a message of its own begins as TRL's does"
+
+
+@pytest.mark.quick
+def test_special_tokens_at_the_end_of_a_prompt_hide_no_text_before_them():
+    tokenizer = sentencepiece()
+    ids = [
+        *tokenizer("Once upon", add_special_tokens=False)["input_ids"],
+        *[tokenizer.convert_tokens_to_ids("<bot>")] * 9,
+    ]
+    time = tokenizer("a time", add_special_tokens=False)["input_ids"]
+    assert completed(tokenizer, "", ids, time) == " a time"
+    assert completed(tokenizer, "", ids[-9:], time) == "a time", "where there is none, the text begins here"
+    tokens = np.array([[time]])
+    assert decode_completions(tokenizer, tokens, np.ones(tokens.shape, bool)) == ["a time"], (
+        "without the prompt's tokens"
+    )
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/data/stories260K is not there")
+def test_stories260K_keeps_its_first_space():
+    tokenizer = load_tokenizer(STORIES)
+    prompt_ids, whole = (tokenizer(text)["input_ids"] for text in ("Once upon a", "Once upon a time"))
+    assert tokenizer.decode(whole[len(prompt_ids) :]) == "time", "decoded alone"
+    assert completed(tokenizer, "Once upon a", prompt_ids, whole[len(prompt_ids) :]) == " time"
+    prompt = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once upon a"}]
+    assert completed(tokenizer, prompt, prompt_ids, whole[len(prompt_ids) :])[0]["content"] == "Once upon a time"
