@@ -6,6 +6,7 @@ A unit, a currency and a percent sign do not count: `$18`, `18 apples`, `18 %` a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,8 @@ _SIGNS = {
 _PART = r"(?:\{\s*([-+]?\s*(?:\d[\d,]{0,60}(?:\.\d{1,60})?|\.\d{1,60}))\s*\}|(\d))"
 _FRACTION = re.compile(rf"(-?)\\[dtc]?frac\s*{_PART}\s*{_PART}")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-# What is written in many ways, and how it is read below.
+# What is written in many ways, and how it is read below. Most texts have none of it.
+_SPELLED = re.compile("[\\\\^_√\u2010-\u2013\u2212\u00bc-\u00be\u2150-\u215e]|\\{,\\}|[=({][ \t]?-[ \t]")
 _SPELLINGS: tuple[tuple[re.Pattern[str], Any], ...] = (
     (re.compile("[\u2010\u2011\u2012\u2013\u2212]"), "-"),
     (re.compile(r"(?<=\d)(?:\{,\}(?:\\!)?|,?\\!|\\[,;:]\s?)(?=\d{3})"), ","),
@@ -235,10 +237,14 @@ class _NumberReward:
             )
 
     def _truth(self, value: Any) -> Fraction:
-        truth = sole_number(str(value))
+        truth = _truth_of(str(value))
         if truth is None:
             raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
         return truth
+
+
+# Of the same row for each completion of a group.
+_truth_of = functools.lru_cache(1024)(sole_number)
 
 
 def _answer(text: str) -> tuple[str | None, bool]:
@@ -258,8 +264,9 @@ def _signed(answer: str) -> str:
 
 def _plain(text: str) -> str:
     """Bring typographic and LaTeX spellings to one form."""
-    for pattern, plain in _SPELLINGS:
-        text = pattern.sub(plain, text)
+    if _SPELLED.search(text):
+        for pattern, plain in _SPELLINGS:
+            text = pattern.sub(plain, text)
     return text
 
 
