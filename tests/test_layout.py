@@ -250,7 +250,6 @@ TESTED_ELSEWHERE = {
     "rollout.layout": "rollout/test_generate.py",
     "rollout.programs": "run/test_ahead.py",
     "run.prepare": "run/test_bad_inputs.py",
-    "text.completions": "text/test_prompts.py",
     "update.prompts": "update/test_packed.py",
     "text.rows": "text/test_prompts.py",
 }
