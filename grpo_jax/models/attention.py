@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.fused import MASKED, fused_attention
-from grpo_jax.models.sight import NOBODY, How, Marks, Sight, look
+from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, look
 
 
 @flax.struct.dataclass
@@ -245,7 +245,7 @@ def see(
     tokens: tuple[int, int, int],
     prefix: Prefix | None,
     segments: Segments | None,
-    how: How,
+    kernel: Kernel,
     *,
     windows: Iterable[int | None],
     group: int,
@@ -256,7 +256,7 @@ def see(
       tokens: (B, G, T) or (A, 1, N).
       prefix: the prompts' keys and lengths, or None.
       segments: of the packed sequences, or None.
-      how: of the fused attention.
+      kernel: of the fused attention.
       windows: those of the decoder's layers.
       group: R, query heads that share a key head.
     """
@@ -280,7 +280,7 @@ def see(
         prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
         both = lambda prompt, own: jnp.concatenate([prompt.reshape(b, -1), own], axis=1)
         keys = jax.tree.map(both, Marks(*prompts), own)
-    return look(queries, keys, how, windows, group)
+    return look(queries, keys, kernel, windows, group)
 
 
 def attend(
@@ -289,7 +289,7 @@ def attend(
     v: jax.Array,
     prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
     sight: Sight,
-    how: How,
+    kernel: Kernel,
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
@@ -300,7 +300,7 @@ def attend(
       k, v: [B, H_kv, G, T, d], or [A, H_kv, 1, N, d].
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
       sight: what `see` returned for them.
-      how: as it was given to `see`, with scale, window and soft cap.
+      kernel: as it was given to `see`, with scale, window and soft cap.
       mesh: over whose devices the first two axes are cut, as `devices.sharding` does it; None: one device.
       sinks: as in `group_attention`.
 
@@ -316,14 +316,14 @@ def attend(
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
-        return fused_attention(merged, k, v, sight, how, sinks).reshape(q.shape)
+        return fused_attention(merged, k, v, sight, kernel, sinks).reshape(q.shape)
     # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
     along = lambda names: tuple(name for name in names if name in mesh.shape)
     cut = lambda names, size: names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
     first, heads = cut(along(("data", "fsdp")), b), cut(along(("tensor",)), h)
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
-        lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, how, sinks),
+        lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, kernel, sinks),
         mesh=mesh,
         in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
         out_specs=each,

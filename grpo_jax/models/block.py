@@ -28,7 +28,7 @@ from grpo_jax.models.layers import (
 )
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
-from grpo_jax.models.sight import How, Sight, implementation
+from grpo_jax.models.sight import Kernel, Sight, implementation
 
 
 class Context(flax.struct.PyTreeNode):
@@ -148,9 +148,9 @@ class Attention(nn.Module):
             init = nn.initializers.normal(c.initializer_range)
             sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
         if context.sight is not None:
-            fused = How.of(implementation(c.attention), d, c.dtype)
-            fused = fused._replace(scale=scale, window=window, soft_cap=soft_cap)
-            return attend(q, k, v, context.prefix, context.sight, fused, c.mesh, sinks)
+            kernel = Kernel.of(implementation(c.attention), d, c.dtype)
+            kernel = kernel._replace(scale=scale, window=window, soft_cap=soft_cap)
+            return attend(q, k, v, context.prefix, context.sight, kernel, c.mesh, sinks)
         if context.segments is not None:
             attention = functools.partial(packed_attention, q, k, v, context.prefix, context.segments)
         else:

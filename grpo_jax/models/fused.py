@@ -11,6 +11,7 @@ for NVIDIA GPUs from Ampere on.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -19,16 +20,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.sight import NOBODY, How, Marks, Sight, padded, repeated
+from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, padded, repeated
 
 MASKED = -1e30
 """A score no softmax can see, finite so that a query that sees nothing stays finite."""
 
 
 def fused_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: How, sinks: jax.Array | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Softmax of the scores that `sight` leaves, times the values.
+    """Return the softmax of the scores that `sight` leaves, times the values.
 
     Held constant in the gradient: what is seen. Backwards only: forward mode raises, as of any `jax.custom_vjp`.
 
@@ -36,8 +37,8 @@ def fused_attention(
       q: [A, H_kv, N, R, d]; R query heads share a key head.
       k: [A, H_kv, S, d].
       v: [A, H_kv, S, d].
-      sight: marks of N queries and S keys, and the tiles of `how.window`.
-      how: with the sizes that the tiles were found for.
+      sight: marks of N queries and S keys, and the tiles of `kernel.window`.
+      kernel: with the sizes that the tiles were found for.
       sinks: [H_kv, R] float32, each head's score of a key without a value, or None.
 
     Returns:
@@ -46,40 +47,43 @@ def fused_attention(
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
     chex.assert_shape(sight.queries.number, (a, n))
-    rows, keys = padded(repeated(sight.queries, r), how.rows), padded(sight.keys, how.columns)
+    rows, keys = padded(repeated(sight.queries, r), kernel.rows), padded(sight.keys, kernel.columns)
     # Triton's arrays are powers of two, and a product has 16 channels at least.
-    width = d if how.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
-    fill = lambda x, size: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
-    q = fill(q.reshape(a, h, n * r, d), how.rows)
-    k, v = fill(k, how.columns), fill(v, how.columns)
+    width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
+
+    def fill(x: jax.Array, size: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
+
+    q = fill(q.reshape(a, h, n * r, d), kernel.rows)
+    k, v = fill(k, kernel.columns), fill(v, kernel.columns)
     # [H_kv, N R], as the queries are laid out.
-    sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % how.rows)))
-    out = _attend(how, q, k, v, rows, keys, sight.tiles[str(how.window)], sinks)
+    sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
+    out = _attend(kernel, q, k, v, rows, keys, sight.tiles[str(kernel.window)], sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
 # One tile of scores, in arrays of two dimensions: the mathematics of both implementations.
 
 
-def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], how: How) -> jax.Array:
-    """Which of some keys (number, position) each of some queries (number, prompt, position) sees."""
+def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], kernel: Kernel) -> jax.Array:
+    """Return which of some keys (number, position) each of some queries (number, prompt, position) sees."""
     (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
     distance = position - key_position
     seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NOBODY)
-    return seen if how.window is None else seen & (distance < how.window)
+    return seen if kernel.window is None else seen & (distance < kernel.window)
 
 
-def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, how: How) -> jax.Array:
-    scores = tile_product(q, k, (1, 1)) * how.scale
-    if how.soft_cap is not None:
-        scores = how.soft_cap * jnp.tanh(scores / how.soft_cap)
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel) -> jax.Array:
+    scores = tile_product(q, k, (1, 1)) * kernel.scale
+    if kernel.soft_cap is not None:
+        scores = kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
     return jnp.where(seen, scores, MASKED)
 
 
-def _add_tile(sums, q, k, v, seen, how):
-    """The running (sum of values, maximum, sum of weights) of some queries with a tile of keys more."""
+def _add_tile(sums, q, k, v, seen, kernel):
+    """Return the running (sum of values, maximum, sum of weights) of some queries with a tile of keys more."""
     values, top, total = sums
-    scores = _scores(q, k, seen, how)
+    scores = _scores(q, k, seen, kernel)
     higher = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp(top - higher)
     weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
@@ -88,7 +92,7 @@ def _add_tile(sums, q, k, v, seen, how):
 
 
 def _finished(sums, dtype):
-    """Outputs and log-sum-exps; where nothing was seen, zeros and a log-sum-exp that leaves no weight."""
+    """Return outputs and log-sum-exps; where nothing was seen, zeros and a log-sum-exp that leaves no weight."""
     values, top, total = sums
     some = total > 0
     return (values / jnp.where(some, total, 1.0)[:, None]).astype(dtype), jnp.where(
@@ -96,26 +100,26 @@ def _finished(sums, dtype):
     )
 
 
-def _tile_gradients(q, k, v, g, lse, delta, seen, *, how):
-    """Weights of a tile, and the gradient of its products q kᵀ, both in float32."""
-    scores = _scores(q, k, seen, how)
+def _tile_gradients(q, k, v, g, lse, delta, seen, *, kernel):
+    """Return the weights of a tile, and the gradient of its products q kᵀ, both in float32."""
+    scores = _scores(q, k, seen, kernel)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
-    if how.soft_cap is not None:
-        slope = jnp.where(seen, slope * (1 - (scores / how.soft_cap) ** 2), 0.0)
-    return weights, slope * how.scale
+    if kernel.soft_cap is not None:
+        slope = jnp.where(seen, slope * (1 - (scores / kernel.soft_cap) ** 2), 0.0)
+    return weights, slope * kernel.scale
 
 
 # In plain JAX: all A and H together, tile by tile.
 
 
-def _over_heads(function: Any, *shared: bool) -> Any:
-    """A function of one head's tile, of arrays [A, H, ...]; those that are `shared` are [A, ...]."""
+def _over_heads(function: Callable[..., Any], *shared: bool) -> Callable[..., Any]:
+    """Return a function of one head's tile as one of arrays [A, H, ...]; those that are `shared` are [A, ...]."""
     return jax.vmap(jax.vmap(function, in_axes=tuple(None if x else 0 for x in shared)))
 
 
 def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """Tile `at` [A] of arrays [A, N] or [A, H, N, ...]."""
+    """Return tile `at` [A] of arrays [A, N] or [A, H, N, ...]."""
     axis = 0 if x.ndim == 2 else 1
     return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis))(x, at)
 
@@ -128,26 +132,27 @@ def _key_marks(marks: Marks, at: jax.Array, size: int) -> tuple[jax.Array, ...]:
     return tuple(_take(x, at, size) for x in (marks.number, marks.position))
 
 
-def _visible(rows, keys, valid, how):
-    """[A, rows, columns] of a pair of tiles."""
-    return jax.vmap(lambda rows, keys: _seen(rows, keys, how))(rows, keys) & valid[:, None, None]
+def _visible(rows, keys, valid, kernel):
+    """Return what each query of a tile sees of a tile of keys, [A, rows, columns]."""
+    return jax.vmap(lambda rows, keys: _seen(rows, keys, kernel))(rows, keys) & valid[:, None, None]
 
 
-def _plain_forward(how, q, k, v, rows, keys, tiles):
+def _plain_forward(kernel, q, k, v, rows, keys, tiles):
     a, h, _, d = q.shape
 
     def of_rows(x):
         at = jnp.full(a, x)
-        own, marks = _take(q, at, how.rows), _row_marks(rows, at, how.rows)
+        own, marks = _take(q, at, kernel.rows), _row_marks(rows, at, kernel.rows)
 
         def add(j, sums):
             which = tiles.keys[:, x, j]
-            seen = _visible(marks, _key_marks(keys, which, how.columns), j < tiles.key_count[:, x], how)
-            tile = (_take(k, which, how.columns), _take(v, which, how.columns))
-            one = lambda sums, q, k, v, seen: _add_tile(sums, q, k, v, seen, how)
+            seen = _visible(marks, _key_marks(keys, which, kernel.columns), j < tiles.key_count[:, x], kernel)
+            tile = (_take(k, which, kernel.columns), _take(v, which, kernel.columns))
+            one = functools.partial(_add_tile, kernel=kernel)
             return _over_heads(one, False, False, False, False, True)(sums, own, *tile, seen)
 
-        start = (jnp.zeros((a, h, how.rows, d)), jnp.full((a, h, how.rows), MASKED), jnp.zeros((a, h, how.rows)))
+        row = (a, h, kernel.rows)
+        start = (jnp.zeros((*row, d)), jnp.full(row, MASKED), jnp.zeros(row))
         sums = jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, start)
         return _over_heads(lambda sums: _finished(sums, v.dtype), False)(sums)
 
@@ -155,40 +160,44 @@ def _plain_forward(how, q, k, v, rows, keys, tiles):
     return jnp.moveaxis(out, 0, 2).reshape(q.shape), jnp.moveaxis(lse, 0, 2).reshape(q.shape[:3])
 
 
-def _plain_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
+def _plain_backward(kernel, q, k, v, rows, keys, tiles, g, lse, delta):
     a, h, _, d = q.shape
-    gradients = _over_heads(functools.partial(_tile_gradients, how=how), *[False] * 6, True)
-    product = lambda x, y, contract: _over_heads(lambda x, y: tile_product(x, y, contract), False, False)(x, y)
+    gradients = _over_heads(functools.partial(_tile_gradients, kernel=kernel), *[False] * 6, True)
+
+    def product(x, y, contract):
+        return _over_heads(functools.partial(tile_product, contract=contract), False, False)(x, y)
 
     def of_rows(x):
         at = jnp.full(a, x)
-        own, marks = [_take(y, at, how.rows) for y in (q, g, lse, delta)], _row_marks(rows, at, how.rows)
+        own, marks = [_take(y, at, kernel.rows) for y in (q, g, lse, delta)], _row_marks(rows, at, kernel.rows)
 
         def add(j, dq):
             which = tiles.keys[:, x, j]
-            seen = _visible(marks, _key_marks(keys, which, how.columns), j < tiles.key_count[:, x], how)
-            tile = (_take(k, which, how.columns), _take(v, which, how.columns))
+            seen = _visible(marks, _key_marks(keys, which, kernel.columns), j < tiles.key_count[:, x], kernel)
+            tile = (_take(k, which, kernel.columns), _take(v, which, kernel.columns))
             _, slope = gradients(own[0], *tile, *own[1:], seen)
             return dq + product(slope.astype(k.dtype), tile[0], (1, 0))
 
-        return jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, jnp.zeros((a, h, how.rows, d)))
+        return jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, jnp.zeros((a, h, kernel.rows, d)))
 
     def of_keys(y):
         at = jnp.full(a, y)
-        own, marks = [_take(x, at, how.columns) for x in (k, v)], _key_marks(keys, at, how.columns)
+        own, marks = [_take(x, at, kernel.columns) for x in (k, v)], _key_marks(keys, at, kernel.columns)
 
         def add(j, sums):
             which = tiles.queries[:, y, j]
-            seen = _visible(_row_marks(rows, which, how.rows), marks, j < tiles.query_count[:, y], how)
-            tile = [_take(x, which, how.rows) for x in (q, g, lse, delta)]
+            seen = _visible(_row_marks(rows, which, kernel.rows), marks, j < tiles.query_count[:, y], kernel)
+            tile = [_take(x, which, kernel.rows) for x in (q, g, lse, delta)]
             weights, slope = gradients(tile[0], *own, *tile[1:], seen)
             dk = product(slope.astype(q.dtype), tile[0], (0, 0))
             return sums[0] + dk, sums[1] + product(weights.astype(g.dtype), tile[1], (0, 0))
 
-        start = (jnp.zeros((a, h, how.columns, d)),) * 2
+        start = (jnp.zeros((a, h, kernel.columns, d)),) * 2
         return jax.lax.fori_loop(0, tiles.query_count[:, y].max(), add, start)
 
-    together = lambda x, like: jnp.moveaxis(x, 0, 2).reshape(like.shape)
+    def together(x, like):
+        return jnp.moveaxis(x, 0, 2).reshape(like.shape)
+
     dq = jax.lax.map(of_rows, jnp.arange(tiles.keys.shape[1]))
     dk, dv = jax.lax.map(of_keys, jnp.arange(tiles.queries.shape[1]))
     return together(dq, q), together(dk, k), together(dv, v)
@@ -197,40 +206,40 @@ def _plain_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
 # As kernels for NVIDIA GPUs: one program a tile, which goes through its tiles of the other kind.
 
 
-def _forward_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse, *, how):
+def _forward_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse, *, kernel):
     own, marks = q[...], (number[...], prompt[...], position[...])
 
     def add(j, sums):
-        at = pl.ds(tiles[j] * how.columns, how.columns)
-        seen = _seen(marks, (key[at], key_position[at]), how)
-        return _add_tile(sums, own, k[at, :], v[at, :], seen, how)
+        at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
+        seen = _seen(marks, (key[at], key_position[at]), kernel)
+        return _add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
 
-    start = (jnp.zeros(own.shape), jnp.full(how.rows, MASKED), jnp.zeros(how.rows))
+    start = (jnp.zeros(own.shape), jnp.full(kernel.rows, MASKED), jnp.zeros(kernel.rows))
     sums = jax.lax.fori_loop(0, count[...], add, start)
     out[...], lse[...] = _finished(sums, out.dtype)
 
 
-def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq, *, how):
+def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq, *, kernel):
     own, marks = (q[...], g[...], lse[...], delta[...]), (number[...], prompt[...], position[...])
 
     def add(j, total):
-        at = pl.ds(tiles[j] * how.columns, how.columns)
+        at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
         tile = k[at, :]
-        seen = _seen(marks, (key[at], key_position[at]), how)
-        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, how=how)
+        seen = _seen(marks, (key[at], key_position[at]), kernel)
+        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, kernel=kernel)
         return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
 
     dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
 
 
-def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, how):
+def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, kernel):
     own, marks = (k[...], v[...]), (key[...], key_position[...])
 
     def add(j, sums):
-        at = pl.ds(tiles[j] * how.rows, how.rows)
+        at = pl.ds(tiles[j] * kernel.rows, kernel.rows)
         queries, upstream = q[at, :], g[at, :]
-        seen = _seen((number[at], prompt[at], position[at]), marks, how)
-        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, how=how)
+        seen = _seen((number[at], prompt[at], position[at]), marks, kernel)
+        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, kernel=kernel)
         more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
@@ -238,11 +247,11 @@ def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, cou
     dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)
 
 
-def _call(kernel, how, inputs, outputs, *, by_rows):
-    """A kernel over all tiles of queries, or of keys: `inputs` as (array, what it is cut by, shared by the heads)."""
+def _call(body, kernel, inputs, outputs, *, by_rows):
+    """Run a kernel over all tiles of queries, or of keys; `inputs`: (array, axis that is cut, shared by the heads)."""
     a, h, m, _ = inputs[0][0].shape
-    count = m // how.rows if by_rows else inputs[1][0].shape[2] // how.columns
-    size = {"rows": how.rows, "columns": how.columns}
+    count = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
+    size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape, cut, shared):
         # Along the tiles of this kernel: one tile, or its line of a list. Of the other kind: all of it.
@@ -253,18 +262,18 @@ def _call(kernel, how, inputs, outputs, *, by_rows):
         return pl.BlockSpec(block, lambda i, j: (i // h, i % h)[:lead] + ((j if mine else 0),) + (0,) * len(rest))
 
     return pl.pallas_call(
-        functools.partial(kernel, how=how),
+        functools.partial(body, kernel=kernel),
         grid=(a * h, count),
         in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
         out_specs=[spec(x.shape, cut, False) for x, cut in outputs],
         out_shape=[x for x, _ in outputs],
-        interpret=how.implementation == "interpreted",
-        name=kernel.__name__.strip("_"),
-        **({} if how.implementation == "interpreted" else {"compiler_params": _compiler_params()}),
+        interpret=kernel.implementation == "interpreted",
+        name=body.__name__.strip("_"),
+        compiler_params=None if kernel.implementation == "interpreted" else _compiler_params(),
     )(*(x for x, *_ in inputs))
 
 
-def _compiler_params() -> Any:
+def _compiler_params() -> pl.CompilerParams:
     from jax.experimental.pallas import triton
 
     return triton.CompilerParams(num_warps=4, num_stages=2)
@@ -278,19 +287,21 @@ def _inputs(q, k, v, rows, keys, tiles, *, by_rows):
     return arrays + marks + [(x, "line", True) for x in lists]
 
 
-def _kernel_forward(how, q, k, v, rows, keys, tiles):
+def _kernel_forward(kernel, q, k, v, rows, keys, tiles):
     like = jax.ShapeDtypeStruct
     outputs = [(like(q.shape, v.dtype), "rows"), (like(q.shape[:3], jnp.float32), "rows")]
-    return _call(_forward_kernel, how, _inputs(q, k, v, rows, keys, tiles, by_rows=True), outputs, by_rows=True)
+    return _call(_forward_kernel, kernel, _inputs(q, k, v, rows, keys, tiles, by_rows=True), outputs, by_rows=True)
 
 
-def _kernel_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _kernel_backward(kernel, q, k, v, rows, keys, tiles, g, lse, delta):
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
     more = [(x, "rows", False) for x in (g, lse, delta)]
     inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=True) + more
-    (dq,) = _call(_query_kernel, how, inputs, [(like(q), "rows")], by_rows=True)
+    (dq,) = _call(_query_kernel, kernel, inputs, [(like(q), "rows")], by_rows=True)
     inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=False) + more
-    dk, dv = _call(_key_kernel, how, inputs, [(like(k), "columns"), (like(v), "columns")], by_rows=False)
+    dk, dv = _call(_key_kernel, kernel, inputs, [(like(k), "columns"), (like(v), "columns")], by_rows=False)
     return dq, dk, dv
 
 
@@ -299,26 +310,26 @@ def _kernel_backward(how, q, k, v, rows, keys, tiles, g, lse, delta):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how, q, k, v, rows, keys, tiles, sinks):
-    return _attend_forward(how, q, k, v, rows, keys, tiles, sinks)[0]
+def _attend(kernel, q, k, v, rows, keys, tiles, sinks):
+    return _attend_forward(kernel, q, k, v, rows, keys, tiles, sinks)[0]
 
 
-def _attend_forward(how, q, k, v, rows, keys, tiles, sinks):
-    forward: Any = _plain_forward if how.implementation == "tiles" else _kernel_forward
-    out, lse = forward(how, q, k, v, rows, keys, tiles)
+def _attend_forward(kernel, q, k, v, rows, keys, tiles, sinks):
+    forward = _plain_forward if kernel.implementation == "tiles" else _kernel_forward
+    out, lse = forward(kernel, q, k, v, rows, keys, tiles)
     if sinks is not None:
         kept = jax.nn.sigmoid(lse - sinks[None])
         out, lse = (out * kept[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
     return out, (q, k, v, rows, keys, tiles, sinks, out, lse)
 
 
-def _attend_backward(how, kept, g):
-    *given, sinks, out, lse = kept
+def _attend_backward(kernel, kept, g):
+    *inputs, sinks, out, lse = kept
     delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
-    backward: Any = _plain_backward if how.implementation == "tiles" else _kernel_backward
-    gradients = backward(how, *given, g, lse, delta)
+    backward: Callable[..., Any] = _plain_backward if kernel.implementation == "tiles" else _kernel_backward
+    gradients = backward(kernel, *inputs, g, lse, delta)
     of_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
-    gradients = (x.astype(like.dtype) for x, like in zip(gradients, given[:3], strict=True))
+    gradients = (x.astype(like.dtype) for x, like in zip(gradients, inputs[:3], strict=True))
     return *gradients, None, None, None, of_sinks
 
 

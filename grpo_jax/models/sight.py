@@ -1,4 +1,4 @@
-"""What the queries of a fused attention see: marks of tokens, and the tiles in which there is something to see.
+"""Visibility in a fused attention: marks of tokens, and the tiles in which there is something to see.
 
 ```
                      keys of the prompts │ own keys, in the order of the queries
@@ -15,7 +15,7 @@ a mask [queries, keys], so no prompt is copied for its completions and nothing g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -27,8 +27,8 @@ NOBODY = -1
 """The number of what no token sees and what sees nothing: padding."""
 
 
-def implementation(name: str, devices: Sequence[Any] = ()) -> str:
-    """How attention to whole sequences is computed: as `TransformerConfig.attention` says, or as suits the devices.
+def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
+    """Return the implementation of attention to whole sequences: the one named, or the fastest on the devices.
 
     "auto" is "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
     "einsum" on CPUs, where that is fastest.
@@ -50,7 +50,7 @@ def implementation(name: str, devices: Sequence[Any] = ()) -> str:
 
 
 class Marks(flax.struct.PyTreeNode):
-    """Who each of N tokens is.
+    """Segment, prompt and position of each of N tokens.
 
     Attributes:
       number: [A, N] int32: of an own token its segment, of a prompt's −2 − the prompt's number; or `NOBODY`.
@@ -82,7 +82,7 @@ class Tiles(flax.struct.PyTreeNode):
 
 
 class Sight(flax.struct.PyTreeNode):
-    """What the queries of a forward pass see, the same in all layers of one window.
+    """Marks of a forward pass's tokens, and the tiles that its queries see, the same in all layers of one window.
 
     Attributes:
       queries: [A, N].
@@ -95,8 +95,8 @@ class Sight(flax.struct.PyTreeNode):
     tiles: dict[str, Tiles]
 
 
-class How(NamedTuple):
-    """What of an attention is static: the implementation and its tiles, and what is done to the scores.
+class Kernel(NamedTuple):
+    """Static part of a fused attention: the implementation, its tiles, and the scale, window and cap of scores.
 
     Attributes:
       implementation: "tiles", "triton", or "interpreted": the kernels of "triton", step by step on any platform.
@@ -113,30 +113,34 @@ class How(NamedTuple):
     soft_cap: float | None = None
 
     @classmethod
-    def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> How:
-        """With tiles that the implementation can hold: of a GPU, in the memory that a program has for itself."""
+    def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
+        """Return it with tiles that the implementation can hold: on a GPU, in a program's own memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         size = head_dim * jnp.dtype(dtype).itemsize
         return cls(implementation, *((128, 64) if size <= 256 else (64, 32) if size <= 512 else (32, 16)))
 
 
-def look(queries: Marks, keys: Marks, how: How, windows: Iterable[int | None], group: int) -> Sight:
-    """The `Sight` of queries [A, N] over keys [A, S], for R = `group` heads a key head and some windows."""
-    marks = padded(repeated(queries, group), how.rows), padded(keys, how.columns)
-    return Sight(queries, keys, {str(window): _find_tiles(*marks, how, window) for window in windows})
+def look(queries: Marks, keys: Marks, kernel: Kernel, windows: Iterable[int | None], group: int) -> Sight:
+    """Return the `Sight` of queries [A, N] over keys [A, S], for R = `group` heads per key head and some windows."""
+    marks = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
+    return Sight(queries, keys, {str(window): _find_tiles(*marks, kernel, window) for window in windows})
 
 
-def _find_tiles(queries: Marks, keys: Marks, how: How, window: int | None) -> Tiles:
-    """The tiles in which some query may see some key; a tile too many costs time and changes nothing."""
-    rows, columns = how.rows, how.columns
+def _find_tiles(queries: Marks, keys: Marks, kernel: Kernel, window: int | None) -> Tiles:
+    """Return the tiles in which some query may see some key; a tile too many costs time and changes nothing."""
+    rows, columns = kernel.rows, kernel.columns
     far = jnp.iinfo(jnp.int32).max
 
     def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        cut = lambda x: x.reshape(x.shape[0], -1, size)
-        return cut(jnp.where(where, x, far)).min(axis=-1), cut(jnp.where(where, x, -far)).max(axis=-1)
+        """The least and the largest x of each tile."""
+        tiles = (x.shape[0], -1, size)
+        low = jnp.where(where, x, far).reshape(tiles).min(axis=-1)
+        return low, jnp.where(where, x, -far).reshape(tiles).max(axis=-1)
 
-    meet = lambda a, b: (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
+    def meet(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
+
     there, own, shared = queries.number != NOBODY, keys.number >= 0, keys.number < NOBODY
     at, slots = ends(queries.index, there, rows), ends(keys.index, own, columns)
     same_segment = meet(ends(queries.number, there, rows), ends(keys.number, own, columns))
@@ -146,21 +150,26 @@ def _find_tiles(queries: Marks, keys: Marks, how: How, window: int | None) -> Ti
         first = ends(queries.position, there, rows)[0][:, :, None] - window
         same_segment &= ends(keys.position, own, columns)[1][:, None] > first
         same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
+
+    def in_order(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
+        return order, seen.sum(axis=-1, dtype=jnp.int32)
+
     seen = same_segment | same_prompt
-    order = lambda seen: jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
-    count = lambda seen: seen.sum(axis=-1, dtype=jnp.int32)
     turned = seen.swapaxes(1, 2)
-    return Tiles(order(seen), count(seen), order(turned), count(turned))
+    return Tiles(*in_order(seen), *in_order(turned))
 
 
 def repeated(marks: Marks, group: int) -> Marks:
-    """Each token's marks R times, for its R query heads."""
+    """Return each token's marks R times, for its R query heads."""
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), marks)
 
 
 def padded(marks: Marks, size: int) -> Marks:
-    """Marks of a whole number of tiles, by tokens that nobody sees and that see nobody."""
-    more = ((0, 0), (0, -marks.number.shape[1] % size))
-    pad = lambda x, value: jnp.pad(x, more, constant_values=value)
+    """Return marks of a whole number of tiles, padded by tokens that nobody sees and that see nobody."""
+
+    def pad(x: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=value)
+
     number, prompt = pad(marks.number, NOBODY), pad(marks.prompt, NOBODY)
     return Marks(number, prompt, pad(marks.position, 0), pad(marks.index, -1))

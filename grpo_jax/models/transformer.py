@@ -27,7 +27,7 @@ from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
-from grpo_jax.models.sight import How, Sight, implementation
+from grpo_jax.models.sight import Kernel, Sight, implementation
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -192,8 +192,8 @@ class Transformer(nn.Module):
             return None
         for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):
             windows = {kind.window for kind in c.layer_kinds if c.heads_of(kind) == (heads, width)}
-            how = How.of(chosen, width, c.dtype)
-            found = see(tokens, prefix, segments, how, windows=windows, group=c.num_heads // heads)
+            kernel = Kernel.of(chosen, width, c.dtype)
+            found = see(tokens, prefix, segments, kernel, windows=windows, group=c.num_heads // heads)
             sight = found if sight is None else found.replace(tiles={**sight.tiles, **found.tiles})
         return sight
 

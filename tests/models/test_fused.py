@@ -13,7 +13,7 @@ from grpo_jax import Completions, completion_log_probs, make_prompts
 from grpo_jax.devices.sharding import constrained_sharding, make_mesh
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
 from grpo_jax.models.packing import pack
-from grpo_jax.models.sight import How, implementation
+from grpo_jax.models.sight import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
 KINDS = ["tiles", "interpreted"]
@@ -50,8 +50,8 @@ def assert_same(ours, plain, given):
 )
 def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sinks):
     b, h, g, t = 2, 2, 3, 20  # 60 tokens of 1 to 4 heads: over several tiles
-    how = How.of(kind, d)._replace(rows=16, columns=16, scale=d**-0.5, window=window, soft_cap=soft_cap)
-    settings = {"scale": how.scale, "window": window, "soft_cap": soft_cap}
+    kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, scale=d**-0.5, window=window, soft_cap=soft_cap)
+    settings = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap}
     given = arrays((b, h, g, t, group, d), (b, h, g, t, d), (b, h, g, t, d), (b, h, d, P), (b, h, P, d))
     given += arrays((h, group)) if sinks else []
     prefix = lambda pk, pv: (pk, pv, LENGTHS) if shared else None
@@ -61,8 +61,8 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sink
 
     def ours(q, k, v, pk, pv, sinks=None):
         prompts = Prefix(((pk, pv),), LENGTHS) if shared else None
-        sight = see((b, g, t), prompts, None, how, windows={window}, group=group)
-        return attend(q, k, v, prefix(pk, pv), sight, how, sinks=sinks)
+        sight = see((b, g, t), prompts, None, kernel, windows={window}, group=group)
+        return attend(q, k, v, prefix(pk, pv), sight, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -77,7 +77,7 @@ def test_packed_sequences(kind, window):
     segments = jax.tree.map(jnp.asarray, sequence.segments)
     assert len(set(np.asarray(segments.prompt[0]))) == 2, "two prompts in one sequence"
     there = jnp.asarray(segments.number[0] >= 0).reshape(1, 1, 1, size, 1, 1)
-    how = How.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
+    kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
     given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
     given += arrays((h, group)) if window else []
 
@@ -85,8 +85,8 @@ def test_packed_sequences(kind, window):
         return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window, sinks=sinks)
 
     def ours(q, k, v, pk, pv, sinks=None):
-        sight = see((1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, how, windows={window}, group=group)
-        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, how, sinks=sinks)
+        sight = see((1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, kernel, windows={window}, group=group)
+        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -95,8 +95,8 @@ def test_packed_sequences(kind, window):
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
 def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
     """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
-    how, t = How("tiles", 16, 16), 128
-    sight = see((1, 1, t), None, None, how, windows=set(windows), group=1)
+    kernel, t = Kernel("tiles", 16, 16), 128
+    sight = see((1, 1, t), None, None, kernel, windows=set(windows), group=1)
     for window in set(windows):
         expected = [min(x + 1, 2 if window else x + 1) for x in range(t // 16)]
         assert sight.tiles[str(window)].key_count.tolist() == [expected]
@@ -179,13 +179,13 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
     """Eight rows and two key heads: where four devices can't share these they are whole; nothing is gathered."""
     b, h, group, t, d = 8, 2, 2, 12, 8
     mesh = make_mesh(axes)
-    how = How.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)
+    kernel = Kernel.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)
     q, k, v, pk, pv = arrays((b, h, 1, t, group, d), (b, h, 1, t, d), (b, h, 1, t, d), (b, h, d, P), (b, h, P, d))
     (sinks,), lengths = arrays((h, group)), jnp.arange(b) % P + 1
 
     def loss(q, k, v, pk, pv, sinks, mesh=None):
-        sight = see((b, 1, t), Prefix(((pk, pv),), lengths), None, how, windows={None}, group=group)
-        return (attend(q, k, v, (pk, pv, lengths), sight, how, mesh, sinks) ** 2).sum()
+        sight = see((b, 1, t), Prefix(((pk, pv),), lengths), None, kernel, windows={None}, group=group)
+        return (attend(q, k, v, (pk, pv, lengths), sight, kernel, mesh, sinks) ** 2).sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5)), static_argnames="mesh")
     heads = "tensor" if h % axes.get("tensor", 1) == 0 else None
@@ -200,7 +200,7 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sink_of_minus_infinity_is_none(kind):
     given = arrays((1, 2, 2, 5, 1, 8), (1, 2, 2, 5, 8), (1, 2, 2, 5, 8))
-    how = How.of(kind, 8)._replace(rows=16, columns=16)
-    sight = see((1, 2, 5), None, None, how, windows={None}, group=1)
-    none, least = (attend(*given, None, sight, how, sinks=x) for x in (None, jnp.full((2, 1), -jnp.inf)))
+    kernel = Kernel.of(kind, 8)._replace(rows=16, columns=16)
+    sight = see((1, 2, 5), None, None, kernel, windows={None}, group=1)
+    none, least = (attend(*given, None, sight, kernel, sinks=x) for x in (None, jnp.full((2, 1), -jnp.inf)))
     np.testing.assert_array_equal(least, none)
