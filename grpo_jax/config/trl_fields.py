@@ -101,7 +101,7 @@ SAME: dict[str, str] = {
     'value: `kl_correction_level="importance_sampling_level"`. That, `kl_estimator` and `kl_placement` are ours',
     "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
     "ref_model_sync_steps": "",
-    "ref_model_mixup_alpha": "",
+    "ref_model_mixup_alpha": "of adapters the weights A·B are mixed",
     "learning_rate": "",
     "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
     "warmup_steps": "",

@@ -41,6 +41,8 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 
     The arithmetic is float32 (float64 for float64 leaves): in bfloat16 a small alpha would round to no change at all.
+    Leaf by leaf: where the weights are products of leaves, as A B of adapters, other weights come out than their mean
+    (`models.lora.sync_adapters` mixes those).
 
     Args:
       ref_params: pytree of float leaves of any shape; `None` leaves stay `None`.

@@ -2,7 +2,8 @@
 
 An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank; no merged copy of W is ever made
 in training. `LoraModel` is a model by the same protocol whose parameters are the adapters. A fresh adapter has B = 0,
-so the policy begins as the base, and a reference policy is a copy of a few adapters: the base is in memory once.
+so the policy begins as the base, and a reference policy is a copy of a few adapters: the base is in memory once. A
+reference that follows the policy holds the adapters of several syncs (`reference_of`).
 
 ```
 params of a Transformer                        adapters ("params" of a LoraModel)
@@ -13,8 +14,9 @@ layers_0/mlp/up_proj/kernel      [in, out]     layers_0/mlp/up_proj/a      [in, 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import flax.struct
@@ -133,6 +135,79 @@ def init_adapters(
         )
         adapters[(*path, "b")] = jnp.zeros((rank, fan_out), jnp.float32)
     return unflatten_dict(adapters)
+
+
+FADED = 1e-6
+"""Weight below which earlier adapters are left out of a reference: a tenth of what the log-probs resolve."""
+
+
+def reference_of(adapters: Params, alpha: float) -> Params:
+    """Adapters of a reference that follows others by `sync_adapters`, at first equal to them; float32.
+
+    Its weights are a sum of earlier A B, and the factors of a sum are no sums of factors. So those of the last n stand
+    side by side, [in, n·rank] and [n·rank, out], with n the least for which (1 − alpha)ⁿ ≤ `FADED`: 16 for alpha = 0.6.
+    Where that is no less than the matrix has, the matrix itself stands in the place of one factor, beside an identity.
+    With alpha = 1 a sync copies the adapters, and they are returned as they are.
+
+    Args:
+      adapters: of a `LoraModel`.
+      alpha: in (0, 1], the weight of the policy in each sync.
+    """
+    if alpha == 1:
+        return adapters
+    count = math.ceil(math.log(FADED) / math.log1p(-alpha))
+
+    def one(a: jax.Array, b: jax.Array) -> Params:
+        (height, rank), width = a.shape, b.shape[1]
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if rank < min(height, width) <= count * rank:
+            return _as_a_matrix(_matmul(a, b))
+        more = (count - 1) * rank
+        return {"a": jnp.pad(a, ((0, 0), (0, more))), "b": jnp.pad(b, ((0, more), (0, 0)))}
+
+    return _of_each(one, adapters)
+
+
+def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
+    """Mixes adapters into a reference as `maths.reference.sync_reference` mixes weights, of which A B is a part.
+
+        A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
+
+    Args:
+      reference: what `reference_of` or this function returned.
+      adapters: the policy's.
+      step: [] integer, number of optimizer steps done so far.
+      every: steps between two syncs.
+      alpha: as it was given to `reference_of`.
+    """
+
+    def one(a: jax.Array, b: jax.Array, a_ref: jax.Array, b_ref: jax.Array) -> Params:
+        (height, rank), width = a.shape, b.shape[1]
+        a, b, fade = a.astype(jnp.float32), b.astype(jnp.float32), 1 - alpha
+        if rank < min(height, width) == a_ref.shape[1]:
+            return _as_a_matrix(alpha * _matmul(a, b) + fade * (b_ref if height <= width else a_ref))
+        start = (step // every) * rank % a_ref.shape[1]  # the oldest adapters make room
+        put = jax.lax.dynamic_update_slice_in_dim
+        return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
+
+    return jax.lax.cond(step % every == 0, lambda: _of_each(one, adapters, reference), lambda: reference)
+
+
+def _as_a_matrix(x: jax.Array) -> Params:
+    """A matrix [in, out] as two factors, one of which is an identity."""
+    height, width = x.shape
+    return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _of_each(function: Callable[..., Params], *trees: Params) -> Params:
+    """Nested like the trees, what the function makes of A and B of each at a place."""
+    if "a" in trees[0]:
+        return function(*(tree[name] for tree in trees for name in ("a", "b")))
+    return {name: _of_each(function, *(tree[name] for tree in trees)) for name in trees[0]}
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:

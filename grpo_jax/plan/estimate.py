@@ -28,7 +28,7 @@ from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.lora import LoraModel, reference_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
 from grpo_jax.plan.loaded import Loaded, checked, held_bytes, read_model
@@ -301,6 +301,9 @@ class _Run:
             keep_masters=config.master_params,
         )
         state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
+        if base is not None and config.sync_ref_model:
+            of = functools.partial(reference_of, alpha=config.ref_model_mixup_alpha)
+            state = state.replace(ref_params=jax.eval_shape(of, state.ref_params))
         state, base = (placed(tree, tree_sharding(tree, mesh)) for tree in (state, base))
         return cls(config, prompt_length, shape, mesh, optimizer, state, base)
 
@@ -395,7 +398,8 @@ class _Run:
 
     def lower_reference(self) -> Any:
         """The same of what scores completions under the reference."""
-        return self.updater.lower_score(self.state.params, self.batch, tokens=self.tokens)
+        params = self.state.params if self.state.ref_params is None else self.state.ref_params
+        return self.updater.lower_score(params, self.batch, tokens=self.tokens)
 
     def program_names(self) -> tuple[str, ...]:
         """Of all programs of the rollout and the updates."""

@@ -23,7 +23,7 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.messages import Faults, show
-from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.lora import LoraModel, reference_of
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
@@ -309,6 +309,8 @@ def new_state(run: Run, *, donate: bool = False) -> TrainState:
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
         donate=donate,
     )
+    if config.sync_ref_model and isinstance(run.policy.model, LoraModel):
+        state = state.replace(ref_params=reference_of(state.ref_params, config.ref_model_mixup_alpha))
     return place(state, run.mesh)
 
 

@@ -54,7 +54,7 @@ from grpo_jax.update.prompts import (
     read_some,
     rngs_of,
 )
-from grpo_jax.update.state import TrainState
+from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import dropout_key, zeros_like
 
 CPU_TOKENS = 512
@@ -195,12 +195,12 @@ class PackedUpdater:
             sequence = self._any_sequence(batch, shape)
             name = f"{shape.size} tokens, completions of {'' if shape.whole else 'up to '}{shape.longest}"
             yield f"update {name}", functools.partial(self.lower, state, batch, sequence=sequence, tokens=most)
+            score = functools.partial(self.lower_score, batch=batch, sequence=sequence, tokens=most)
             for entropy in scores:
-                how: dict[str, Any] = {"sequence": sequence, "tokens": most, "with_entropy": entropy}
-                yield (
-                    f"score {name}{', with entropy' * entropy}",
-                    functools.partial(self.lower_score, state.params, batch, **how),
-                )
+                scored_by = functools.partial(score, state.params, with_entropy=entropy)
+                yield f"score {name}{', with entropy' * entropy}", scored_by
+            if state.ref_params is not None and not same_shapes(state.ref_params, state.params):
+                yield f"score {name}, by the reference", functools.partial(score, state.ref_params)
 
     def kept_bytes(self, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
         """Bytes that `update` holds on a device beside the program of `lower`: activations of all prompts."""

@@ -13,6 +13,7 @@ import optax
 
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.models.layers import UNTRAINED
+from grpo_jax.models.lora import sync_adapters
 from grpo_jax.types import Params
 
 
@@ -137,6 +138,11 @@ def create_state(
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
 
 
+def same_shapes(first: Params, second: Params) -> bool:
+    """Whether the arrays of two trees have the same shapes: adapters and a reference that is synced to them do not."""
+    return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
+
+
 def begin_iteration(state: TrainState) -> TrainState:
     """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
@@ -155,6 +161,8 @@ def finish_update(
     """One optimizer step, then the reference's own step.
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
+
+    Of adapters the last is about their products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
 
     Where there are masters, they are the θ of the first formula, and params are what they round to.
 
@@ -192,7 +200,9 @@ def finish_update(
     step = state.step + 1
     ref_params = state.ref_params
     if sync_every is not None:
-        ref_params = sync_reference(ref_params, params, step, every=sync_every, alpha=sync_alpha)
+        # A reference of other shapes is that of adapters.
+        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
+        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
         params=params,
         master_params=masters,

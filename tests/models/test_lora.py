@@ -13,8 +13,9 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup
-from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters, reference_of
 from grpo_jax.models.transformer import count_parameters
+from grpo_jax.update.state import create_state, finish_update
 
 SHAPE = {
     "vocab_size": 40,
@@ -230,3 +231,40 @@ def test_targets_choose_projections():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         lora_policy(**options)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "rank", "columns"),
+    [(0.9, 2, 12), (0.6, 1, 16), (0.6, 4, 32), (0.05, 2, 32), (1.0, 2, 2)],
+    ids=["side by side", "of rank 1", "as a matrix", "slowly", "copied"],
+)
+def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, columns):
+    """24 syncs, more than there are places for adapters: the weights of the reference, mixed one by one in float64."""
+    base, scale, every = base_policy().params, 2.0, 2
+    optimizer, keys = optax.sgd(1.0), jax.random.split(jax.random.key(1), 49)
+    adapters = init_adapters(keys[0], base, rank=rank)
+    state = create_state(adapters, optimizer, keys[0], keep_reference=True)
+    state = state.replace(ref_params=reference_of(state.ref_params, alpha))
+    a = state.ref_params["layers_0"]["self_attn"]["q_proj"]["a"]
+    assert a.shape == (32, columns)
+    merged = lambda tree: {
+        path: np.asarray(x, np.float64) for path, x in flatten_dict(merge_adapters(base, tree, scale)).items()
+    }
+    noise = lambda key: jax.tree.map(lambda x: 0.1 * jax.random.normal(key, x.shape), adapters)
+    step = jax.jit(lambda state, g: finish_update(state, g, True, optimizer, sync_every=every, sync_alpha=alpha))
+    begin = expected = merged(adapters)
+    factors = adapters
+    for n, key in enumerate(keys[1:], start=1):
+        state = step(state, noise(key))
+        if n % every == 0:
+            own = merged(state.params)
+            expected = {path: alpha * own[path] + (1 - alpha) * x for path, x in expected.items()}
+            factors = mixup(factors, state.params, alpha)
+        if n in (1, 2, 3, 24, 48):
+            got, mixed_factors = merged(state.ref_params), merged(factors)
+            for path, x in expected.items():
+                np.testing.assert_allclose(got[path], x, atol=3e-6 + 3e-6 * np.abs(x).max())
+    if alpha < 1:
+        path = ("layers_0", "self_attn", "q_proj", "kernel")
+        off = np.linalg.norm(mixed_factors[path] - expected[path]) / np.linalg.norm(expected[path] - begin[path])
+        assert off > 1e-3, "factors that are mixed are other weights"

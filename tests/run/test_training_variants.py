@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, train
+from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, mixup, train
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 
@@ -44,16 +44,29 @@ def test_adapters_learn_and_the_base_stays(dropout):
     state, rewards = learn(policy, **settings)
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     chex.assert_trees_all_equal(policy.model.base, before)
-    # reference, optimizer and policy are of the adapters' size, and the last sync mixed the adapters
+    # optimizer, initial policy and policy are of the adapters' size
     size = sum(x.size for x in jax.tree.leaves(policy.params))
     assert size < 0.5 * sum(x.size for x in jax.tree.leaves(before))
-    assert sum(x.size for x in jax.tree.leaves(state.ref_params)) == size
+    assert sum(x.size for x in jax.tree.leaves(state.initial_params)) == size
     assert sum(x.size for x in jax.tree.leaves(state.opt_state)) < 2.1 * size
-    assert not np.array_equal(jax.tree.leaves(state.ref_params)[1], jax.tree.leaves(state.initial_params)[1])
     merged = merge_lora(policy.replace(params=state.params))
     tokens = jnp.arange(12).reshape(2, 6)
     one = policy.model.apply({"params": state.params}, tokens)
     np.testing.assert_allclose(merged.model.apply({"params": merged.params}, tokens), one, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_sync_of_adapters_mixes_the_weights(rank):
+    """As it does without adapters; their factors, mixed one by one, would be other weights."""
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=rank)
+    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.9}
+    state, _ = learn(policy, steps=2, learning_rate=0.1, **settings)
+    weights = lambda adapters: merge_lora(policy.replace(params=adapters)).params
+    expected = mixup(weights(state.initial_params), weights(state.params), 0.9)
+    chex.assert_trees_all_close(weights(state.ref_params), expected, atol=1e-6)
+    of_factors = weights(mixup(state.initial_params, state.params, 0.9))
+    off = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), of_factors, expected)
+    assert max(jax.tree.leaves(off)) > 1e-3
 
 
 def test_dropout_changes_the_step_and_its_key_is_the_steps_own():
