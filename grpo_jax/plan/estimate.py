@@ -28,7 +28,7 @@ from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.lora import LoraModel, reference_of
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
 from grpo_jax.plan.loaded import Loaded, checked, held_bytes, read_model
@@ -286,10 +286,9 @@ class _Run:
     ) -> _Run:
         """The run of a config.json and a config, on the first of some devices."""
         mesh, optimizer = make_mesh(config.mesh or {}, devices), make_optimizer(config, 1000)
-        kinds = list(mesh.devices.flat)
         # Without devices that were asked for, the plan is that of an accelerator.
         dtype = config.compute_dtype if devices is not None else config.compute_dtype.replace("auto", "bfloat16")
-        config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, kinds))
+        config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, list(mesh.devices.flat)))
         shape = read_config(without_quantization(raw), dtype=config.compute_dtype)
         params, base = loaded.params(shape, raw)
         make = functools.partial(
@@ -299,11 +298,9 @@ class _Run:
             keep_reference=config.beta > 0,
             keep_initial=config.sync_ref_model,
             keep_masters=config.master_params,
+            mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and base is not None else None,
         )
         state = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
-        if base is not None and config.sync_ref_model:
-            of = functools.partial(reference_of, alpha=config.ref_model_mixup_alpha)
-            state = state.replace(ref_params=jax.eval_shape(of, state.ref_params))
         state, base = (placed(tree, tree_sharding(tree, mesh)) for tree in (state, base))
         return cls(config, prompt_length, shape, mesh, optimizer, state, base)
 
@@ -398,8 +395,7 @@ class _Run:
 
     def lower_reference(self) -> Any:
         """The same of what scores completions under the reference."""
-        params = self.state.params if self.state.ref_params is None else self.state.ref_params
-        return self.updater.lower_score(params, self.batch, tokens=self.tokens)
+        return self.updater.lower_score(self.state.ref_params or self.state.params, self.batch, tokens=self.tokens)
 
     def program_names(self) -> tuple[str, ...]:
         """Of all programs of the rollout and the updates."""

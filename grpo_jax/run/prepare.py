@@ -23,7 +23,7 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.keep.resume import describe
 from grpo_jax.messages import Faults, show
-from grpo_jax.models.lora import LoraModel, reference_of
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
@@ -296,6 +296,7 @@ def _encode(
 def new_state(run: Run, *, donate: bool = False) -> TrainState:
     """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
     config = run.task.config
+    adapted = isinstance(run.policy.model, LoraModel)
     state = create_state(
         run.policy.params,
         run.optimizer,
@@ -304,13 +305,12 @@ def new_state(run: Run, *, donate: bool = False) -> TrainState:
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
         keep_masters=config.master_params,
+        mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
         entropy_coef=config.entropy_coef,
         # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
         donate=donate,
     )
-    if config.sync_ref_model and isinstance(run.policy.model, LoraModel):
-        state = state.replace(ref_params=reference_of(state.ref_params, config.ref_model_mixup_alpha))
     return place(state, run.mesh)
 
 

@@ -13,7 +13,7 @@ import optax
 
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.models.layers import UNTRAINED
-from grpo_jax.models.lora import sync_adapters
+from grpo_jax.models.lora import reference_of, sync_adapters
 from grpo_jax.types import Params
 
 
@@ -83,6 +83,7 @@ def create_state(
     keep_reference: bool = False,
     keep_initial: bool = False,
     keep_masters: bool = True,
+    mix_adapters: float | None = None,
     entropy_coef: float = 0.0,
     entropy_bonus: float | None = None,
     donate: bool = False,
@@ -97,6 +98,7 @@ def create_state(
       keep_reference: hold a reference (beta > 0).
       keep_initial: hold the initial policy beside a reference that moves.
       keep_masters: hold float32 masters beside params of less.
+      mix_adapters: where params are adapters and the reference is synced, the weight of the policy in a sync.
       entropy_coef: ≥ 0, first coefficient of the entropy bonus.
       entropy_bonus: what the first update applies of it; None: all of it.
       donate: the state holds the arrays of `params` themselves, which its first update takes from the caller.
@@ -124,7 +126,11 @@ def create_state(
     state = TrainState(
         params=params,
         old_params=params if keep_old else None,
-        ref_params=params if keep_reference else None,
+        ref_params=None
+        if not keep_reference
+        else params
+        if mix_adapters is None
+        else reference_of(params, mix_adapters),
         initial_params=params if keep_initial else None,
         opt_state=optimizer.init(params if masters is None else masters),
         step=jnp.zeros((), jnp.int32),

@@ -13,7 +13,7 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup
-from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters, reference_of
+from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import create_state, finish_update
 
@@ -243,8 +243,7 @@ def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, col
     base, scale, every = base_policy().params, 2.0, 2
     optimizer, keys = optax.sgd(1.0), jax.random.split(jax.random.key(1), 49)
     adapters = init_adapters(keys[0], base, rank=rank)
-    state = create_state(adapters, optimizer, keys[0], keep_reference=True)
-    state = state.replace(ref_params=reference_of(state.ref_params, alpha))
+    state = create_state(adapters, optimizer, keys[0], keep_reference=True, mix_adapters=alpha)
     a = state.ref_params["layers_0"]["self_attn"]["q_proj"]["a"]
     assert a.shape == (32, columns)
     merged = lambda tree: {
