@@ -227,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.print_help()
         raise SystemExit(2)
     from grpo_jax.cli import commands
+    from grpo_jax.devices import distributed
 
     command = getattr(commands, arguments.command.replace("-", "_"))
     try:
@@ -237,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(1) from None
         if not _is_ours(error):
             raise
+        distributed.end_by_error()
         raise SystemExit(f"grpo-jax {arguments.command}: {error}") from error
 
 

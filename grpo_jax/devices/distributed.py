@@ -1,4 +1,4 @@
-"""Several processes as one run: `jax.distributed`, started by flags, and ended within a minute when one of them dies.
+"""Several processes as one run: `jax.distributed`, started by flags, and ended soon when one of them ends by an error.
 
 ```
 my_run.py --distributed auto                                              on Slurm, TPU pods, Kubernetes, MPI
@@ -9,6 +9,10 @@ my_run.py --coordinator host0:8476 --num-processes 2 --process-id 0       anywhe
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
+import logging
+import os
 import sys
 from types import TracebackType
 
@@ -16,6 +20,8 @@ import jax
 
 SILENCE = 30
 """Seconds without a sign of life after which a process counts as dead (JAX's default is 100)."""
+
+_statuses: list[int] = []  # of the errors that end this process
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +71,9 @@ def start(arguments: argparse.Namespace) -> None:
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Make this process one of a run of several; call it before anything else of JAX, in each of them.
 
+    An exception that nobody catches ends its process at once, and that ends the others: where they exchange numbers
+    with it, at once on CPUs, and elsewhere when it has given no sign of life for `SILENCE` seconds.
+
     Args:
       coordinator: "host:port" where process 0 listens. None: Slurm, TPU pod, Kubernetes or MPI say all three.
       num_processes: how many there are.
@@ -101,10 +110,33 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
             ) from error
         raise
     sys.excepthook = _explained
+    atexit.register(_leave)  # before JAX's own, which is registered already
+
+
+def end_by_error(status: int = 1) -> None:
+    """Note that an error ends this process: its exit is not to wait for the others, since they wait for it.
+
+    JAX ends all processes together: at its exit each waits for the others, five minutes by default. A run whose first
+    process has work to do after the others needs these minutes; after an error they are lost.
+    """
+    if jax.distributed.is_initialized():
+        _statuses.append(status)
+
+
+def _leave() -> None:
+    """End the process now if an error has ended it; exit functions that were registered later have run."""
+    if not _statuses:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a stream may be closed
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(_statuses[0])
 
 
 def _explained(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print an error as Python does, and what it may stand for: the first to know of a lost process is a collective."""
+    end_by_error(130 if issubclass(kind, KeyboardInterrupt) else 1)
     sys.__excepthook__(kind, error, traceback)
     print(
         f"process {jax.process_index()} of {jax.process_count()} has ended by the error above. If it is of the network"

@@ -194,7 +194,7 @@ def train(
         if not stop:
             state = checkpoints.restore_best(state, progress)
             publisher.end(state.params, draw=monitor.draw)
-    if stop or signals.received is not None:  # the second, while the pictures were drawn
+    if stop or loop.stopping():  # the second, while the pictures were drawn
         signals.leave()
     return state
 

@@ -58,7 +58,8 @@ class Finding:
     def __str__(self) -> str:
         places = {"prompt": self.prompt, "completion": self.completion, "token": self.token}
         where = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
-        text = f"the first number that is not finite is a {self.term}, {self.value}"
+        article = "an" if self.term[0] in "ao" else "a"
+        text = f"the first number that is not finite is {article} {self.term}, {self.value}"
         if self.parameter is not None:
             text += f", of the parameter {self.parameter}"
         if where:

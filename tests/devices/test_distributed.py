@@ -5,6 +5,7 @@ import argparse
 import jax
 import pytest
 
+from grpo_jax.cli.main import main
 from grpo_jax.devices import distributed
 
 
@@ -15,6 +16,7 @@ def begun(monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **how: told.append((args, how)))
     monkeypatch.setattr("sys.excepthook", None)
+    monkeypatch.setattr("atexit.register", lambda *_: None)
     return told
 
 
@@ -71,7 +73,37 @@ def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
         start("--coordinator host0:1 --num-processes 2 --process-id 0")
 
 
+@pytest.fixture
+def exits(monkeypatch):
+    """With which status the process would have ended at once."""
+    statuses = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    monkeypatch.setattr(distributed, "_statuses", [])
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    return statuses
+
+
 @pytest.mark.quick
+@pytest.mark.parametrize(("error", "status"), [(ValueError("a reward"), 1), (KeyboardInterrupt(), 130)])
+def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits, capsys):
+    distributed._leave()
+    assert exits == [], "an orderly end is JAX's"
+    distributed._explained(type(error), error, None)
+    distributed._leave()
+    assert exits == [status]
+
+
+@pytest.mark.quick
+def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
+    with pytest.raises(SystemExit, match=r"grpo-jax resume: .* has no run\.yaml"):
+        main(["resume", str(tmp_path)])
+    distributed._leave()
+    assert exits == [1]
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("exits")
 def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
     try:
         raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")

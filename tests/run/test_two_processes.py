@@ -135,3 +135,37 @@ def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_
     assert [line["step"] for line in lines] == list(range(1, step + 4))
     for line, other in zip(lines, read_lines(alone / "metrics.jsonl"), strict=False):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+def test_several_processes_decide_together_or_end_together(tmp_path):
+    """A clock of one of them, an update that is not finite, checkpoints that one cannot read, an exception in one."""
+    run_dir = tmp_path / "run"
+    processes = together(run_dir, 1, "--faults")
+    deadline = time.monotonic() + 240
+    while not (run_dir / "raised").exists() and time.monotonic() < deadline:
+        assert all(process.poll() is None for process in processes), [some.communicate() for some in processes]
+        time.sleep(0.1)
+    raised = time.monotonic()
+    (_, reason), (out, last_words) = (process.communicate(timeout=60) for process in reversed(processes))
+    assert time.monotonic() - raised < 60, "one waited for the other"
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "of process 1 alone" in reason
+    assert "another process was lost" in last_words
+    for words in (last_words, reason):
+        assert "step 3 was skipped" in words
+        assert "the first number that is not finite is an advantage, nan, at prompt 1, completion 2" in words
+    # Saved when the clock of process 0 said so, and at the end; then gone on with from the newest that both can read.
+    *whole, before, newest = json.loads(out.split("SAVED ")[1].splitlines()[0])
+    assert len(whole) >= 1
+    assert newest == 6
+    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert sorted(name.split("-")[0] for name in names if "unreadable" in name) == [
+        f"{before}.unreadable",
+        "6.unreadable",
+    ]
+    for words in (last_words, reason):
+        assert f"step {before} cannot be read (OSError: a disk of this machine alone); it is kept" in words
+        assert f"and the run goes on from the one of step {whole[-1]}" in words
+    assert json.loads(out.split("CALLS ")[1]) == [7, 2], "both steps were skipped, and the run went on"
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
