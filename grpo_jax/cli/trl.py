@@ -24,12 +24,18 @@ _MODEL = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "lora_target_modules": "targets",
+    "load_in_8bit": "quantize",
+    "load_in_4bit": "quantize",
+    "bnb_4bit_quant_type": "",
 }
 # Of PyTorch, or of what is built in here otherwise.
 _NEEDLESS = {
     "attn_implementation": "attention is chosen by the device",
     "trust_remote_code": "the families of checkpoints are implemented here",
     "lora_task_type": "there is one task",
+    "use_bnb_nested_quant": "the scales of NF4 are quantized too",
+    "bnb_4bit_quant_storage": "4 bits are stored as such",
+    "ignore_bias_buffers": "parameters are an argument, and no buffers",
 }
 # Script arguments that cannot be said here, and what to do.
 _MISSING = {
@@ -37,16 +43,21 @@ _MISSING = {
     "lora_modules_to_save": "all that is trained are adapters",
     "use_rslora": "give alpha times the root of the rank",
     "use_dora": "plain low-rank adapters only",
-    "load_in_8bit": "weights are float32 or bfloat16",
-    "load_in_4bit": "weights are float32 or bfloat16",
+    "lora_target_parameters": "adapters are on projections; name those in lora_target_modules",
     "model_revision": "download that revision, and give its directory",
     "dataset_streaming": "the rows are read to their end before the run",
     "datasets": "a mixture of datasets is a function that returns rows: data: module:function",
 }
 _REWARDS: dict[str, Any] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    "get_soft_overlong_punishment": "get_soft_overlong_punishment",
+    "get_soft_overlong_punishment": {
+        "get_soft_overlong_punishment": {
+            "max_completion_len": 1280,
+            "soft_punish_cache": 256,
+        }  # as TRL's script calls it
+    },
     "accuracy_reward": {"number_reward": "solution"},
+    "reasoning_accuracy_reward": {"number_reward": "solution"},
 }
 
 
@@ -60,7 +71,7 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
       The text, whose comments say what was left out and what is missing; and what is missing, by name.
 
     Raises:
-      ValueError: a name that neither TRL nor this library has.
+      ValueError: names that neither TRL nor this library has, all of them.
 
     Example:
       >>> text, missing = translate({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
@@ -73,6 +84,8 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
       >>> missing
       {}
     """
+    # PyYAML, which TRL reads files by, takes an unquoted no for False.
+    values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}
     script = {name: value for name, value in values.items() if name in {*_DATA, *_MODEL, *_NEEDLESS, *_MISSING}}
     script |= {name: values[name] for name in ("reward_funcs",) if name in values}
     moved = from_trl({name: value for name, value in values.items() if name not in script})
@@ -87,11 +100,15 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     run: dict[str, Any] = {}
     if "model_name_or_path" in script:
         run["model"] = script["model_name_or_path"]
-    run |= _data(script)
+    evaluates = values.get("eval_strategy", "no") != "no"
+    run |= _data(script, evaluates=evaluates)
+    if "dataset_test_split" in script and not evaluates:
+        left_out["dataset_test_split"] = "eval_strategy is 'no', as it is by default: nothing is evaluated"
     if script.get("reward_funcs"):
         run["rewards"] = _rewards(script["reward_funcs"], missing)
     if script.get("use_peft"):
         run["lora"] = _lora(script, missing)
+    run |= _quantized(script, missing)
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
     if dtype in ("bfloat16", "float16"):
         run["param_dtype"] = "bfloat16"
@@ -109,8 +126,8 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
 
 
-def _data(script: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the data; TRL evaluates on the split "test" of the same dataset."""
+def _data(script: Mapping[str, Any], *, evaluates: bool) -> dict[str, Any]:
+    """The keys of the data; where TRL evaluates, it is on the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
         return {}
@@ -118,8 +135,8 @@ def _data(script: Mapping[str, Any]) -> dict[str, Any]:
     split = script.get("dataset_train_split", "train")
     train = {"name": name, **config, "split": split}
     data: dict[str, Any] = {"data": name if train == {"name": name, "split": "train"} else train}
-    if "dataset_test_split" in script:
-        data["eval_data"] = {"name": name, **config, "split": script["dataset_test_split"]}
+    if evaluates:
+        data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     return data
 
 
@@ -133,13 +150,25 @@ def _rewards(names: Any, missing: dict[str, str]) -> list[Any]:
             entries.append(":".join(name.rsplit(".", 1)))
         else:
             missing[f"reward_funcs, {name}"] = "name a function of your own, as module:function"
-        if name == "accuracy_reward":
-            missing["reward_funcs, accuracy_reward"] = (
+        if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+            missing[f"reward_funcs, {name}"] = (
                 "TRL's verifies LaTeX by math_verify; number_reward, in its place, compares numbers"
             )
-        if name == "get_soft_overlong_punishment":
-            missing[f"reward_funcs, {name}"] = "write its max_completion_len and soft_punish_cache behind it"
     return entries
+
+
+def _quantized(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+    """How the base is held under adapters."""
+    bits = next((name for name in ("load_in_4bit", "load_in_8bit") if script.get(name)), None)
+    if bits is None:
+        return {}
+    if not script.get("use_peft"):
+        missing[bits] = "quantized weights are not trained: with use_peft adapters are trained on them"
+        return {}
+    kind = script.get("bnb_4bit_quant_type", "nf4")
+    if bits == "load_in_4bit" and kind != "nf4":
+        missing["bnb_4bit_quant_type"] = f"{kind!r}: 4 bits are held as nf4"
+    return {"quantize": "nf4" if bits == "load_in_4bit" else "int8"}
 
 
 def _lora(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:

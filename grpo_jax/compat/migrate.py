@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES, SAME, TRL_VERSION
-from grpo_jax.messages import nearest
+from grpo_jax.messages import nearest, raise_all
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 # Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
@@ -95,7 +95,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
       A `Migration`; nothing is dropped without a word, but for values that are TRL's defaults.
 
     Raises:
-      ValueError: a name that neither TRL nor this library has.
+      ValueError: names that neither TRL nor this library has, all of them.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -103,7 +103,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     ours = {field.name for field in dataclasses.fields(GRPOConfig)}
-    moved = Migration({}, None, [], {}, {}, {})
+    moved, unknown = Migration({}, None, [], {}, {}, {}), list[str]()
     for name, value in values.items():
         if name in ours:
             moved.values[name] = value
@@ -111,7 +111,10 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
         elif name not in ELSEWHERE:
             near = nearest(name, [*ours, *ELSEWHERE])
             hint = f"; {OTHER_NAMES.get(name) or f'did you mean {near}?'}" if near or name in OTHER_NAMES else ""
-            raise ValueError(f"{name} is no field of GRPOConfig, of TRL {TRL_VERSION} or of grpo_jax{hint}")
+            unknown.append(f"{name} is no field of GRPOConfig, of TRL {TRL_VERSION} or of grpo_jax{hint}")
+    if len(unknown) == 1:
+        raise ValueError(unknown[0])
+    raise_all("the TRL config", unknown)
     for name, value in values.items():
         if name in ELSEWHERE:
             moved = _elsewhere(moved, name, value)

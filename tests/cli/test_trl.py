@@ -1,9 +1,13 @@
 """TRL's YAML as a RUN.yaml: it is read back as the run that it asked for, and what cannot be said is said."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 import yaml
 from cli_files import run
 
+from grpo_jax.cli.named import reward_function
 from grpo_jax.cli.runfile import parse_yaml, read_run
 from grpo_jax.cli.trl import translate
 
@@ -62,7 +66,9 @@ def test_a_script_becomes_a_run(script, tmp_path):
 
 @pytest.mark.quick
 def test_what_is_not_here_is_said_and_is_the_exit_status(script, capsys):
-    more = "repetition_penalty: 1.1\nreward_model_name_or_path: me/judge\nload_in_4bit: true\n"
+    more = (
+        "repetition_penalty: 1.1\nreward_model_name_or_path: me/judge\nbnb_4bit_quant_type: fp4\nload_in_4bit: true\n"
+    )
     script.write_text(SCRIPT.replace("think_format_reward", "accuracy_reward") + more)
     with pytest.raises(SystemExit) as ended:
         run("from-trl", script)
@@ -71,11 +77,65 @@ def test_what_is_not_here_is_said_and_is_the_exit_status(script, capsys):
     assert set(missing) == {
         "repetition_penalty",
         "reward_model_name_or_path",
-        "load_in_4bit",
+        "bnb_4bit_quant_type",
         "reward_funcs, accuracy_reward",
     }
     for name, note in missing.items():
         assert f"#   {name}: {note}" in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("strategy", "split", "evaluated"),
+    [
+        (None, "test", None),
+        ("steps", None, "test"),
+        ("steps", "held_out", "held_out"),
+        ("no", "test", None),
+        (False, None, None),
+    ],
+)
+def test_a_run_evaluates_where_trl_does(strategy, split, evaluated):
+    given = {"eval_strategy": strategy, "dataset_test_split": split}
+    given = {"dataset_name": "me/sums"} | {name: value for name, value in given.items() if value is not None}
+    text, missing = translate(given)
+    eval_data = None if evaluated is None else {"name": "me/sums", "split": evaluated}
+    assert yaml.safe_load(text).get("eval_data") == eval_data
+    assert ("#   dataset_test_split: eval_strategy is 'no'" in text) == (split is not None and evaluated is None)
+    assert not missing
+
+
+@pytest.mark.quick
+def test_a_quantized_base_is_held_so_under_adapters(tmp_path):
+    adapters = {"use_peft": True, "lora_target_modules": "all-linear"}
+    for bits, held in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        text, missing = translate({bits: True, "use_bnb_nested_quant": True, **adapters})
+        assert yaml.safe_load(text)["quantize"] == held
+        assert not missing
+        (tmp_path / "run.yaml").write_text(text)
+        assert read_run(tmp_path / "run.yaml").quantize == held
+        assert set(translate({bits: True})[1]) == {bits}, "a run without adapters would train what cannot be trained"
+
+
+@pytest.mark.quick
+def test_the_overlong_punishment_has_the_values_of_trls_script():
+    trl_script = pytest.importorskip("trl.scripts.grpo", reason="TRL is not installed")
+    text, missing = translate({"reward_funcs": ["get_soft_overlong_punishment"]})
+    ((name, values),) = (entry for (entry,) in (one.items() for one in yaml.safe_load(text)["rewards"]))
+    said = ", ".join(f"{key}={value}" for key, value in values.items())
+    assert f"`{name}` (used values are `{said.replace(', ', '`, `')}`)" in inspect.getsource(trl_script)
+    assert not missing
+    ours = reward_function({name: values}, Path())
+    assert ours(completion_ids=[[0] * n for n in (1024, 1152, 1280)]) == [0.0, -0.5, -1.0]
+
+
+@pytest.mark.quick
+def test_all_names_of_neither_are_said_at_once(script):
+    script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\ncosine_max_len: 9\n")
+    with pytest.raises(SystemExit, match="3 errors") as ended:
+        run("from-trl", script)
+    assert all(f"{name} is no field of GRPOConfig" in str(ended.value) for name in ("learning_rat", "system_prompt"))
+    assert "cosine_max_len is no field" in str(ended.value)
 
 
 @pytest.mark.quick
