@@ -100,10 +100,7 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     run: dict[str, Any] = {}
     if "model_name_or_path" in script:
         run["model"] = script["model_name_or_path"]
-    evaluates = values.get("eval_strategy", "no") != "no"
-    run |= _data(script, evaluates=evaluates)
-    if "dataset_test_split" in script and not evaluates:
-        left_out["dataset_test_split"] = "eval_strategy is 'no', as it is by default: nothing is evaluated"
+    run |= _data(script, left_out, evaluates=values.get("eval_strategy", "no") != "no")
     if script.get("reward_funcs"):
         run["rewards"] = _rewards(script["reward_funcs"], missing)
     if script.get("use_peft"):
@@ -126,7 +123,7 @@ def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
 
 
-def _data(script: Mapping[str, Any], *, evaluates: bool) -> dict[str, Any]:
+def _data(script: Mapping[str, Any], left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
     """The keys of the data; where TRL evaluates, it is on the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
@@ -137,6 +134,8 @@ def _data(script: Mapping[str, Any], *, evaluates: bool) -> dict[str, Any]:
     data: dict[str, Any] = {"data": name if train == {"name": name, "split": "train"} else train}
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
+    elif "dataset_test_split" in script:
+        left_out["dataset_test_split"] = "eval_strategy is 'no', as it is by default: nothing is evaluated"
     return data
 
 
