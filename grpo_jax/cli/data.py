@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.messages import one_line, show
-from grpo_jax.text.rows import Row, load_rows, read_rows
+from grpo_jax.text.rows import Row, load_rows, read_lines, read_rows
 
 _KEYS = {"path", "name", "config", "split", "rows"}
 _KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -81,8 +81,7 @@ def _of_path(path: Any, folder: Path, key: str) -> Any:
         raise ValueError(f"{key} = {show(path)}: give a file ({', '.join(_KINDS)}), a name on the hub or module:name")
     file = folder / Path(path).expanduser()
     if file.is_file() and file.suffix == ".csv":
-        with open(file, encoding="utf-8-sig", newline="") as lines:
-            return list(csv.DictReader(lines))
+        return _of_csv(file, key)
     if file.is_file() and file.suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -94,36 +93,63 @@ def _of_path(path: Any, folder: Path, key: str) -> Any:
     return read_rows(file, key)
 
 
+def _of_csv(file: Path, key: str) -> list[dict[str, Any]]:
+    """The rows of a CSV file, whose fields may be of any length."""
+    limit = csv.field_size_limit(2**31 - 1)  # of the whole process: 131,072 characters, unless somebody sets it
+    reader = csv.DictReader(read_lines(file, key))
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{key}: line {reader.line_num} of {str(file)!r} is no CSV ({error})") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+_ABSENT = object()
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    """A row's value under a name, which may lead into a nested column (`reward_model.ground_truth`), or `_ABSENT`."""
+    if name in row:
+        return row[name]
+    outer, dot, inner = name.partition(".")
+    nested = row.get(outer)
+    return _column(nested, inner) if dot and isinstance(nested, Mapping) else _ABSENT
+
+
 def _shaped(row: Any, index: int, key: str, columns: Any, prompt: Any) -> Any:
     """A row with its new names and its prompt."""
     if not isinstance(row, Mapping):
         return row  # load_rows says so
     names = columns or {}
-    missing = [name for name in names.values() if name not in row]
+    missing = [name for name in names.values() if _column(row, name) is _ABSENT]
     if missing:
         raise ValueError(
             f"columns: there is no column {missing[0]!r} in {key} row {index}; its columns are {sorted(map(str, row))}"
         )
     row = {name: value for name, value in row.items() if name not in names.values()} | {
-        new: row[name] for new, name in names.items()
+        new: _column(row, name) for new, name in names.items()
     }
-    return row if prompt is None else {**row, "prompt": _filled(prompt, row, key)}
+    return row if prompt is None else {**row, "prompt": _filled(prompt, row, index, key)}
 
 
-def _filled(template: Any, row: Mapping[str, Any], key: str) -> Any:
+def _filled(template: Any, row: Mapping[str, Any], index: int, key: str) -> Any:
     """A template with a row's columns in it; the messages of a conversation each by itself."""
     if isinstance(template, list):
-        return [{name: _filled(text, row, key) for name, text in message.items()} for message in template]
+        return [{name: _filled(text, row, index, key) for name, text in message.items()} for message in template]
     parts = []
     for text, name, spec, conversion in string.Formatter().parse(template):
         parts.append(text)
         if name is not None:
-            if name not in row or spec or conversion:
+            value = _column(row, name)
+            if value is _ABSENT or spec or conversion:
                 raise ValueError(
                     f"prompt: {{{name}}} is no column of {key}, which has {sorted(map(str, row))}; a brace that stands"
                     " for itself is written twice"
                 )
-            parts.append(str(row[name]))
+            if value is None:
+                raise ValueError(f"prompt: {{{name}}} is None in {key} row {index}: give a value, or leave the row out")
+            parts.append(str(value))
     return "".join(parts)
 
 

@@ -18,7 +18,8 @@ OWN = {
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of rows or of a function "
     "that returns them, or a mapping of `path` or `name`, and `config`, `split`, `rows` (only the first)",
     "eval_data": "likewise, to evaluate on before the first step, every `eval_steps` and after the last",
-    "columns": "new names of columns, as `{answer: solution}`: the column `solution` is called `answer` here",
+    "columns": "new names of columns, as `{answer: solution}`: the column `solution` is called `answer` here; "
+    "`{answer: reward_model.ground_truth}` takes it out of a nested column",
     "prompt": "a template in the place of a column `prompt`: text, or a list of messages, in which `{question}` is the "
     "row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of one that comes with "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from grpo_jax.messages import show
 
@@ -25,8 +28,9 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
 
     Args:
       dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
-        source or `MapDataset`); what can be iterated over, read to its end (a generator, `datasets.IterableDataset`);
-        or the path of a JSONL file. All become the same list, so that order, epochs and resuming are the same for all.
+        source or `MapDataset`); a pandas DataFrame or a pyarrow Table; what can be iterated over, read to its end (a
+        generator, `datasets.IterableDataset`); or the path of a JSONL file. All become the same list, so that order,
+        epochs and resuming are the same for all.
       argument: what the caller calls it, for the messages.
 
     Returns:
@@ -41,7 +45,7 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
       >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
       {'prompt': '2+2=', 'answer': '4'}
     """
-    rows = read_rows(dataset, argument)
+    rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument)]
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
@@ -51,13 +55,45 @@ def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
     return [dict(row) for row in rows]
 
 
+def _without_arrays(value: Any) -> Any:
+    """Return a value with lists in the place of NumPy's arrays, as pandas has them where a table has lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_without_arrays(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_arrays(item) for name, item in value.items()}
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, those inside lists and mappings too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _surrogate_fault(row: Mapping[Any, Any]) -> str:
+    """Return in which column there is half of a character, "" if there is none."""
+    for name, value in row.items():
+        for text in _texts(value):
+            if not text.isascii() and re.search("[\ud800-\udfff]", text):
+                return (
+                    f"has half of a character (a lone surrogate) in its column {name!r}, which cannot be encoded: write"
+                    " the whole character, or text.encode(errors='replace').decode()"
+                )
+    return ""
+
+
 def _row_fault(row: Any, first: Any) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
         return f"is {show(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
-    if fault := _prompt_fault(row["prompt"]) or _picture_fault(row):
+    if fault := _prompt_fault(row["prompt"]) or _picture_fault(row) or _surrogate_fault(row):
         return fault
     if fault := _columns_fault(row, first):
         return fault
@@ -72,7 +108,7 @@ def _row_fault(row: Any, first: Any) -> str:
 def _picture_fault(row: Mapping[Any, Any]) -> str:
     """Return what is wrong with a row of more than text, "" if there is none."""
     for name in _PICTURES:
-        if row.get(name) is not None:
+        if row.get(name) is not None and row[name] != []:
             return f"has a column {name!r}: models read text alone, and no pictures; take the column out"
     return ""
 
@@ -100,6 +136,11 @@ def read_rows(dataset: Any, argument: str) -> list[Any]:
             f"{argument} is a dict with the keys {sorted(map(str, dataset))}: give a list of rows, each a dict "
             "(of a dataset with splits, choose one: dataset['train'])"
         )
+    package = type(dataset).__module__.partition(".")[0]
+    if package == "pandas" and hasattr(dataset, "to_dict"):
+        return dataset.to_dict("records")
+    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
+        return dataset.to_pylist()
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         if len(dataset) > _MOST_ROWS:
             raise ValueError(
@@ -112,10 +153,9 @@ def read_rows(dataset: Any, argument: str) -> list[Any]:
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
-                f"({type(error).__name__}: {error}): give a list of dicts (of a pandas DataFrame "
-                "frame.to_dict('records'))"
+                f"({type(error).__name__}: {error}): give a list of dicts"
             ) from error
-        if type(dataset).__module__.partition(".")[0] == "grain":
+        if package == "grain":
             rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
         return rows
     if isinstance(dataset, Iterable):
@@ -126,6 +166,24 @@ def read_rows(dataset: Any, argument: str) -> list[Any]:
     )
 
 
+def read_lines(path: str | os.PathLike[str], argument: str) -> Iterator[str]:
+    """Read the lines of a file of text in UTF-8, with their ends.
+
+    Raises:
+      ValueError: bytes that are no UTF-8, with the line that they are in.
+    """
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # some programs begin with a byte-order mark
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{argument}: line {number} of {os.fspath(path)!r} is no text in UTF-8 (byte {error.start} of it is"
+                    f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, where it"
+                    " is Latin-1), or read it yourself (Parquet: datasets.load_dataset) and give its rows"
+                ) from error
+
+
 def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     """Read one JSON value from each non-empty line."""
     rows: list[Any] = []
@@ -133,31 +191,21 @@ def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
     if not os.path.isfile(path):
         what = "a directory" if os.path.isdir(path) else "no file"
         raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")
-    try:
-        with open(path, encoding="utf-8-sig") as lines:  # some programs begin a file with a byte-order mark
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{argument}: line {number} of {name!r}"
-                try:
-                    row = json.loads(line.strip())
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on "
-                        "each line"
-                    ) from error
-                if isinstance(row, list) and not rows:
-                    raise ValueError(
-                        f"{where} holds a JSON list: write one object on each line, or give json.load of the file"
-                    )
-                if not isinstance(row, dict):
-                    raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
-                rows.append(row)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{argument}: {name!r} is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV:"
-            " datasets.load_dataset) and give its rows"
-        ) from error
+    for number, line in enumerate(read_lines(path, argument), start=1):
+        if not line.strip():
+            continue
+        where = f"{argument}: line {number} of {name!r}"
+        try:
+            row = json.loads(line.strip())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on each line"
+            ) from error
+        if isinstance(row, list) and not rows:
+            raise ValueError(f"{where} holds a JSON list: write one object on each line, or give json.load of the file")
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
+        rows.append(row)
     return rows
 
 

@@ -1,5 +1,6 @@
 """Rows from files, functions and the hub's datasets; columns under other names, and prompts from templates."""
 
+import csv
 import json
 
 import pytest
@@ -103,3 +104,70 @@ def test_a_dataset_that_the_hub_does_not_give_is_an_error_in_one_line(folder, mo
 )
 def test_templates_that_are_none(template):
     assert template_fault(template)
+
+
+# As verl's preprocessing writes its Parquet files.
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{n}+{n}?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+        "extra_info": {"index": n, "split": "train"},
+        "images": [],
+    }
+    for n in (1, 2)
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "hub", "frame"])
+def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(VERL), folder / "rows.parquet")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in VERL))
+    source = kind
+    if kind == "hub":
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+        found = datasets.Dataset.from_list(VERL)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: found)
+        source = "me/verl"
+    if kind == "frame":
+        pytest.importorskip("pandas", reason="pandas is not installed")
+        (folder / "frames.py").write_text(
+            f"import pandas\nFRAME = pandas.read_parquet({str(folder / 'rows.parquet')!r})\n"
+        )
+        source = "frames.py:FRAME"
+    rows = rows_of(source, folder, columns={"answer": "reward_model.ground_truth"})
+    assert rows == [{**row, "answer": row["reward_model"]["ground_truth"]} for row in VERL]
+    (row, _) = rows_of(source, folder, prompt="{extra_info.index} of {reward_model.style}")
+    assert row["prompt"] == "1 of rule"
+    with pytest.raises(ValueError, match=r"columns: there is no column 'reward_model.truth' in data row 0"):
+        rows_of(source, folder, columns={"answer": "reward_model.truth"})
+
+
+@pytest.mark.quick
+def test_a_field_of_a_csv_file_may_be_long(folder):
+    long = "x" * 200_000
+    (folder / "rows.csv").write_text(f'question,solution\n"{long}\nand more",2\n')
+    limit = csv.field_size_limit()
+    (row,) = rows_of("rows.csv", folder, prompt="{question}")
+    assert row["prompt"] == f"{long}\nand more"
+    assert csv.field_size_limit() == limit, "that of the process is as it was"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
+    line = 3 if name == "rows.csv" else 2
+    with pytest.raises(ValueError, match=rf"data: line {line} of '.*{name}' is no text in UTF-8 \(byte .* 0xe9\)"):
+        rows_of(name, folder, **HOW)
+
+
+@pytest.mark.quick
+def test_none_in_a_template_is_no_word(folder):
+    (folder / "rows.jsonl").write_text('{"question": "1+1"}\n{"question": null}\n')
+    with pytest.raises(ValueError, match=r"prompt: \{question\} is None in data row 1: give a value"):
+        rows_of("rows.jsonl", folder, prompt="Q: {question}")

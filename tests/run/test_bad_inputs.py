@@ -90,7 +90,7 @@ BAD = [
     (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys ['prompt']: give a list of rows, each a dict"),
     (dict(dataset={"train": ROWS}), "(of a dataset with splits, choose one: dataset['train'])"),
     (dict(dataset=Frame()), "dataset is of type Frame, whose rows cannot be had by number (KeyError: 0): give a list"),
-    (dict(dataset=Frame()), "of a pandas DataFrame frame.to_dict('records')"),
+    (dict(dataset=Frame()), "whose rows cannot be had by number (KeyError: 0): give a list of dicts"),
     (dict(dataset=["a"]), "dataset row 0 is 'a': each row is a dict with a 'prompt' and any other columns"),
     (dict(dataset=[("a", "b")]), "dataset row 0 is ('a', 'b'): each row is a dict"),
     (dict(dataset=[ROWS]), "dataset row 0 is [{'prompt': 'ab'"),
@@ -234,10 +234,7 @@ FILES = [
         "line 1 of '{}' is not JSON (Expecting value at column 2): a JSONL file has one object",
     ),
     ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
-    (
-        b"PAR1\xff\xfe",
-        "'{}' is no text in UTF-8: give a JSONL file, or read the file yourself (Parquet and CSV: datasets.",
-    ),
+    (b"PAR1\xff\xfe", "line 1 of '{}' is no text in UTF-8 (byte 4 of it is 0xff): write the file in UTF-8"),
 ]
 
 

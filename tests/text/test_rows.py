@@ -1,0 +1,43 @@
+"""Rows of tables of other packages, and what no tokenizer could encode."""
+
+import pytest
+
+from grpo_jax.text.rows import load_rows
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1+1"}], "tests": ["a", "b"], "score": 0.5, "images": []},
+    {"prompt": [{"role": "user", "content": "2+2"}], "tests": [], "score": 1.5, "images": None},
+]
+
+
+@pytest.mark.quick
+def test_a_pyarrow_table_is_its_rows():
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    assert load_rows(pyarrow.Table.from_pylist(ROWS)) == ROWS
+
+
+@pytest.mark.quick
+def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pandas.DataFrame(ROWS).to_parquet(tmp_path / "rows.parquet")
+    frame = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert type(frame["tests"][0]).__name__ == "ndarray"
+    assert load_rows(frame) == load_rows(frame.to_dict("records")) == ROWS
+
+
+@pytest.mark.quick
+def test_an_empty_list_of_images_is_none_and_a_picture_is_refused():
+    assert load_rows(ROWS) == ROWS
+    with pytest.raises(ValueError, match="dataset row 1 has a column 'images': models read text alone"):
+        load_rows([ROWS[0], {**ROWS[1], "images": ["picture"]}])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("column", ["prompt", "tests"])
+def test_half_of_a_character_is_refused_with_its_row_and_column(column):
+    half = "\ud83d"
+    value = [{"role": "user", "content": half}] if column == "prompt" else ["a", {"b": half}]
+    with pytest.raises(ValueError, match=rf"rows row 1 has half of a character .* in its column '{column}'"):
+        load_rows([ROWS[0], {**ROWS[1], column: value}], argument="rows")
+    assert load_rows([{"prompt": "😀"}]) == [{"prompt": "😀"}], "a whole one is text"
