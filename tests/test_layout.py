@@ -251,5 +251,4 @@ TESTED_ELSEWHERE = {
     "rollout.programs": "run/test_ahead.py",
     "run.prepare": "run/test_bad_inputs.py",
     "update.prompts": "update/test_packed.py",
-    "text.rows": "text/test_prompts.py",
 }
