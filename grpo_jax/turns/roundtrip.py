@@ -33,7 +33,8 @@ def hidden_ids(tokenizer: Any, form: Format) -> tuple[int, ...] | None:
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {index: str(token) for index, token in added.items() if token.special}
-    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    special |= {index: token for index, token in named if index is not None}  # one that is in no vocabulary has none
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
     return tuple(sorted(special.keys() - marks)) if marks else None
 
