@@ -24,11 +24,12 @@ from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
+from grpo_jax.run.prepare import training_rows
 from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.text.rows import load_rows, read_rows
+from grpo_jax.text.rows import read_rows
 from grpo_jax.update.state import TrainState
 
 _EMPTY = [{"role": "user", "content": ""}]
@@ -172,7 +173,8 @@ class GRPOTrainer:
             return [{"prompt": _EMPTY} for _ in range(self.config.sizes().prompts)]
         if factory is None:
             return dataset
-        rows = read_rows(dataset, argument)
+        most = self.config.most_prompts() if argument == "train_dataset" else None
+        rows = read_rows(dataset, argument, most)
         without = all(isinstance(row, Mapping) and "prompt" not in row for row in rows)
         return [{"prompt": _EMPTY, **row} for row in rows] if without else rows
 
@@ -180,7 +182,7 @@ class GRPOTrainer:
         """Rows, reward functions and sampler for `train`."""
         if self._rollout_func is None:
             return dataset, self._reward_funcs or [], self._sampler
-        rows, config = load_rows(dataset), self.config
+        rows, config = training_rows(dataset, self.policy, self.config), self.config
         data = encode_prompts(
             rows,
             self.policy.tokenizer,

@@ -357,6 +357,20 @@ class GRPOConfig(metaclass=ReadFirst):
         sizes = self.sizes(num_devices)
         return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
 
+    def most_prompts(self, num_devices: int | None = None) -> int | None:
+        """Return the prompts that a run of `max_steps` samples at most, refills among them; None without `max_steps`.
+
+        Example:
+          >>> GRPOConfig(max_steps=5, per_device_train_batch_size=16, num_iterations=2).most_prompts()
+          6
+        """
+        if self.max_steps <= 0:
+            return None
+        sizes = self.sizes(num_devices)
+        # With max_kl_old an iteration may end after its first update.
+        iterations = math.ceil(self.max_steps / (sizes.updates if self.max_kl_old is None else 1))
+        return iterations * sizes.prompts * (1 + self.max_refills if self.dynamic_sampling else 1)
+
     def total_warmup_steps(self, total_steps: int) -> int:
         """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)

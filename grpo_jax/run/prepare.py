@@ -32,7 +32,7 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import Row, is_stream, load_rows
 from grpo_jax.turns.episodes import Setting
 from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
 from grpo_jax.types import is_cached
@@ -77,8 +77,9 @@ def prepare(
     faults.of(_check_optimizer, optimizer)
     faults.of(check_sampler, sampler)
     fns = faults.of(_functions, reward_fns)
-    sources = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
-    rows = {name: faults.of(load_rows, source, argument=name) for name, source in sources.items()}
+    rows = {"dataset": faults.of(training_rows, dataset, policy, config)}
+    if eval_dataset is not None:
+        rows["eval_dataset"] = faults.of(load_rows, eval_dataset, argument="eval_dataset")
     setting = None
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         every = [row for some in rows.values() for row in some or ()]
@@ -195,6 +196,23 @@ def _check_policy(policy: Any) -> None:
             f" policy.replace(generation_config={{'eos_token_id': {[eos, *ids]}}})",
             stacklevel=2,
         )
+
+
+def training_rows(dataset: Any, policy: Any, config: Any) -> list[Row]:
+    """Rows to train on; of what can only be iterated over as many as the run samples."""
+    if not (isinstance(policy, Policy) and isinstance(config, GRPOConfig)):
+        return load_rows(dataset, most=1)  # this has been refused already
+    if config.max_steps <= 0 and is_stream(dataset):
+        raise ValueError(
+            "dataset is an IterableDataset, which does not say how many rows it has: set max_steps, by which as many"
+            " are read as the run takes, or give a part of it, list(dataset.take(1000))"
+        )
+    mesh = mesh_of(policy.params) if config.mesh is None else None
+    try:
+        most = config.most_prompts(None if mesh is None else mesh.size)
+    except ValueError:  # a batch that does not split, which the checks of the run say
+        most = 1
+    return load_rows(dataset, most=most)
 
 
 def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None, GRPOConfig]:

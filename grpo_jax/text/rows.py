@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,33 +20,35 @@ Messages = list[dict[str, Any]]
 
 
 _MOST_ROWS = 10**9
+_MOST_READ = 10**7  # of what does not say how many there are
 _PICTURES = ("image", "images")
 _PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 
 
-def load_rows(dataset: Any, *, argument: str = "dataset") -> list[Row]:
+def load_rows(dataset: Any, *, argument: str = "dataset", most: int | None = None) -> list[Row]:
     """Turn a dataset into a list of dict rows, each with a `prompt` and all with the same columns.
 
     Args:
       dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
-        source or `MapDataset`); a pandas DataFrame or a pyarrow Table; what can be iterated over, read to its end (a
-        generator, `datasets.IterableDataset`); or the path of a JSONL file. All become the same list, so that order,
-        epochs and resuming are the same for all.
+        source or `MapDataset`); a pandas DataFrame or a pyarrow Table; what can be iterated over (a generator,
+        `datasets.IterableDataset`, in the order in which it shuffles itself); or the path of a JSONL file. All become
+        the same list, so that order, epochs and resuming are the same for all.
       argument: what the caller calls it, for the messages.
+      most: rows that are read of what can only be iterated over, which may have no end; None: to its end.
 
     Returns:
       A list of dicts. `prompt` is text in every row, or in every row a list of messages with `role` and `content`.
 
     Raises:
       ValueError: no rows; a row that is no dict; no `prompt`, or one that is neither text nor messages; rows whose
-        columns differ; a line of the file that is not JSON.
+        columns differ; a line of the file that is not JSON; without `most` a stream of more than ten million rows.
       FileNotFoundError: the path does not exist.
 
     Example:
       >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
       {'prompt': '2+2=', 'answer': '4'}
     """
-    rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument)]
+    rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument, most)]
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
@@ -85,6 +88,11 @@ def _surrogate_fault(row: Mapping[Any, Any]) -> str:
                     " the whole character, or text.encode(errors='replace').decode()"
                 )
     return ""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset is an `IterableDataset`, of `datasets` or of PyTorch, which may have no end."""
+    return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
 
 
 def _row_fault(row: Any, first: Any) -> str:
@@ -127,7 +135,7 @@ def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
     return ""
 
 
-def read_rows(dataset: Any, argument: str) -> list[Any]:
+def read_rows(dataset: Any, argument: str, most: int | None = None) -> list[Any]:
     """Read whatever stands for a dataset into a list, whose rows are not looked at yet."""
     if isinstance(dataset, (str, os.PathLike)):
         return _read_jsonl(dataset, argument)
@@ -159,7 +167,13 @@ def read_rows(dataset: Any, argument: str) -> list[Any]:
             rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
         return rows
     if isinstance(dataset, Iterable):
-        return list(dataset)
+        rows = list(itertools.islice(dataset, _MOST_READ + 1 if most is None else most))
+        if len(rows) > _MOST_READ and most is None:
+            raise ValueError(
+                f"{argument} goes on after {_MOST_READ:,} rows, as a stream does that has no end: give a part of it,"
+                " such as dataset.take(1000) or itertools.islice(dataset, 1000)"
+            )
+        return rows
     raise ValueError(
         f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
         "of a JSONL file"

@@ -1,6 +1,7 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
 import dataclasses
+import itertools
 import threading
 
 import chex
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, compute_advantages
+from grpo_jax import GRPOConfig, compute_advantages, train
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import Task, collect
 from grpo_jax.run.prepare import prepare
@@ -299,3 +300,56 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     with pytest.raises(MemoryError, match="no room for a second rollout"):
         collect(run_of().task, state, 0, count=4, updater=run.updater, look_ahead=True)
     assert calls == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 4 * 4),  # 16 completions are 4 prompts, in each of 4 steps
+        ({"num_iterations": 2}, 2 * 4),
+        ({"num_iterations": 2, "max_kl_old": 0.1}, 4 * 4),
+        ({"dynamic_sampling": True, "max_refills": 2}, 4 * 4 * 3),
+    ],
+    ids=["plain", "iterations", "cut iterations", "refills"],
+)
+def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, count):
+    """In the order of the stream, which `datasets` shuffles by a buffer; the run that goes on reads the same."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    made = []
+
+    def rows():
+        for n in itertools.count():
+            made.append(n)
+            yield {"prompt": f"{n}"}
+
+    stream = datasets.IterableDataset.from_generator(rows).shuffle(seed=3, buffer_size=5)
+    expected = [row["prompt"] for row in itertools.islice(stream, count)]
+    assert sorted(expected) != expected
+    made.clear()
+    how = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
+    for _ in range(2):
+        run = prepare(POLICY, stream, length_reward, GRPOConfig(**how | settings))
+        assert [row["prompt"] for row in run.task.data.rows] == expected
+    assert len(made) <= 2 * (count + 5 + 1), "and what fills the buffer"
+    with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
+        prepare(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1}))
+
+
+def test_the_steps_of_a_run_take_no_more_rows_than_were_read_for_them():
+    """With refills in every iteration, the most that there can be: no row comes twice."""
+    seen = []
+
+    def silent(prompts):
+        seen.extend(dict.fromkeys(prompts))
+        return [0.5] * len(prompts)
+
+    config = GRPOConfig(
+        max_completion_length=4,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_steps=3,
+        dynamic_sampling=True,
+        max_refills=1,
+    )
+    train(POLICY, ({"prompt": f"{n}"} for n in itertools.count()), silent, config)
+    assert len(seen) == len(set(seen)) == config.most_prompts() == 3 * 2 * 2

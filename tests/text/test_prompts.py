@@ -1,5 +1,6 @@
 """Prompts: rows in, tokens out, an order that can be resumed, and completions back to text."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -202,6 +203,24 @@ def test_load_rows_gives_rows_of_its_own():
 def test_load_rows_refuses(dataset, message):
     with pytest.raises(ValueError, match=message):
         rows_module.load_rows(dataset)
+
+
+@pytest.mark.quick
+def test_of_a_stream_as_many_rows_are_read_as_are_asked_for(monkeypatch):
+    taken = []
+
+    def stream():
+        for n in itertools.count():
+            taken.append(n)
+            yield {"prompt": str(n)}
+
+    assert [row["prompt"] for row in rows_module.load_rows(stream(), most=3)] == ["0", "1", "2"]
+    assert taken == [0, 1, 2], "and no more, which may be slow to make"
+    assert len(rows_module.load_rows(ROWS, most=1)) == len(ROWS), "what says how many there are is read whole"
+    monkeypatch.setattr(rows_module, "_MOST_READ", 100)
+    with pytest.raises(ValueError, match="dataset goes on after 100 rows, as a stream does that has no end"):
+        rows_module.load_rows(stream())
+    assert len(rows_module.load_rows({"prompt": "p"} for _ in range(100))) == 100
 
 
 @pytest.mark.quick
