@@ -167,13 +167,7 @@ def read_rows(dataset: Any, argument: str, most: int | None = None) -> list[Any]
             rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
         return rows
     if isinstance(dataset, Iterable):
-        rows = list(itertools.islice(dataset, _MOST_READ + 1 if most is None else most))
-        if len(rows) > _MOST_READ and most is None:
-            raise ValueError(
-                f"{argument} goes on after {_MOST_READ:,} rows, as a stream does that has no end: give a part of it,"
-                " such as dataset.take(1000) or itertools.islice(dataset, 1000)"
-            )
-        return rows
+        return _read_stream(dataset, argument, most)
     raise ValueError(
         f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
         "of a JSONL file"
@@ -196,6 +190,17 @@ def read_lines(path: str | os.PathLike[str], argument: str) -> Iterator[str]:
                     f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, where it"
                     " is Latin-1), or read it yourself (Parquet: datasets.load_dataset) and give its rows"
                 ) from error
+
+
+def _read_stream(dataset: Iterable[Any], argument: str, most: int | None) -> list[Any]:
+    """Read rows one after another: `most` of them, or all, of which there may not be too many."""
+    rows = list(itertools.islice(dataset, _MOST_READ + 1 if most is None else most))
+    if most is None and len(rows) > _MOST_READ:
+        raise ValueError(
+            f"{argument} goes on after {_MOST_READ:,} rows, as a stream does that has no end: give a part of it, such"
+            " as dataset.take(1000) or itertools.islice(dataset, 1000)"
+        )
+    return rows
 
 
 def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
