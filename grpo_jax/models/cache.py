@@ -8,6 +8,7 @@ what is kept of a prompt lacks G.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,3 +61,21 @@ def with_slots(cache: Sequence[Any], slots: int) -> tuple[Any, ...]:
     longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
     kept = lambda layer: isinstance(layer, State) or not layer
     return tuple(layer if kept(layer) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)
+
+
+def turned(cache: Sequence[Any], first: jax.Array, slots: int) -> tuple[Any, ...]:
+    """A ring of `slots` slots of which the first is, for each completion, slot `first` [B, G] of the cache's own ring.
+
+    Where the new ring is longer, the old one goes round more than once.
+    """
+    size = slots_of(cache)
+
+    def cut(x: jax.Array, axis: int) -> jax.Array:
+        long = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
+        own = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=slots, axis=axis)
+        return jax.vmap(jax.vmap(own, in_axes=(1, 0), out_axes=1))(long, first % size)
+
+    def kept(layer: Any) -> bool:
+        return isinstance(layer, State) or not layer
+
+    return tuple(layer if kept(layer) else (cut(layer[0], -1), cut(layer[1], -2)) for layer in cache)

@@ -34,9 +34,9 @@ from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program
 from grpo_jax.plan.loaded import Loaded, checked, held_bytes, read_model
 from grpo_jax.plan.report import Plan, most_that_fits
 from grpo_jax.plan.targets import ENVIRONMENT, Target
-from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import places
-from grpo_jax.rollout.programs import rollout_programs
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
@@ -384,10 +384,22 @@ class _Run:
         """Groups that stand on the devices at a time."""
         return places(self.sizes.prompts, self.group, self.config.rollout_batch_size, shard_count(self.mesh))
 
+    @functools.cached_property
+    def rollout(self) -> RolloutShapes:
+        """Its programs, by their shapes."""
+        shapes = RolloutShapes.of(
+            *(self.model, self.state.params, self.sizes.prompts, self.prompt_length),
+            num_generations=self.group,
+            max_completion_length=self.length,
+            batch_size=self.config.rollout_batch_size,
+            settings=DecodeSettings(sampling=sampling_of(self.config)),
+        )
+        assert shapes is not None, "a decoder has a cache"
+        return shapes
+
     def lower_rollout(self) -> Any:
         """The decode of as many completions as stand on the devices at a time, with a full cache."""
-        given = (self.model, self.state.params, self._prompts(self.at_once), self.group, self.length)
-        return lower_decode(*given, mesh=self.several, sampling=sampling_of(self.config))
+        return self.rollout.largest().lower()
 
     def lower_update(self) -> Any:
         """The update of a minibatch, or of one packed sequence of it."""
@@ -399,17 +411,8 @@ class _Run:
 
     def program_names(self) -> tuple[str, ...]:
         """Of all programs of the rollout and the updates."""
-        own: Any = (self.model, self.state.params, self.sizes.prompts, self.prompt_length)
-        rollout = rollout_programs(
-            *own,
-            num_generations=self.group,
-            max_completion_length=self.length,
-            batch_size=self.config.rollout_batch_size,
-            eos_token_ids=(),
-            pad_token_id=0,
-            sampling=sampling_of(self.config),
-        )
-        return tuple(name for name, _ in (*rollout, *self.updater.lower_all(self.state, self.batch)))
+        updates = self.updater.lower_all(self.state, self.batch)
+        return (*(program.name for program in self.rollout.programs()), *(name for name, _ in updates))
 
     @functools.cached_property
     def work(self) -> Work:

@@ -22,38 +22,63 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import mesh_of, shard_count
+from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.rollout.decode import completion_keys, decode, draw, is_eos, prefill, step_uniforms
-from grpo_jax.rollout.layout import Call, Layout, Table, places
-from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
+from grpo_jax.rollout.decode import decode, prefill
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys, draw, is_eos, step_uniforms
+from grpo_jax.rollout.layout import Call, Layout, places
+from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
+
+Watch = Callable[[np.ndarray, np.ndarray], None]
+"""What is called with tokens and mask [B, G, T] of what has been drawn so far."""
 
 
-def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interrupt, watch, **settings):
+def _generate_in_bursts(
+    model: CachedModel,
+    params: Params,
+    prompts: Prompts,
+    keys: jax.Array,
+    *,
+    settings: DecodeSettings,
+    length: int,
+    at_once: int,
+    interrupt: Callable[[], None],
+    watch: Watch | None,
+) -> Completions:
     """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
     device has its own groups, completions are moved together inside them, and those that wait enter when all have
     ended.
+
+    Returns:
+      `Completions` in NumPy's arrays.
     """
     b, g = keys.shape
     if mesh_of(params) is not None and at_once < b:
-        how = {"length": length, "at_once": at_once, "interrupt": interrupt, "watch": watch, **settings}
+        wave = functools.partial(
+            _generate_in_bursts,
+            model,
+            params,
+            settings=settings,
+            length=length,
+            at_once=at_once,
+            interrupt=interrupt,
+            watch=watch,
+        )
         waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
-        done = [_generate_in_bursts(model, params, *wave, **how) for wave in waves]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *done)
-    table = Table(b * g, length, settings["pad_token_id"], settings["eos_token_ids"])
-    layout = Layout.of(Call(model, params, prompts, keys, settings, table, interrupt), at_once)
+        return jax.tree.map(lambda *x: np.concatenate(x), *(wave(*some) for some in waves))
+    call = Call.of(model, params, prompts, keys, settings, length, interrupt)
+    layout, table = Layout.of(call, at_once), call.table
     while True:
         interrupt()
         if watch is not None:
-            watch(*(x.reshape(b, g, -1) for x in (table.tokens, table.mask)))
+            watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
         if layout.prompts_wait and layout.has_places:
             layout = layout.refill()
         elif layout.empty.all():
@@ -64,20 +89,27 @@ def _generate_in_bursts(model, params, prompts, keys, *, length, at_once, interr
             layout = layout.make_room().decode()
 
 
-def _generate_in_one(model, params, prompts, keys, *, length, **settings):
+def _generate_in_one(
+    model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
+) -> Completions:
     """The same decode as one traced loop, for use inside someone else's `jit`."""
-    stream, first = prefill(model, params, prompts, keys, 0, slots=max(1, length - 1), **settings)
+    stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
+    ended = stream.ended
     if length > 1:
-        given = (model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1)
-        (_, _, ended), rest = decode(*given, steps=length - 1, **settings)
-        stream = stream.replace(ended=ended)
-        first = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(first, rest, strict=True))
-    tokens, log_probs, mask = first
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=stream.ended)
+        (_, _, ended), rest = decode(
+            *(model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1),
+            settings=settings,
+            steps=length - 1,
+        )
+        drawn = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), drawn, rest)
+    tokens, log_probs, mask = drawn
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
 
 
-@functools.partial(jax.jit, static_argnames=("length", "eos_token_ids", "pad_token_id", "sampling"))
-def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, pad_token_id, sampling):
+@functools.partial(jax.jit, static_argnames=("settings", "length"))
+def _generate_uncached(
+    model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
+) -> Completions:
     """For a model that has `apply` and nothing else: prompt and completion are read again for every token."""
     b, g = keys.shape
 
@@ -87,14 +119,14 @@ def _generate_uncached(model, params, prompts, keys, *, length, eos_token_ids, p
         logits = model.apply({"params": params}, whole)
         at = (start - 1 + t)[:, None, None]
         logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
-        drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, sampling)
-        drawn = jnp.where(ended, pad_token_id, drawn)
+        drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, settings.sampling)
+        drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[:, :, t].set(drawn)
         log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | is_eos(drawn, eos_token_ids)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | is_eos(drawn, settings.eos_token_ids)
 
     start = (
-        jnp.full((b, g, length), pad_token_id, jnp.int32),
+        jnp.full((b, g, length), settings.pad_token_id, jnp.int32),
         jnp.zeros((b, g, length), jnp.float32),
         jnp.zeros((b, g, length), bool),
         jnp.zeros((b, g), bool),
@@ -143,7 +175,8 @@ def generate(
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
     interrupt: Callable[[], None] = lambda: None,
-    watch: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    watch: Watch | None = None,
+    on_host: bool = False,
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
@@ -168,6 +201,7 @@ def generate(
       interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
       watch: called likewise, with the tokens and the mask [B, G, T] of what has been drawn so far (on a mesh, of the
         prompts that are decoded together); for completions that are shown as they come.
+      on_host: return NumPy's arrays, as the host has put them together, in the place of JAX's. Not inside a `jit`.
 
     Returns:
       `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them.
@@ -191,17 +225,19 @@ def generate(
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
     keys = completion_keys(key, jnp.asarray(prompt_indices), num_generations)
-    settings: dict[str, Any] = {
-        "length": int(max_completion_length),
-        "eos_token_ids": tuple(int(i) for i in eos_token_ids),
-        "pad_token_id": int(pad_token_id),
-        "sampling": sampling,
-    }
+    settings = DecodeSettings(tuple(int(i) for i in eos_token_ids), int(pad_token_id), sampling)
+    length = int(max_completion_length)
     if not is_cached(model):
-        return _generate_uncached(as_argument(model), params, prompts, keys, **settings)
+        completions = _generate_uncached(as_argument(model), params, prompts, keys, settings=settings, length=length)
+        return fetch(completions) if on_host else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
-        return _generate_in_one(as_argument(model), params, prompts, keys, **settings)
-
-    how: dict[str, Any] = {"at_once": places(len(keys), num_generations, batch_size, shards), "interrupt": interrupt}
-    how["watch"] = watch
-    return _generate_in_bursts(as_argument(model), params, prompts, keys, **how, **settings)
+        return _generate_in_one(as_argument(model), params, prompts, keys, settings=settings, length=length)
+    completions = _generate_in_bursts(
+        *(model, params, prompts, keys),
+        settings=settings,
+        length=length,
+        at_once=places(len(keys), num_generations, batch_size, shards),
+        interrupt=interrupt,
+        watch=watch,
+    )
+    return completions if on_host else jax.tree.map(jnp.asarray, completions)

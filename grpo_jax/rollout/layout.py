@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count, split
 from grpo_jax.devices.streams import count_streams, run_in_streams
 from grpo_jax.models.bounds import DecodeStep
-from grpo_jax.rollout.decode import (
-    Drawn,
-    Stream,
-    decode,
-    decode_variables,
-    gather,
-    grow,
-    narrow,
-    on_cpu,
-    prefill,
-    refill,
-)
+from grpo_jax.rollout.decode import Drawn, Stream, decode, decode_variables, grow, move, on_cpu, prefill, refill
+from grpo_jax.rollout.draw import DecodeSettings, Variables
 from grpo_jax.rollout.ladder import Ladder, whole_cache
-from grpo_jax.types import Completions, Params, Prompts
+from grpo_jax.types import CachedModel, Completions, Params, Prompts, as_argument
+
+Result = TypeVar("Result")
 
 STREAM_COMPLETIONS = 16
 """Completions of one stream at least: fewer leave the matrix products too thin."""
 
 
-def decode_step(model: Any, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
-    """What a decode step costs; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
+    """Cost of a decode step; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
     held = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
@@ -47,9 +40,13 @@ def decode_step(model: Any, params: Params, prompt_length: int, slots: int, *, c
     )
 
 
-def stream_count(params: Params, groups: int, width: int) -> int:
-    """How many streams [groups, width] completions are decoded in: a divisor of `groups`."""
-    most = count_streams(params, min(groups, groups * width // STREAM_COMPLETIONS))
+def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
+    """How many streams [groups, width] completions are decoded in: a divisor of `groups`.
+
+    `each`: streams for each that works at a time; of several turns some wait for answers.
+    """
+    parts = min(groups, groups * width // STREAM_COMPLETIONS)
+    most = max(1, min(parts, each * count_streams(params, groups)))
     return max(n for n in range(1, most + 1) if groups % n == 0)
 
 
@@ -71,92 +68,130 @@ def places(groups: int, num_generations: int, batch_size: int | None, shards: in
 
 
 class Table:
-    """The whole call's tokens, log-probs and mask, on the host.
+    """All tokens of a call, on the host.
 
     Attributes:
-      tokens: [B·G, T], likewise log_probs and mask.
-      finished: [B·G] whether a completion has drawn an EOS.
+      tokens: [B·G, T] drawn and observed; the pad id after the end.
+      mask: [B·G, T] which of them were drawn.
+      log_probs: [B·G, T] that they were drawn with, 0 elsewhere.
+      lengths: [B·G] tokens of each completion so far, drawn or observed.
+      ended: [B·G] whether a completion ended by itself.
     """
 
-    def __init__(self, count: int, length: int, pad_token_id: int, eos_token_ids: tuple[int, ...]):
+    def __init__(self, count: int, length: int, pad_token_id: int):
         self.tokens = np.full((count, length), pad_token_id, np.int32)
         self.log_probs = np.zeros((count, length), np.float32)
         self.mask = np.zeros((count, length), bool)
-        self.finished = np.zeros(count, bool)
-        self._eos = eos_token_ids
+        self.lengths = np.zeros(count, int)
+        self.ended = np.zeros(count, bool)
 
     @property
     def length(self) -> int:
         """T, the most tokens of a completion."""
         return self.tokens.shape[1]
 
-    def note(self, completions: np.ndarray, before: np.ndarray, drawn: Drawn, count: int) -> np.ndarray:
-        """Take in `count` tokens more of completions [B', G'] that had `before` [B']; return which go on [B', G']."""
-        chex.assert_shape(before, completions.shape[:1])
+    def draw(self, completions: np.ndarray, drawn: Drawn, eos_token_ids: tuple[int, ...]) -> np.ndarray:
+        """Take in what was drawn of completions [B', G'], −1 for nobody's; return who drew an EOS [B', G']."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
-        tokens, log_probs, mask = (np.asarray(x)[:, :, :count] for x in drawn)
-        at = before[:, None, None] + np.arange(count)
-        here = (completions >= 0)[:, :, None] & (at < self.length)
-        where = np.broadcast_to(completions[:, :, None], here.shape)[here], np.broadcast_to(at, here.shape)[here]
-        for whole, part in ((self.tokens, tokens), (self.log_probs, log_probs), (self.mask, mask)):
-            whole[where] = part[here]
-        ended = (np.isin(tokens, self._eos) & mask & here).any(axis=-1)
-        self.finished[completions[ended]] = True
-        return (completions >= 0) & ~ended & (before[:, None] + count < self.length)
+        tokens, log_probs, mask = map(np.asarray, drawn)
+        at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
+        here = mask & (completions >= 0)[:, :, None] & (at < self.length)
+        where = np.broadcast_to(completions[:, :, None], here.shape)[here], at[here]
+        self.tokens[where], self.log_probs[where], self.mask[where] = tokens[here], log_probs[here], True
+        np.add.at(self.lengths, where[0], 1)
+        return (np.isin(tokens, eos_token_ids) & here).any(axis=-1)
 
-    def completions(self, groups: int) -> Completions:
-        """All completions as `Completions` of B = `groups` prompts."""
-        arrays = (self.tokens, self.mask, self.log_probs)
-        tokens, mask, log_probs = (jnp.asarray(x.reshape(groups, -1, self.length)) for x in arrays)
-        return Completions(tokens, mask, log_probs, jnp.asarray(self.finished.reshape(groups, -1)))
+    def observe(self, completion: int, tokens: Sequence[int]) -> None:
+        """Take in an observation."""
+        begin, end = self.lengths[completion], self.lengths[completion] + len(tokens)
+        self.tokens[completion, begin:end], self.lengths[completion] = tokens, end
+
+    def completions(self, groups: int, *, turns: bool = False) -> Completions:
+        """All completions of B = `groups` prompts, in NumPy's arrays; of several `turns`, or of one."""
+        there = np.arange(self.length) < self.lengths[:, None]
+        arrays = (self.tokens, self.mask, self.log_probs, self.ended, there if turns else None)
+        return Completions(*jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), arrays))
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What all layouts of one call of `generate` share.
+    """Arguments of a rollout, and the table of what has been drawn.
 
     Attributes:
       model: as an argument of a compiled function.
       params: of the model.
+      variables: collections that it is applied to while it decodes.
       prompts: B of them.
       keys: [B, G] typed keys.
-      settings: of `prefill` and `decode`: eos_token_ids, pad_token_id, sampling.
-      table: what has been drawn.
-      interrupt: called before prompts are read.
+      settings: of all programs.
+      table: of all completions.
+      interrupt: called before prompts are read, before each burst, and while answers are waited for.
     """
 
-    model: Any
+    model: CachedModel
     params: Params
+    variables: Variables
     prompts: Prompts
     keys: jax.Array
-    settings: Mapping[str, Any]
+    settings: DecodeSettings
     table: Table
     interrupt: Callable[[], None]
 
-    @functools.cached_property
-    def mesh(self) -> Any:
-        """Of the params; None on one device."""
-        return mesh_of(self.params)
+    @classmethod
+    def of(
+        cls,
+        model: CachedModel,
+        params: Params,
+        prompts: Prompts,
+        keys: jax.Array,
+        settings: DecodeSettings,
+        length: int,
+        interrupt: Callable[[], None],
+    ) -> Call:
+        """The call of completions of at most `length` tokens, of which none has been drawn."""
+        given, table = as_argument(model), Table(keys.size, length, settings.pad_token_id)
+        return cls(given, params, decode_variables(given, params), prompts, keys, settings, table, interrupt)
 
     @functools.cached_property
-    def variables(self) -> dict[str, Any]:
-        """What `decode` applies the model to."""
-        return decode_variables(self.model, self.params)
+    def mesh(self) -> Mesh | None:
+        """Of the params; None on one device."""
+        return mesh_of(self.params)
 
     @functools.cached_property
     def ahead(self) -> int:
         """Bursts that are begun before the host looks at what came of the one before them."""
         return 0 if on_cpu(self.params, self.mesh) else 1
 
+    def inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
+        """Prompts and keys of groups [B']; those of the last one for the fillers after it."""
+        at = np.minimum(groups, len(self.keys) - 1)
+        return jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
+
+    def numbers(self, groups: np.ndarray) -> np.ndarray:
+        """[B', G] numbers of the completions of groups [B'] in the table; −1 for the fillers after the last."""
+        b, g = self.keys.shape
+        return np.where(groups[:, None] < b, groups[:, None] * g + np.arange(g), -1)
+
     def ladder(self, groups: int) -> Ladder:
         """The layouts that so many groups at a time may pass through."""
-        (b, g), p = self.keys.shape, self.prompts.tokens.shape[1]
-        how: dict[str, Any] = {"mesh": self.mesh, "waits": groups < b}
-        return choose_ladder(self.model, self.params, p, groups, g, self.table.length, **how)
+        (b, g), p, t = self.keys.shape, self.prompts.tokens.shape[1], self.table.length
+        return choose_ladder(self.model, self.params, p, groups, g, t, mesh=self.mesh, waits=groups < b)
+
+    def waited(self, results: Result) -> Result:
+        """Results of a stream's program; a CPU's threads wait for theirs."""
+        return results if self.ahead else jax.block_until_ready(results)
 
 
 def choose_ladder(
-    model: Any, params: Params, prompt_length: int, groups: int, width: int, length: int, *, mesh: Any, waits: bool
+    model: CachedModel,
+    params: Params,
+    prompt_length: int,
+    groups: int,
+    width: int,
+    length: int,
+    *,
+    mesh: Mesh | None,
+    waits: bool,
 ) -> Ladder:
     """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
     cpu = on_cpu(params, mesh)
@@ -168,9 +203,7 @@ class _Pending(NamedTuple):
     """Tokens that were asked for and that the host has not looked at yet."""
 
     completions: np.ndarray  # [B', G'] those that may get some, or −1
-    before: np.ndarray  # [B'] tokens that they had
     drawn: Sequence[Drawn]  # of each stream
-    steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,20 +237,25 @@ class Layout:
     @classmethod
     def of(cls, call: Call, groups: int) -> Layout:
         """The first `groups` prompts, with one token of each completion; fillers after the last."""
-        ladder, (b, g) = call.ladder(groups), call.keys.shape
-        numbers = np.arange(groups)
+        ladder, numbers = call.ladder(groups), np.arange(groups)
+        parts = np.split(numbers, stream_count(call.params, groups, call.keys.shape[1]))
 
         def read(part: np.ndarray) -> tuple[Stream, Drawn]:
-            how: dict[str, Any] = {"slots": ladder.slots[0], "mesh": call.mesh, **call.settings}
-            own = split(jax.tree.map(lambda x: x[np.minimum(part, b - 1)], (call.prompts, call.keys)), call.mesh)
-            return _waited(call, prefill(call.model, call.params, *own, 0, **how))
+            prompts, keys = split(call.inputs(part), call.mesh)
+            return call.waited(
+                prefill(
+                    *(call.model, call.params, prompts, keys, 0),
+                    settings=call.settings,
+                    slots=ladder.slots[0],
+                    mesh=call.mesh,
+                )
+            )
 
         call.interrupt()
-        results = run_in_streams(read, np.split(numbers, stream_count(call.params, groups, g)))
-        streams, drawn = zip(*results, strict=True)
-        completions = np.where(numbers[:, None] < b, numbers[:, None] * g + np.arange(g), -1)
+        streams, drawn = zip(*run_in_streams(read, parts), strict=True)
+        completions = call.numbers(numbers)
         layout = cls(call, ladder, 0, streams, completions, np.ones(groups, int), 0, ladder.slots[0], groups)
-        return layout._note(_Pending(completions, np.zeros(groups, int), drawn, 1))
+        return layout._note(_Pending(completions, drawn))
 
     @property
     def alive(self) -> np.ndarray:
@@ -246,24 +284,25 @@ class Layout:
 
     def refill(self) -> Layout:
         """Some of the next prompts in the places of groups that have ended, in each stream that has them."""
-        call, (b, g), some = self.call, self.call.keys.shape, self._some
-        size, entered = len(self.completions) // len(self.streams), self.entered
+        call, some, entered = self.call, self._some, self.entered
+        size = len(self.completions) // len(self.streams)
         completions, drawn = self.completions.copy(), self.drawn.copy()
         entering = []
         for i, empty in enumerate(np.split(self.empty, len(self.streams))):
-            if empty.sum() >= some and entered < b:
-                numbers, places = np.arange(entered, entered + some), np.flatnonzero(empty)[:some]
-                completions[i * size + places] = np.where(numbers[:, None] < b, numbers[:, None] * g + np.arange(g), -1)
+            if empty.sum() >= some and entered < len(call.keys):
+                groups, places = np.arange(entered, entered + some), np.flatnonzero(empty)[:some]
+                completions[i * size + places] = call.numbers(groups)
                 drawn[i * size + places], entered = 1, entered + some
-                entering.append((i, numbers, places))
+                entering.append((i, groups, places))
 
-        def enter(given: tuple[int, np.ndarray, np.ndarray]) -> tuple[Stream, Drawn]:
-            i, numbers, places = given
-            own = jax.tree.map(lambda x: x[np.minimum(numbers, b - 1)], (call.prompts, call.keys))
-            stream = self.streams[i]
-            part = (stream.replace(cache=()), *own, places, self.slot)
-            new, drawn = refill(call.model, call.params, *part, **call.settings)
-            return _waited(call, (new.replace(cache=stream.cache), drawn))
+        def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> tuple[Stream, Drawn]:
+            i, groups, places = entry
+            prompts, keys = call.inputs(groups)
+            stream, first = refill(
+                *(call.model, call.params, self.streams[i].replace(cache=()), prompts, keys, places, self.slot),
+                settings=call.settings,
+            )
+            return call.waited((stream.replace(cache=self.streams[i].cache), first))
 
         call.interrupt()
         results = run_in_streams(enter, entering)
@@ -274,8 +313,7 @@ class Layout:
             self, streams=tuple(streams), completions=completions, drawn=drawn, entered=entered
         )
         new = np.concatenate([i * size + places for i, _, places in entering])
-        first = _Pending(completions[new], np.zeros(len(new), int), [drawn for _, drawn in results], 1)
-        return layout._note(first)
+        return layout._note(_Pending(completions[new], [first for _, first in results]))
 
     def compact(self) -> Layout:
         """The living completions in the next smaller layout, if it has room for them and they gain enough by it."""
@@ -285,11 +323,8 @@ class Layout:
             return self
         groups, order = kept
         completions = self.completions[groups[:, None], order]
-        if self.call.mesh is None:
-            parts = stream_count(self.call.params, *completions.shape)
-            streams = gather(self.streams, groups, order, slots=slots, parts=parts)
-        else:
-            streams = tuple(narrow(own, order, slots=slots, mesh=self.call.mesh) for own in self.streams)
+        mesh, parts = self.call.mesh, stream_count(self.call.params, *completions.shape)
+        streams = move(self.streams, groups if mesh is None else None, order, slots=slots, parts=parts, mesh=mesh)
         return dataclasses.replace(
             self, at=self.at + 1, streams=streams, completions=completions, drawn=self.drawn[groups], slots=slots
         )
@@ -309,12 +344,16 @@ class Layout:
         if not ladder.fixed:
             left = call.table.length - int(self.drawn[~self.empty].min())
             count = min(count, left if whole else min(left, self.slots - self.slot))
-        how = {"steps": ladder.steps, "fixed": ladder.fixed, "mesh": call.mesh, **call.settings}
 
         def draw_some(own: Stream) -> tuple[Stream, Drawn]:
-            part = (own.cache, own.replace(cache=()), self.slot, count)
-            (cache, token, ended), drawn = decode(call.model, call.variables, *part, **how)
-            return _waited(call, (own.replace(cache=cache, token=token, ended=ended), drawn))
+            (cache, token, ended), drawn = decode(
+                *(call.model, call.variables, own.cache, own.replace(cache=()), self.slot, count),
+                settings=call.settings,
+                steps=ladder.steps,
+                fixed=ladder.fixed,
+                mesh=call.mesh,
+            )
+            return call.waited((own.replace(cache=cache, token=token, ended=ended), drawn))
 
         streams, drawn = zip(*run_in_streams(draw_some, self.streams), strict=True)
         after = self.drawn + count
@@ -325,10 +364,10 @@ class Layout:
             drawn=after,
             slot=self.slot + count,
         )
-        return layout._note(_Pending(self.completions, self.drawn, drawn, count))
+        return layout._note(_Pending(self.completions, drawn))
 
     def all_completions(self) -> Completions:
-        """Of the call, when all of them have ended."""
+        """Those of the call, in NumPy's arrays, when all of them have ended."""
         return self._look().call.table.completions(len(self.call.keys))
 
     def _note(self, new: _Pending) -> Layout:
@@ -340,17 +379,12 @@ class Layout:
 
     def _look(self, ahead: int = 0) -> Layout:
         """What was drawn, looked at, but for the last `ahead` bursts."""
-        waiting, completions = list(self.pending), self.completions
+        table, waiting, completions = self.call.table, list(self.pending), self.completions
         while len(waiting) > ahead:
             old = waiting.pop(0)
-            parts = zip(*(fetch(drawn) for drawn in old.drawn), strict=True)
-            given: Any = tuple(np.concatenate(part) for part in parts)
-            alive = self.call.table.note(old.completions, old.before, given, old.steps)
-            ended = old.completions[~alive]
-            completions = np.where(np.isin(completions, ended), -1, completions)
+            drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, old.drawn))
+            ended = table.draw(old.completions, drawn, self.call.settings.eos_token_ids)
+            table.ended[old.completions[ended]] = True
+            over = old.completions[ended | (table.lengths[old.completions] == table.length)]
+            completions = np.where(np.isin(completions, over), -1, completions)
         return dataclasses.replace(self, completions=completions, pending=tuple(waiting))
-
-
-def _waited(call: Call, results: Any) -> Any:
-    """What a stream's program returns; a CPU's threads wait for theirs."""
-    return results if call.ahead else jax.block_until_ready(results)

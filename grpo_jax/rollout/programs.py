@@ -1,132 +1,193 @@
-"""All programs of a rollout, so that none has to be compiled while it runs."""
+"""All programs of a rollout by their shapes, so that none has to be compiled while it runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.devices.sharding import abstract, mesh_of, place_of, shard_count, split_sharding
-from grpo_jax.rollout.decode import (
-    abstract_stream,
-    completion_keys,
-    decode,
-    gather,
-    grow,
-    narrow,
-    prefill,
-    refill,
-    variables_shape,
-)
+from grpo_jax.devices.program import Program
+from grpo_jax.devices.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
+from grpo_jax.rollout.decode import Stream, decode, grow, move, place_stream, prefill, refill, variables_shape
+from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
+from grpo_jax.rollout.ladder import Ladder
 from grpo_jax.rollout.layout import choose_ladder, places, stream_count
-from grpo_jax.types import Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_cached
+
+Tree = TypeVar("Tree")
 
 
-def rollout_programs(
-    model: Model,
-    params: Params,
-    groups: int,
-    prompt_length: int,
-    *,
-    num_generations: int,
-    max_completion_length: int,
-    batch_size: int | None = None,
-    **settings: Any,
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The programs that `generate` may need for a batch, by what they do and for which layout; each to be lowered.
+@dataclasses.dataclass(frozen=True)
+class RolloutShapes:
+    """The arguments of a rollout's programs by their shapes, each with its place.
 
-    Args:
-      model: a model of this package; any other has none of these.
-      params: its parameters, or their shapes.
-      groups: B, prompts of the batch.
+    Attributes:
+      model: as an argument of a compiled function.
+      params: of the model.
+      variables: that it is applied to while it decodes.
       prompt_length: P.
-      num_generations, max_completion_length, batch_size: as in `generate`.
-      settings: further settings of `generate`: eos_token_ids, pad_token_id, sampling.
-
-    Yields:
-      A name such as "decode 8×8, 64 slots", and a function that returns the program, lowered.
+      settings: of all programs.
+      ladder: the layouts that there may be, each of (groups, width) completions.
+      parts: streams that each layout is cut into.
+      waits: whether further prompts wait for a place.
+      mesh: of the params; None on one device.
     """
-    if not is_cached(model):
-        return
-    mesh, shapes = mesh_of(params), abstract(params)
-    given = _Given(abstract(as_argument(model)), shapes, prompt_length, mesh, settings)
-    shards, g = shard_count(mesh), num_generations
-    at_once = places(groups, g, batch_size, shards)
-    # On a mesh those that wait come as a batch of their own, and the last of these may be smaller.
-    waits = at_once < groups and mesh is None
-    of_each: dict[str, Any] = {"mesh": mesh, "waits": waits}
-    ladder = choose_ladder(given.model, shapes, prompt_length, at_once, g, max_completion_length, **of_each)
-    columns = variables_shape(model, params).get("columns")
-    variables = {"params": shapes} | ({} if columns is None else {"columns": jax.tree.map(given.committed, columns)})
-    how = {"steps": ladder.steps, "fixed": ladder.fixed, "mesh": mesh, **settings}
-    name = lambda what, shape, slots: f"{what} {shape[0]}×{shape[1]}, {slots} slots"
-    parts = [stream_count(params, *shape) for shape in ladder.shapes]
-    first = given.stream(ladder.shapes[0], parts[0], ladder.slots[0])
-    yield name("prefill", ladder.shapes[0], ladder.slots[0]), given.prefill(ladder.shapes[0], parts[0], ladder.slots[0])
-    if waits:
-        yield name("refill", ladder.shapes[0], ladder.slots[0]), given.refill(first)
-    for at, shape in enumerate(ladder.shapes):
-        for slots in ladder.slots_of(at):
-            stream = given.stream(shape, parts[at], slots)
-            part = (stream.cache, stream.replace(cache=()), 0, 0)
-            yield name("decode", shape, slots), functools.partial(decode.lower, given.model, variables, *part, **how)
-            larger = next((n for n in ladder.slots_of(at) if n > slots), None)
-            if larger is not None:
-                yield name("grow", shape, larger), functools.partial(grow.lower, stream, slots=larger, mesh=mesh)
-            below = ladder.slots_below(at, slots)
-            if below is None:
-                continue
-            there = ladder.shapes[at + 1]
-            order = jax.ShapeDtypeStruct(there, jnp.int32)
-            if mesh is None:
-                streams, chosen = (stream,) * parts[at], jax.ShapeDtypeStruct(there[:1], jnp.int32)
-                move = functools.partial(gather.lower, streams, chosen, order, slots=below, parts=parts[at + 1])
-            else:
-                move = functools.partial(narrow.lower, stream, order, slots=below, mesh=mesh)
-            yield f"{name('move', shape, slots)} → {name('to', there, below)[3:]}", move
 
+    model: CachedModel
+    params: Params
+    variables: Variables
+    prompt_length: int
+    settings: DecodeSettings
+    ladder: Ladder
+    parts: tuple[int, ...]
+    waits: bool
+    mesh: Mesh | None
 
-class _Given:
-    """Shapes of what the programs are called with."""
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        params: Params,
+        groups: int,
+        prompt_length: int,
+        *,
+        num_generations: int,
+        max_completion_length: int,
+        batch_size: int | None = None,
+        settings: DecodeSettings,
+    ) -> RolloutShapes | None:
+        """Those of `generate` for a batch; None for a model without a cache, which has none of these programs.
 
-    def __init__(self, model: Any, params: Params, prompt_length: int, mesh: Any, settings: Mapping[str, Any]):
-        self.model, self.params, self.length, self.mesh, self.settings = model, params, prompt_length, mesh, settings
-        self.device = place_of((params, model)) if mesh is None else None
+        Args:
+          model, params: as they are, or their shapes.
+          groups: B, prompts of the batch.
+          prompt_length: P.
+          num_generations, max_completion_length, batch_size: as in `generate`.
+          settings: of all programs.
+        """
+        if not is_cached(model):
+            return None
+        argument, shapes = abstract((as_argument(model), params))
+        variables, mesh = variables_shape(model, params), mesh_of(params)
+        if "columns" in variables:
+            variables["columns"] = _placed(variables["columns"], (shapes, argument))
+        at_once = places(groups, num_generations, batch_size, shard_count(mesh))
+        # On a mesh those that wait come as a batch of their own, and the last of these may be smaller.
+        waits = at_once < groups and mesh is None
+        sizes = (prompt_length, at_once, num_generations, max_completion_length)
+        ladder = choose_ladder(argument, shapes, *sizes, mesh=mesh, waits=waits)
+        parts = tuple(stream_count(params, *shape) for shape in ladder.shapes)
+        return cls(argument, shapes, variables, prompt_length, settings, ladder, parts, waits, mesh)
 
-    def committed(self, x: Any) -> jax.ShapeDtypeStruct:
-        """A result of a program that was given the params."""
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.device)
+    def programs(self) -> Iterator[Program]:
+        """All that the rollout may need, named by what they do and for which layout."""
+        first = self.ladder.slots[0]
+        yield self.prefill(first)
+        if self.waits:
+            yield self.refill(first)
+        for at, shape in enumerate(self.ladder.shapes):
+            for slots in self.ladder.slots_of(at):
+                yield self.decode(at, slots)
+                larger = next((n for n in self.ladder.slots_of(at) if n > slots), None)
+                if larger is not None:
+                    stream, name = self.stream(shape, self.parts[at], slots), _name("grow", shape, larger)
+                    yield Program.of(name, grow, stream, slots=larger, mesh=self.mesh)
+                below = self.ladder.slots_below(at, slots)
+                if below is not None:
+                    yield self.move(at, slots, below)
 
-    def prompts(self, shape: tuple[int, int]) -> tuple[Prompts, Any]:
+    def largest(self) -> Program:
+        """The decode of all completions that stand on the devices at a time, in one stream, with a whole cache."""
+        return dataclasses.replace(self, parts=(1,)).decode(0, self.ladder.slots[-1])
+
+    def inputs(self, groups: int, width: int) -> tuple[Prompts, jax.Array]:
         """Prompts and keys of [groups, width] completions."""
-        numbers: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((shape[0], self.length), shape[:1])]
-        shapes = Prompts(*numbers)
-        keys = jax.eval_shape(lambda: completion_keys(jax.random.key(0), jnp.arange(shape[0]), shape[1]))
+
+        def make() -> tuple[Prompts, jax.Array]:
+            numbers = jnp.arange(groups)
+            tokens = jnp.zeros((groups, self.prompt_length), jnp.int32)
+            return Prompts(tokens, numbers), completion_keys(jax.random.key(0), numbers, width)
+
+        made = jax.eval_shape(make)
         if self.mesh is None:
-            return shapes, keys
-        place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-        return jax.tree.map(place, (shapes, keys), split_sharding((shapes, keys), self.mesh))
+            return made
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), made, split_sharding(made, self.mesh)
+        )
 
-    def prefill(self, shape: tuple[int, int], parts: int, slots: int) -> Any:
-        """The program that reads the prompts of a stream."""
-        own = (shape[0] // parts, shape[1])
-        how = {"slots": slots, "mesh": self.mesh, **self.settings}
-        return functools.partial(prefill.lower, self.model, self.params, *self.prompts(own), 0, **how)
+    def stream(self, shape: tuple[int, int], parts: int, slots: int) -> Stream:
+        """One of the streams of a layout, where `place_stream` puts it."""
+        inputs = self.inputs(shape[0] // parts, shape[1])
+        read = functools.partial(prefill, settings=self.settings, slots=slots, mesh=self.mesh)
+        made, _ = jax.eval_shape(read, self.model, self.params, *inputs, 0)
+        return _placed(made, (self.params, self.model)) if self.mesh is None else place_stream(made, self.mesh, _at)
 
-    def refill(self, stream: Any) -> Any:
-        """The program by which prompts enter a stream."""
-        b, g = stream.token.shape
-        some = max(1, b // 4)
-        places = jax.ShapeDtypeStruct((some,), jnp.int32)
-        part = (stream.replace(cache=()), *self.prompts((some, g)), places, 0)
-        return functools.partial(refill.lower, self.model, self.params, *part, **self.settings)
+    def prefill(self, slots: int) -> Program:
+        """Reads the prompts of a stream."""
+        (groups, width), parts = self.ladder.shapes[0], self.parts[0]
+        return Program.of(
+            *(_name("prefill", (groups, width), slots), prefill),
+            *(self.model, self.params, *self.inputs(groups // parts, width), 0),
+            settings=self.settings,
+            slots=slots,
+            mesh=self.mesh,
+        )
 
-    def stream(self, shape: tuple[int, int], parts: int, slots: int) -> Any:
-        """One of the streams of a layout."""
-        own = (shape[0] // parts, shape[1])
-        how = {"slots": slots, "mesh": self.mesh, **self.settings}
-        made, _ = jax.eval_shape(functools.partial(prefill, **how), self.model, self.params, *self.prompts(own), 0)
-        return abstract_stream(made, self.mesh) if self.mesh is not None else jax.tree.map(self.committed, made)
+    def refill(self, slots: int) -> Program:
+        """Reads prompts that enter a stream."""
+        shape, parts = self.ladder.shapes[0], self.parts[0]
+        some = max(1, shape[0] // parts // 4)
+        stream, at = self.stream(shape, parts, slots), jax.ShapeDtypeStruct((some,), jnp.int32)
+        return Program.of(
+            *(_name("refill", shape, slots), refill),
+            *(self.model, self.params, stream.replace(cache=()), *self.inputs(some, shape[1]), at, 0),
+            settings=self.settings,
+        )
+
+    def decode(self, at: int, slots: int) -> Program:
+        """A burst of a stream of the `at`-th layout."""
+        shape = self.ladder.shapes[at]
+        stream = self.stream(shape, self.parts[at], slots)
+        return Program.of(
+            *(_name("decode", shape, slots), decode),
+            *(self.model, self.variables, stream.cache, stream.replace(cache=()), 0, 0),
+            settings=self.settings,
+            steps=self.ladder.steps,
+            fixed=self.ladder.fixed,
+            mesh=self.mesh,
+        )
+
+    def move(self, at: int, slots: int, below: int) -> Program:
+        """The move from the `at`-th layout to the next, which has `below` slots."""
+        (shape, smaller), (parts, fewer) = self.ladder.shapes[at : at + 2], self.parts[at : at + 2]
+        groups = jax.ShapeDtypeStruct(smaller[:1], jnp.int32) if self.mesh is None else None
+        return Program.of(
+            *(f"{_name('move', shape, slots)} → {_name('to', smaller, below)[3:]}", move),
+            *((self.stream(shape, parts, slots),) * parts, groups, jax.ShapeDtypeStruct(smaller, jnp.int32)),
+            slots=below,
+            parts=fewer,
+            mesh=self.mesh,
+        )
+
+
+def _name(action: str, shape: tuple[int, int], slots: int) -> str:
+    return f"{action} {shape[0]}×{shape[1]}, {slots} slots"
+
+
+def _placed(tree: Tree, source: object) -> Tree:
+    """Shapes of what a program computes on one device from shapes that are there."""
+    at = place_of(source)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+
+
+def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
+    """A shape where `constrain` puts an array of it."""
+    at = constrained_sharding(x.shape, mesh, *axes)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of typed keys, all dimensions are named
+        at = NamedSharding(mesh, PartitionSpec(*at.spec, *[None] * (len(x.shape) - len(at.spec))))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)

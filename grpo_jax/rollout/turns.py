@@ -20,25 +20,27 @@ that is resumed comes to the same bytes. While one stream waits for answers, oth
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, shard_count, split
-from grpo_jax.devices.streams import count_streams, run_in_streams
+from grpo_jax.devices.streams import run_in_streams
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.rollout.decode import completion_keys, decode_variables, on_cpu
+from grpo_jax.rollout.decode import Drawn, decode, move, on_cpu, prefill, read_chunk
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.generate import check_request
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
-from grpo_jax.rollout.layout import STREAM_COMPLETIONS, decode_step, places
-from grpo_jax.rollout.turn_programs import LEAD, align, begin, draw_turn, read_chunk
-from grpo_jax.types import Completions, Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.rollout.layout import Call, decode_step, places, stream_count
+from grpo_jax.types import Completions, Model, Params, Prompts, is_cached
+
+LEAD = 16
+"""The slot in which completions begin: before it there is room for what fills up a short text that is read."""
 
 CHUNK = 256
 """Tokens of observations that are read at a time, at most."""
@@ -67,96 +69,37 @@ class Answers(Protocol):
         ...
 
 
+Promise = Future[Sequence[int] | None]
+
+
 class _OtherFailed(Exception):
-    """Another stream has failed: nobody will want these completions."""
-
-
-class _Rows:
-    """All tokens of a call, on the host.
-
-    Attributes:
-      tokens: [B·G, T] drawn and observed; likewise sampled (drawn), log_probs.
-      lengths: [B·G] tokens of each, drawn or observed.
-      ended: [B·G] whether a completion ended by itself.
-    """
-
-    def __init__(self, count: int, length: int, pad_token_id: int):
-        self.tokens = np.full((count, length), pad_token_id, np.int32)
-        self.log_probs = np.zeros((count, length), np.float32)
-        self.sampled = np.zeros((count, length), bool)
-        self.lengths = np.zeros(count, int)
-        self.ended = np.zeros(count, bool)
-
-    @property
-    def length(self) -> int:
-        """T, the most tokens of a completion."""
-        return self.tokens.shape[1]
-
-    def draw(self, rows: np.ndarray, tokens: Any, log_probs: Any, mask: Any) -> None:
-        """Take in what was drawn of rows [B', G'] (−1 for none), arrays [B', G', steps]."""
-        tokens, log_probs, mask = map(np.asarray, (tokens, log_probs, mask))
-        for at in np.argwhere((rows >= 0) & mask.any(axis=-1)):
-            row, own = rows[tuple(at)], tuple(at)
-            drawn, begin = mask[own], self.lengths[row]
-            end = begin + drawn.sum()
-            self.tokens[row, begin:end], self.log_probs[row, begin:end] = tokens[own][drawn], log_probs[own][drawn]
-            self.sampled[row, begin:end], self.lengths[row] = True, end
-
-    def observe(self, row: int, tokens: Sequence[int]) -> None:
-        """Take in an observation."""
-        begin, end = self.lengths[row], self.lengths[row] + len(tokens)
-        self.tokens[row, begin:end], self.lengths[row] = tokens, end
-
-    def completions(self, groups: int) -> Completions:
-        """As `Completions` of B = `groups` prompts."""
-        there = np.arange(self.length)[None] < self.lengths[:, None]
-        arrays = (self.tokens, self.sampled, self.log_probs, there)
-        tokens, mask, log_probs, present = (jnp.asarray(x.reshape(groups, -1, self.length)) for x in arrays)
-        return Completions(tokens, mask, log_probs, jnp.asarray(self.ended.reshape(groups, -1)), present)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What all streams of one call share."""
-
-    model: Any
-    params: Params
-    prompts: Prompts
-    keys: jax.Array
-    rows: _Rows
-    answers: Answers
-    eos_token_ids: tuple[int, ...]
-    sampling: Sampling
-    interrupt: Callable[[], None]
-    mesh: Any
-    variables: dict[str, Any]  # what the model is applied to while it decodes: made once for all streams
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """What every program is told."""
-        return {"sampling": self.sampling, "mesh": self.mesh}
+    """Stops this stream because another has failed."""
 
 
 class _Play:
     """The completions of one stream, from their prompts to their ends."""
 
-    def __init__(self, call: _Call, groups: np.ndarray):
-        b, g = call.keys.shape
-        self.call = call
-        self.completions = np.where(groups[:, None] < b, groups[:, None] * g + np.arange(g), -1)
-        p, length = call.prompts.tokens.shape[1], call.rows.length
+    def __init__(self, call: Call, answers: Answers, groups: np.ndarray):
+        self.call, self.table, self.answers = call, call.table, answers
+        self.completions = call.numbers(groups)
+        g, p, length = call.keys.shape[1], call.prompts.tokens.shape[1], call.table.length
         step = decode_step(call.model, call.params, p, length, cpu=on_cpu(call.params, call.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
         # The slot is the next one of those whose turn has not ended.
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
         self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host
-        self.waiting: dict[int, Future[Sequence[int] | None] | None] = {}
+        self.waiting: dict[int, Promise | None] = {}
         self.more = 0  # bursts drawn since enough have come to wait
-        self.begins = np.zeros(len(call.rows.lengths), int)  # of each completion's present turn
-        own = jax.tree.map(lambda x: x[np.minimum(groups, b - 1)], (call.prompts, call.keys))
-        given = split(own, call.mesh)
-        self.stream, token, log_prob = begin(call.model, call.params, *given, slots=self.slots, **call.how)
-        self._first(self.completions, token, log_prob)
+        self.begins = np.zeros(len(call.table.lengths), int)  # of each completion's present turn
+        prompts, keys = split(call.inputs(groups), call.mesh)
+        self.stream, drawn = prefill(
+            *(call.model, call.params, prompts, keys, LEAD),
+            settings=call.settings,
+            slots=self.slots,
+            turns=True,
+            mesh=call.mesh,
+        )
+        self._take(self.completions, drawn)
 
     def run(self) -> None:
         """All turns."""
@@ -178,50 +121,60 @@ class _Play:
 
     def _draw(self) -> None:
         """A burst of all turns; who ends one is answered while the others go on."""
-        call, rows, active = self.call, self.call.rows, self.active
+        call, table, active = self.call, self.table, self.active
         call.interrupt()
-        lengths = rows.lengths[self.completions]
-        least = min(int(lengths[active].max()) - 1 + BURST, rows.length)
+        lengths = table.lengths[self.completions]
+        least = min(int(lengths[active].max()) - 1 + BURST, table.length)
         if least > self.slots:  # the ring is full
             self._align(np.zeros_like(lengths), least=least)
-            active, lengths = self.active, rows.lengths[self.completions]
-        room = np.where(active, rows.length - lengths, 0).astype(np.int32)
-        how = {"steps": BURST, "eos_token_ids": call.eos_token_ids, **call.how}
-        given = (self.stream.cache, self.stream.replace(cache=()), self.slot, *split((active, room), call.mesh))
-        cache, token, drawn = draw_turn(call.model, call.variables, *given, **how)
-        drawn = [np.asarray(x) for x in fetch(drawn)]
-        # Where all turns have ended, no further step was made.
-        self.stream, self.slot = self.stream.replace(cache=cache, token=token), self.slot + int(drawn[2].sum(-1).max())
-        rows.draw(self.completions, *drawn)
-        self._note(active)
+            active, lengths = self.active, table.lengths[self.completions]
+        room = np.where(active, table.length - lengths, 0).astype(np.int32)
+        ended, room = split((~active, room), call.mesh)
+        (cache, token, _), drawn = decode(
+            *(call.model, call.variables, self.stream.cache),
+            *(self.stream.replace(cache=(), ended=ended), self.slot, room),
+            settings=call.settings,
+            steps=BURST,
+            mesh=call.mesh,
+        )
+        self.stream = self.stream.replace(cache=cache, token=token)
+        self.slot += self._take(self.completions, drawn)
 
-    def _note(self, active: np.ndarray) -> None:
-        """Ask for those whose turns have just ended, and let go of those that have no room for another token."""
-        call, rows = self.call, self.call.rows
-        for row in self.completions[active]:
-            length = int(rows.lengths[row])
-            if rows.tokens[row, length - 1] in call.eos_token_ids:
-                turn = rows.tokens[row, self.begins[row] : length]
-                self.waiting[int(row)] = call.answers(int(row), turn, rows.length - length - 1)
-        over = active & self.active & (rows.lengths[self.completions] == rows.length)
-        self.completions = np.where(over, -1, self.completions)
+    def _take(self, completions: np.ndarray, drawn: Drawn) -> int:
+        """Take in what was drawn of completions [B', G'], −1 for nobody's.
+
+        Those whose turns have just ended are asked for, and those that have no room for another token let go.
+
+        Returns:
+          How many steps were made: none after all turns had ended.
+        """
+        table, drawn = self.table, fetch(drawn)
+        mask = drawn[2]
+        ended = table.draw(completions, drawn, self.call.settings.eos_token_ids)
+        for completion in map(int, completions[ended]):
+            length = int(table.lengths[completion])
+            turn = table.tokens[completion, self.begins[completion] : length]
+            self.waiting[completion] = self.answers(completion, turn, table.length - length - 1)
+        over = mask.any(axis=-1) & ~ended & (table.lengths[completions] == table.length)
+        self.completions = np.where(over & (completions >= 0), -1, self.completions)
+        return int(mask.sum(axis=-1).max())
 
     def _answers(self) -> dict[int, Sequence[int]]:
         """The observations of those who waited and go on; for the others the last turn was the last."""
-        rows, observed = self.call.rows, dict[int, Sequence[int]]()
-        own = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
-        told = [(row, _wait(promise, self.call.interrupt)) for row, promise in own]
+        table, observed = self.table, dict[int, Sequence[int]]()
+        own = [(number, promise) for number, promise in self.waiting.items() if promise is not None]
+        kept = [(number, _wait(promise, self.call.interrupt)) for number, promise in own]
         if jax.process_count() > 1:
-            plain = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in told]
-            told = [(row, tokens) for part in gather_objects(plain) for row, tokens in part]
-        answers = dict(told)
-        for row in self.waiting:
-            tokens = answers[row]
+            plain = [(number, None if tokens is None else [int(token) for token in tokens]) for number, tokens in kept]
+            kept = [(number, tokens) for part in gather_objects(plain) for number, tokens in part]
+        answers = dict(kept)
+        for number in self.waiting:
+            tokens = answers[number]
             if tokens is None:
-                rows.ended[row] = True
-            elif len(tokens) < rows.length - rows.lengths[row]:
-                observed[row] = tokens
-        over = np.isin(self.completions, [row for row in self.waiting if row not in observed])
+                table.ended[number] = True
+            elif len(tokens) < table.length - table.lengths[number]:
+                observed[number] = tokens
+        over = np.isin(self.completions, [number for number in self.waiting if number not in observed])
         self.completions, self.waiting = np.where(over, -1, self.completions), {}
         return observed
 
@@ -229,49 +182,45 @@ class _Play:
         """Read the observations, behind the tokens that ended the turns, and draw the first tokens of the next."""
         if not observed:
             return
-        call, rows = self.call, self.call.rows
-        texts = {row: [int(rows.tokens[row, rows.lengths[row] - 1]), *tokens] for row, tokens in observed.items()}
+        call, table = self.call, self.table
+        texts = {i: [int(table.tokens[i, table.lengths[i] - 1]), *tokens] for i, tokens in observed.items()}
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
-        counts = np.zeros(len(rows.lengths) + 1, int)  # the last for −1, nobody
+        counts = np.zeros(len(table.lengths) + 1, int)  # the last for −1, nobody
         counts[list(texts)] = [len(text) for text in texts.values()]
-        most = int(max(rows.lengths[row] + counts[row] for row in texts)) + BURST
-        least = max(width, min(most, rows.length))
+        most = int(max(table.lengths[i] + counts[i] for i in texts)) + BURST
+        least = max(width, min(most, table.length))
         first = self._in_step(counts[self.completions], width, least)
         if first is None:
             self._align(counts[self.completions], least=least)
             first = self.slots - width
-        for row, more in observed.items():
-            rows.observe(row, more)
-            self.begins[row] = rows.lengths[row]
+        for i, more in observed.items():
+            table.observe(i, more)
+            self.begins[i] = table.lengths[i]
         tokens = np.zeros((*self.completions.shape, width), np.int32)
         real = np.arange(width) >= width - counts[self.completions][..., None]
         back = np.isin(self.completions, list(texts))
-        for at in np.argwhere(back):
-            text = texts[int(self.completions[tuple(at)])]
-            tokens[tuple(at)][width - len(text) :] = text
-        token: Any = None
-        log_prob: Any = None
+        for at in map(tuple, np.argwhere(back)):
+            text = texts[int(self.completions[at])]
+            tokens[at][width - len(text) :] = text
         for start in range(0, width, size):
-            part = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
-            given = (self.stream.cache, self.stream.replace(cache=()), first + start, *part)
-            cache, token, log_prob = read_chunk(call.model, call.variables, *given, **call.how)
+            chunk, there = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
+            cache, token, log_prob = read_chunk(
+                *(call.model, call.variables, self.stream.cache, self.stream.replace(cache=())),
+                *(first + start, chunk, there),
+                settings=call.settings,
+                mesh=call.mesh,
+            )
             self.stream = self.stream.replace(cache=cache)
         self.slot = first + width
         self.stream = self.stream.replace(token=jnp.where(split(back, call.mesh), token, self.stream.token))
-        self._first(np.where(back, self.completions, -1), token, log_prob)
-
-    def _first(self, completions: np.ndarray, token: Any, log_prob: Any) -> None:
-        """Take in the first token of a turn."""
-        token, log_prob = fetch((token, log_prob))
-        drawn = np.ones((*completions.shape, 1), bool)
-        self.call.rows.draw(completions, np.asarray(token)[..., None], np.asarray(log_prob)[..., None], drawn)
-        self._note(completions >= 0)
+        drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
+        self._take(np.where(back, self.completions, -1), drawn)
 
     def _slots(self, least: int) -> int:
         """The size of a ring with so many slots at least: of few sizes, because each is a program."""
-        sizes = (*self.ladder.slots[:-1], self.call.rows.length)
+        sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _in_step(self, more: np.ndarray, width: int, least: int) -> int | None:
@@ -282,10 +231,10 @@ class _Play:
         few tokens.
         """
         alive = self.completions >= 0
-        ends, told = (self.starts + self.call.rows.lengths[self.completions] - 1)[alive], more[alive]
-        if (ends != ends[0]).any() or (told != told[0]).any() or least > self.slots or self._next_layout() is not None:
+        ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], more[alive]
+        if (ends != ends[0]).any() or (read != read[0]).any() or least > self.slots or self._next_layout() is not None:
             return None
-        first = int(ends[0] + told[0]) - width
+        first = int(ends[0] + read[0]) - width
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _next_layout(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -298,19 +247,20 @@ class _Play:
 
         In fewer places, where few enough completions are left.
         """
-        rows, chosen, shape = self.call.rows, self._next_layout(), self.completions.shape
+        chosen, shape, mesh = self._next_layout(), self.completions.shape, self.call.mesh
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = everything if chosen is None else chosen
         self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._slots(least))
         self.completions, more = (x[groups[:, None], order] for x in (self.completions, more))
-        filled = np.where(self.completions >= 0, rows.lengths[self.completions] - 1, 0)
-        given = tuple(x.astype(np.int32) for x in (groups, order, filled, more))
-        self.stream, self.slot = align(self.stream, *given, slots=self.slots), self.slots
-        self.starts = self.slots - more - filled
+        filled = np.where(self.completions >= 0, self.table.lengths[self.completions] - 1, 0)
+        self.starts, self.slot = self.slots - more - filled, self.slots
+        order, starts = (x.astype(np.int32) for x in (order, self.starts))
+        every = groups.astype(np.int32) if mesh is None else None
+        (self.stream,) = move((self.stream,), every, order, starts, slots=self.slots, mesh=mesh)
 
 
-def _wait(promise: Future[Any], interrupt: Callable[[], None]) -> Any:
-    """What was promised; the interrupt is looked at meanwhile."""
+def _wait(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
+    """The answer, once it is there; the interrupt is looked at meanwhile."""
     while True:
         try:
             return promise.result(timeout=0.2)
@@ -318,17 +268,6 @@ def _wait(promise: Future[Any], interrupt: Callable[[], None]) -> Any:
             if promise.done():  # the answer's own
                 raise
             interrupt()
-
-
-def _stream_count(params: Params, groups: int, width: int, mesh: Any) -> int:
-    """Streams of [groups, width] completions: twice as many as work at a time, so that some can wait for answers.
-
-    One with a mesh, and with several processes: they tell each other the answers, all in the same order.
-    """
-    if mesh is not None or jax.process_count() > 1:
-        return 1
-    most = max(1, min(groups, groups * width // STREAM_COMPLETIONS, 2 * count_streams(params, groups)))
-    return max(n for n in range(1, most + 1) if groups % n == 0)
 
 
 def generate_turns(
@@ -367,8 +306,8 @@ def generate_turns(
       interrupt: called on the host every few tokens and while it waits; what it raises ends the sampling.
 
     Returns:
-      `Completions`, whose `mask` is True on what was drawn and `present` on what was observed too; `ended` where
-      `answers` returned None.
+      `Completions` in NumPy's arrays. `mask` is True on what was drawn, `present` on what was observed too, `ended`
+      where `answers` returned None.
 
     Raises:
       ValueError: a model without a cache, or sampling settings that make no sense.
@@ -385,8 +324,10 @@ def generate_turns(
       ...     promise = Future()
       ...     promise.set_result([7, 7])
       ...     return promise
-      >>> how = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": range(8)}
-      >>> completions = generate_turns(model, params, prompts, jax.random.key(1), answers, **how)
+      >>> completions = generate_turns(
+      ...     model, params, prompts, jax.random.key(1), answers,
+      ...     num_generations=4, max_completion_length=40, eos_token_ids=range(8),
+      ... )
       >>> bool((completions.tokens[completions.present & ~completions.mask] == 7).all())
       True
     """
@@ -398,8 +339,7 @@ def generate_turns(
     b = prompts.tokens.shape[0]
     numbers = jnp.arange(b) if prompt_indices is None else jnp.asarray(prompt_indices)
     keys = completion_keys(key, numbers, num_generations)
-    rows = _Rows(b * num_generations, int(max_completion_length), int(pad_token_id))
-    eos = tuple(int(i) for i in eos_token_ids)
+    settings = DecodeSettings(tuple(int(i) for i in eos_token_ids), int(pad_token_id), sampling)
     failed = threading.Event()
 
     def interrupted() -> None:
@@ -407,17 +347,17 @@ def generate_turns(
         if failed.is_set():
             raise _OtherFailed
 
-    given = (as_argument(model), params)
-    variables = decode_variables(*given)
-    call = _Call(*given, prompts, keys, rows, answers, eos, sampling, interrupted, mesh, variables)
+    call = Call.of(model, params, prompts, keys, settings, int(max_completion_length), interrupted)
     at_once = places(b, num_generations, batch_size, shards)
-    streams = _stream_count(params, at_once, num_generations, mesh)
+    # Several processes tell each other the answers, all in the same order.
+    alone = mesh is not None or jax.process_count() > 1
+    streams = 1 if alone else stream_count(params, at_once, num_generations, each=2)
     size = at_once // streams
 
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Play(call, np.arange(first, first + size)).run()
+                _Play(call, answers, np.arange(first, first + size)).run()
         except _OtherFailed:
             return  # the other one says why
         except BaseException:
@@ -425,4 +365,4 @@ def generate_turns(
             raise
 
     run_in_streams(play, range(streams))
-    return rows.completions(b)
+    return call.table.completions(b, turns=True)

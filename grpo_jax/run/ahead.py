@@ -16,7 +16,8 @@ import jax
 
 from grpo_jax.devices.sharding import abstract, place_of
 from grpo_jax.devices.streams import beside
-from grpo_jax.rollout.programs import rollout_programs
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.prepare import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
@@ -30,19 +31,15 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
     batch = abstract_batch(run, state)
     programs = [*run.updater.lower_all(state, batch)]
     if task.sampler is None and task.setting is None:  # what is read between turns has no size known before
-        rollout = rollout_programs(
-            task.model,
-            params,
-            sizes.prompts,
-            task.prompt_length,
+        rollout = RolloutShapes.of(
+            *(task.model, params, sizes.prompts, task.prompt_length),
             num_generations=config.num_generations,
             max_completion_length=config.max_completion_length,
             batch_size=config.rollout_batch_size,
-            eos_token_ids=tuple(task.eos_token_ids),
-            pad_token_id=task.pad_token_id,
-            sampling=sampling_of(config),
+            settings=DecodeSettings(tuple(task.eos_token_ids), task.pad_token_id, sampling_of(config)),
         )
-        programs = [*rollout, *programs]
+        of_rollout = () if rollout is None else rollout.programs()
+        programs = [*((program.name, program.lower) for program in of_rollout), *programs]
     yield from reversed(programs)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -20,12 +19,13 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import Run, new_state, prepare
 from grpo_jax.run.sampler import Sampler
-from grpo_jax.types import Prompts, as_argument
+from grpo_jax.types import as_argument
 from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -181,16 +181,21 @@ def _bytes(tree: Any) -> int:
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
     config, sizes, task = run.task.config, run.sizes, run.task
-    shape: Any = jax.ShapeDtypeStruct
-    b, g, t = sizes.prompts, config.num_generations, config.max_completion_length
-    prompts = Prompts(shape((b, task.prompt_length), jnp.int32), shape((b,), jnp.int32))
-    params = state.params
-    decode = None
+    rollout = None
     if task.sampler is None:
-        decode = lower_decode(task.model, params, prompts, g, t, sampling=sampling_of(config))
+        rollout = RolloutShapes.of(
+            *(task.model, state.params, sizes.prompts, task.prompt_length),
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            batch_size=config.rollout_batch_size,
+            settings=DecodeSettings(tuple(task.eos_token_ids), task.pad_token_id, sampling_of(config)),
+        )
     batch = abstract_batch(run, state)
     update = run.updater.lower(state, batch)
-    programs = {"decode": (decode, 0), "update": (update, run.updater.kept_bytes(state, batch))}
+    programs = {
+        "decode": (None if rollout is None else rollout.largest().lower(), 0),
+        "update": (update, run.updater.kept_bytes(state, batch)),
+    }
     memory = {}
     for name, (lowered, beside) in programs.items():
         stats = None if lowered is None else lowered.compile().memory_analysis()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.run.sampler import Sampler, completions_by
@@ -138,16 +137,16 @@ def sample(
         if sampler is not None:
             how = {"batch_size": None, **how, "num_generations": num_generations}
             return Sampled(list(rows), prompts, completions_by(sampler, *given, **how))
-        completions = generate(*given, num_generations=num_generations, **how)
-        return Sampled(list(rows), prompts, fetch(completions))
+        completions = generate(*given, num_generations=num_generations, on_host=True, **how)
+        return Sampled(list(rows), prompts, completions)
     with Episodes(setting, rows, num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
         prompts = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
         episodes.follow(opened, prompts)
         how |= {"num_generations": num_generations}
-        completions = fetch(generate_turns(model, params, prompts, key, episodes, **how))
-        flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])
-        played = episodes.end(flat(completions.tokens), flat(completions.mask))
+        completions = generate_turns(model, params, prompts, key, episodes, **how)
+        tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
+        played = episodes.end(tokens, mask)
     environments = [episode.environment for episode in episodes.all]
     return Sampled(opened, prompts, completions, played, environments, episodes.own)
 

@@ -27,8 +27,8 @@ from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.updater import Updater
 
-ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name != "watch")
-"""Names of the arguments that a sampler may take: those of `generate`, but for who watches."""
+ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host"))
+"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end."""
 ROUNDING = 1e-2
 """Nats by which an engine's log-prob may be above 0."""
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.optimizer import make_optimizer
@@ -152,9 +152,10 @@ def test_a_decode_writes_its_cache_where_it_stands(layout):
     shape = TransformerConfig(32, 16, 16, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=8)
     model = Transformer(shape)
     params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    some = Prompts(jnp.ones((prompts, 4), jnp.int32), jnp.full(prompts, 4))
     slots = 4096 // (prompts * rows)
-    compiled = decode_module.lower_decode(model, params, some, rows, slots + 1, sampling=Sampling()).compile()
+    sizes = {"num_generations": rows, "max_completion_length": slots + 1}
+    rollout = RolloutShapes.of(model, params, prompts, 4, **sizes, settings=DecodeSettings())
+    compiled = rollout.largest().lower().compile()
     cache = 2 * prompts * rows * heads * 8 * slots * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"

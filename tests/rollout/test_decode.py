@@ -9,12 +9,14 @@ import pytest
 from tiny import random_params, tiny_model
 
 from grpo_jax import Prompts
-from grpo_jax.devices.sharding import make_mesh, place, split
-from grpo_jax.maths.sampling import Sampling, draw_tokens, vocabulary_blocks
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.maths.sampling import draw_tokens, vocabulary_blocks
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout.decode import decode, lower_decode, prefill, refill
+from grpo_jax.rollout.decode import decode, prefill, refill
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.ladder import BURST
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.types import as_argument
 
 V = 4096
@@ -32,9 +34,9 @@ def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
     """64 completions of a vocabulary of 4096: what goes around is a block of it for each, and sums."""
     width, mesh = 48, make_mesh(axes)
     model = Transformer(TransformerConfig(V, width, 96, 1, 4, 2, 16, tie_word_embeddings=tied, mesh=mesh))
-    prompts = split(Prompts(jnp.zeros((16, 8), jnp.int32), jnp.full(16, 8)), mesh)
-    given = (model, place(random_params(model), mesh), prompts, 4, 17)
-    text = lower_decode(*given, sampling=Sampling(), mesh=mesh).compile().as_text()
+    sizes = {"num_generations": 4, "max_completion_length": 17}
+    rollout = RolloutShapes.of(model, place(random_params(model), mesh), 16, 8, **sizes, settings=DecodeSettings())
+    text = rollout.largest().lower().compile().as_text()
     collectives = COLLECTIVE.findall(text)
     assert collectives or axes == {"data": 8}
     assert not any("pred" in shapes for shapes in collectives), "who has ended is nobody's business at a step"
@@ -70,19 +72,19 @@ def test_a_block_found_by_a_sum_is_the_one_found_by_its_index(vocab, axis):
 def stream_of(model, params, groups=4, width=2, slots=20):
     prompts = Prompts(jnp.ones((groups, 4), jnp.int32), jnp.full(groups, 4))
     keys = jax.random.split(jax.random.key(0), (groups, width))
-    how = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling()}
-    return prompts, keys, how, prefill(as_argument(model), params, prompts, keys, 0, slots=slots, **how)[0]
+    stream, _ = prefill(as_argument(model), params, prompts, keys, 0, slots=slots, settings=DecodeSettings())
+    return prompts, keys, stream
 
 
 def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood():
     model, params = tiny_model()
-    prompts, keys, how, stream = stream_of(model, params)
+    prompts, keys, stream = stream_of(model, params)
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))
     given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
-    compiled = refill.lower(*given, **how).compile().memory_analysis()
+    compiled = refill.lower(*given, settings=DecodeSettings()).compile().memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
     assert compiled.alias_size_in_bytes >= held, "the other groups' prompts stay where they are"
-    new, _ = refill(*given, **how)
+    new, _ = refill(*given, settings=DecodeSettings())
     assert new.start.tolist() == [0, 0, 7, 0]
     assert new.cache == ()
 
@@ -90,30 +92,29 @@ def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood()
 def test_the_cache_is_a_ring():
     """Slots from 20 on are the first again: a group that began at slot 15 reads what it wrote on both sides."""
     model, params = tiny_model()
-    *_, how, stream = stream_of(model, params, slots=30)
-    variables = {"params": params}
-    _, expected = decode(
-        *(as_argument(model), variables, stream.cache, stream.replace(cache=()), 0, 12), steps=12, fixed=True, **how
-    )
+    *_, stream = stream_of(model, params, slots=30)
+
+    def decoded(cache, stream, slot):
+        given = (as_argument(model), {"params": params}, cache, stream.replace(cache=()), slot, 12)
+        return decode(*given, steps=12, fixed=True, settings=DecodeSettings())[1]
+
+    expected = decoded(stream.cache, stream, 0)
     *_, stream = stream_of(model, params, slots=20)
     stream = jax.tree.map(lambda x: x, stream).replace(start=jnp.full(4, 15, jnp.int32))
     garbage = jax.tree.map(lambda x: x + 1e3, stream.cache)  # of groups that were there before
-    _, found = decode(
-        *(as_argument(model), variables, garbage, stream.replace(cache=()), 15, 12), steps=12, fixed=True, **how
-    )
+    found = decoded(garbage, stream, 15)
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 def test_a_fixed_burst_draws_what_a_watched_one_does():
     model, params = tiny_model()
-    *_, how, stream = stream_of(model, params)
-    how["eos_token_ids"] = tuple(range(3, 12))
+    *_, stream = stream_of(model, params)
 
     def drawn(fixed):
         cache = jax.tree.map(jnp.copy, stream.cache)
         given = (as_argument(model), {"params": params}, cache, stream.replace(cache=()), 0, 16)
-        return decode(*given, steps=16, fixed=fixed, **how)
+        return decode(*given, steps=16, fixed=fixed, settings=DecodeSettings(tuple(range(3, 12))))
 
     ((_, *one), some), ((_, *other), all_of_them) = drawn(True), drawn(False)
     jax.tree.map(np.testing.assert_array_equal, (one[1], some[0], some[2]), (other[1], all_of_them[0], all_of_them[2]))

@@ -21,6 +21,8 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import ladder as ladder_module
 from grpo_jax.rollout import layout as layout_module
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.types import as_argument
 
 rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
@@ -111,9 +113,9 @@ def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns
     shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
     model = Transformer(shape)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    text = decode_module.lower_decode(
-        model, params, make_prompts(PROMPTS[:3]), 2, 9, sampling=Sampling(top_k=top_k)
-    ).as_text()
+    sizes = {"num_generations": 2, "max_completion_length": 9}
+    settings = DecodeSettings(sampling=Sampling(top_k=top_k))
+    text = RolloutShapes.of(model, params, 3, 5, **sizes, settings=settings).largest().lower().as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
     assert made == [columns, not columns]
@@ -302,7 +304,7 @@ def test_after_warm_up_nothing_is_compiled():
     """A second rollout with other prompts and another key runs the programs of the first."""
     prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
     sample(eos_token_ids=())
-    compiled = {f: f._cache_size() for f in (decode_module.prefill, decode_module.decode, decode_module.gather)}
+    compiled = {f: f._cache_size() for f in (decode_module.prefill, decode_module.decode, decode_module.move)}
     sample(prompts, key=99, eos_token_ids=())
     assert {f: f._cache_size() for f in compiled} == compiled
 
@@ -311,9 +313,8 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
-    keys = decode_module.completion_keys(jax.random.key(0), jnp.arange(2), 4)
-    settings = {"eos_token_ids": (), "pad_token_id": 0, "sampling": Sampling()}
-    stream, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, **settings)
+    keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)
+    stream, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, settings=DecodeSettings())
     step = layout_module.decode_step(as_argument(model), params, 3, 5, cpu=True)
     norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
     weights = sum(x.size for x in jax.tree.leaves(params)) - norms

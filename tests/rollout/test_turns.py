@@ -17,7 +17,7 @@ from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import turns
-from grpo_jax.rollout.decode import completion_keys
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.types import Prompts, as_argument
@@ -126,10 +126,10 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
-    sizes, original = set(), turns.draw_turn
+    sizes, original = set(), turns.decode
     monkeypatch.setattr(turns, "TOGETHER", share)
     spy = lambda *args, **how: sizes.add(slots_of(args[2])) or original(*args, **how)
-    monkeypatch.setattr(turns, "draw_turn", spy)
+    monkeypatch.setattr(turns, "decode", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
     given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
     log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
@@ -148,7 +148,7 @@ def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch
         original = getattr(turns, name)
         monkeypatch.setattr(turns, name, lambda *args, **how: happened.append(name) or original(*args, **how))
 
-    watch("draw_turn")
+    watch("decode")
     watch("read_chunk")
     how = {"length": 60, "group": 1, "temperature": 0.0}
     rows = play(eos_token_ids=(), **how)[0].tokens.reshape(4, -1).tolist()
@@ -170,8 +170,8 @@ class Echo(Script):
 
 def test_turns_in_step_move_no_keys(monkeypatch):
     """Where every token ends a turn nothing is aligned; where only some do, something is."""
-    moved, original = [], turns.align
-    monkeypatch.setattr(turns, "align", lambda *args, **how: moved.append(how) or original(*args, **how))
+    moved, original = [], turns.move
+    monkeypatch.setattr(turns, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
     completions, _ = play(Echo(), eos_token_ids=range(SHAPE.vocab_size))
     assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
     assert not moved
@@ -186,13 +186,12 @@ def test_turns_in_step_move_no_keys(monkeypatch):
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
-    how = {"sampling": Sampling(), "mesh": None}
-    model = as_argument(MODEL)
-    stream, _, _ = turns.begin(model, PARAMS, PROMPTS, keys, slots=16, **how)
+    model, settings = as_argument(MODEL), DecodeSettings()
+    stream, _ = turns.prefill(model, PARAMS, PROMPTS, keys, turns.LEAD, slots=16, turns=True, settings=settings)
     full = jax.tree.map(lambda x: x + 1.0, stream.cache)
     active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
-    given = (jax.tree.map(jnp.copy, full), stream.replace(cache=()), 10, active, jnp.full((4, 3), 99))
-    cache, _, _ = turns.draw_turn(model, {"params": PARAMS}, *given, steps=16, eos_token_ids=(), **how)
+    given = (jax.tree.map(jnp.copy, full), stream.replace(cache=(), ended=~active), 10, jnp.full((4, 3), 99))
+    (cache, _, _), _ = turns.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
     changed = [
         np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
     ]

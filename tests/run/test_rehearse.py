@@ -12,8 +12,8 @@ from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
-from grpo_jax.maths.sampling import Sampling
-from grpo_jax.rollout.decode import lower_decode
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update.packed import PackedUpdater
 
@@ -129,4 +129,5 @@ def test_numbers_that_look_wrong(monkeypatch):
 def test_memory_of_a_model_without_a_cache():
     update = updater().lower(state(), batch())
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
-    assert lower_decode(updater().model, params(), batch().prompts, 2, 4, sampling=Sampling()) is None
+    sizes = {"num_generations": 2, "max_completion_length": 4}
+    assert RolloutShapes.of(updater().model, params(), 2, 3, **sizes, settings=DecodeSettings()) is None

@@ -1,0 +1,112 @@
+"""Tokens from hidden states: random numbers found by counting, and draws whose logits never leave their devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax.devices.sharding import constrain
+from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
+from grpo_jax.types import CachedModel, Params
+
+Variables = dict[str, Params]
+"""Collections that a model is applied to: "params", and on a CPU "columns"."""
+
+
+class DecodeSettings(NamedTuple):
+    """How tokens are drawn and where completions end; hashable, so one static argument of every program.
+
+    Attributes:
+      eos_token_ids: token ids that end a completion, or a turn of it.
+      pad_token_id: what stands after the end.
+      sampling: the distribution that tokens are drawn from.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    sampling: Sampling = Sampling()
+
+
+@functools.partial(jax.jit, static_argnames=("num_generations",))
+def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: int) -> jax.Array:
+    """One typed key per completion, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    fold, group = jax.random.fold_in, jnp.arange(num_generations)
+    return jax.vmap(lambda b: jax.vmap(lambda g: fold(fold(key, b), g))(group))(prompt_indices)
+
+
+def draw(
+    u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and log-probs [B, G] from logits [B, G, V], with uniforms [B, G, 2]; `together` as in `draw_tokens`."""
+    logits = process_logits(logits, sampling)
+    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
+
+
+def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes of a mesh along which a vocabulary is cut while tokens are drawn: each device has whole blocks of it."""
+    if mesh is None:
+        return ()
+    blocks, width = vocabulary_blocks(size)
+    names = tuple(name for name in ("fsdp", "tensor") if mesh.shape.get(name, 1) > 1)
+    for axes in (names, names[1:], names[:1]):
+        if blocks * width == size and blocks % math.prod(mesh.shape[name] for name in axes) == 0:
+            return axes
+    return ()
+
+
+def draw_next(
+    model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, sampling: Sampling, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
+
+    def by_rows(u, hidden):
+        return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
+
+    def place(x: jax.Array, *spec: tuple[str, ...] | None) -> jax.Array:
+        assert mesh is not None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    if mesh is not None:
+        # Rows whole and the vocabulary cut: only sums of each row, and one block of it, go from device to device.
+        axes = vocabulary_axes(model.config.vocab_size, mesh)
+        rows = tuple(name for name in ("data",) if name in mesh.shape and u.shape[0] % mesh.shape[name] == 0)
+        logits = model.apply(variables, place(hidden, rows), method="unembed")
+        found = draw(place(u, rows), place(logits, rows, None, axes), sampling, together=lambda x: place(x, rows))
+        return jax.tree.map(lambda x: constrain(place(x, rows), mesh), found)
+
+    def by_columns(u, hidden):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = process_logits(model.apply(variables, rows, method="unembed_columns"), sampling)
+        return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
+
+    # A CPU multiplies a large table by few columns a quarter faster than few rows by the table.
+    plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
+    if model.config.tie_word_embeddings and plain:
+        return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
+    return by_rows(u, hidden)
+
+
+def is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
+    """Whether each token is one of the ids that end a completion."""
+    ended = jnp.zeros(tokens.shape, bool)
+    for eos in eos_token_ids:
+        ended |= tokens == eos
+    return ended
+
+
+def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
+    """[steps, B, G, 2] for the tokens first, first + 1, … of completions; `first` is one number, [B] or [B, G].
+
+    Made for a whole burst at once, because one wide draw is cheaper than many narrow ones.
+    """
+    first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(0, 0 if first.ndim == 2 else None)))
+    return jax.vmap(lambda i: uniforms(fold(keys, first + i)))(jnp.arange(steps))
