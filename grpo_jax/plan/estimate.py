@@ -166,7 +166,7 @@ def programs(
     raw = read_model(model)
     loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings))
     run = _Run.of(raw, config, prompt_length, loaded, devices)
-    lowered = {"rollout": run.lower_rollout(), "update": run.lower_update()}
+    lowered = {"rollout": run.rollout.largest().lower(), "update": run.lower_update()}
     return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
 
 
@@ -230,7 +230,7 @@ def _at_batch(
     devices = None if target is None else target.devices()
     run = _Run.of(raw, config, prompt_length, loaded, devices)
     held = held_bytes(run.state, run.base, donate=loaded.donate)
-    compiled = {"rollout": run.lower_rollout(), "update": run.lower_update()}
+    compiled = {"rollout": run.rollout.largest().lower(), "update": run.lower_update()}
     compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
     found = {phase: compile_program(lowered, run.own_bytes) for phase, lowered in compiled.items()}
     phases = {phase: run.parts(phase, one.memory) for phase, one in found.items()}
@@ -386,7 +386,7 @@ class _Run:
 
     @functools.cached_property
     def rollout(self) -> RolloutShapes:
-        """Its programs, by their shapes."""
+        """Its programs, by their shapes; the largest decodes all completions that stand on the devices at a time."""
         shapes = RolloutShapes.of(
             *(self.model, self.state.params, self.sizes.prompts, self.prompt_length),
             num_generations=self.group,
@@ -396,10 +396,6 @@ class _Run:
         )
         assert shapes is not None, "a decoder has a cache"
         return shapes
-
-    def lower_rollout(self) -> Any:
-        """The decode of as many completions as stand on the devices at a time, with a full cache."""
-        return self.rollout.largest().lower()
 
     def lower_update(self) -> Any:
         """The update of a minibatch, or of one packed sequence of it."""
