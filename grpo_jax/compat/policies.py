@@ -41,7 +41,7 @@ def with_tokenizer(policy: Policy, tokenizer: Any = None) -> Policy:
     warnings.warn(
         f"the EOS of the tokenizer, {policy.tokenizer.eos_token!r} ({eos}), ends completions too; the model's files"
         f" name {list(ids)} alone",
-        stacklevel=3,
+        stacklevel=4,
     )
     return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
 

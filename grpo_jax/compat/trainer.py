@@ -7,6 +7,7 @@ shorter with `train` itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
-from grpo_jax.policy import Policy
+from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import evaluate, settings_of
 from grpo_jax.run.prepare import training_rows
@@ -125,13 +126,12 @@ class GRPOTrainer:
         args = _as_args(args)
         self.config = args.config
         self.run_dir = args.output_dir
-        self.policy = with_tokenizer(self._load(model, args.dtype), processing_class)
+        self._begin = functools.partial(self._begun_with, model, args, processing_class, peft_config)
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # what was made here is the run's
+        self.policy = self._begin()
         self.args = self.config
         self.num_generations = self.config.num_generations
         self._base_name = None if isinstance(model, Policy) else str(model)
-        if peft_config is not None:
-            dropout = not args.disable_dropout
-            self.policy = with_adapters(self.policy, peft_config, seed=self.config.seed, dropout=dropout)
         self.state: TrainState | None = None
         self._reward_funcs = reward_funcs
         self._datasets = train_dataset, eval_dataset
@@ -193,6 +193,13 @@ class GRPOTrainer:
         sampler: Any = RolloutSampler(self._rollout_func, self, data)
         return rows, [with_fields(fn, sampler, rows[0]) for fn in as_list(self._reward_funcs)], sampler
 
+    def _begun_with(self, model: str | Path | Policy, args: GRPOConfig, processing_class: Any, peft: Any) -> Policy:
+        """The policy that training begins with."""
+        policy = with_tokenizer(self._load(model, args.dtype), processing_class)
+        if peft is None:
+            return policy
+        return with_adapters(policy, peft, seed=self.config.seed, dropout=not args.disable_dropout)
+
     def _load(self, model: str | Path | Policy, dtype: str | None) -> Policy:
         """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
         if isinstance(model, Policy):
@@ -214,6 +221,8 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
         """Train; a run that is found in `output_dir` goes on, asked or not.
 
+        Params that the trainer has loaded become the run's, with no copy beside them: until it ends, `policy` is empty.
+
         Args:
           resume_from_checkpoint: None or True; a directory of choice is refused.
         """
@@ -225,6 +234,8 @@ class GRPOTrainer:
         data, reward_funcs, sampler = self._rollout(self._rows(self._datasets[0], "train_dataset"))
         eval_data = self._datasets[1]
         eval_data = None if eval_data is None else self._rows(eval_data, "eval_dataset")
+        if isinstance(self.policy.params, Donated):  # training was interrupted: a notebook goes on with it
+            self.policy = self._begin()
         self.state = train(
             self.policy,
             data,
@@ -235,6 +246,7 @@ class GRPOTrainer:
             callbacks=self._callbacks,
             optimizer=self._optimizer,
             sampler=sampler,
+            donate=self._donates and self.state is None,
             **self._answered_by,
         )
         self.policy = self.policy.replace(params=self.state.params)

@@ -22,7 +22,10 @@ from grpo_jax import (
     train,
 )
 from grpo_jax.cli import commands
+from grpo_jax.compat.trainer import GRPOConfig as TRLConfig
+from grpo_jax.compat.trainer import GRPOTrainer
 from grpo_jax.keep.checkpoint import Checkpoints
+from grpo_jax.policy import Donated
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
@@ -170,6 +173,34 @@ def test_a_rehearsal_holds_what_the_run_would(capsys):
     assert [memory["policy"] for memory in found] == [sum(x.nbytes for x in jax.tree.leaves(kept.params)), 0]
     with pytest.raises(ValueError, match=EMPTY):
         jax.tree.leaves(given.params)
+
+
+def test_the_trainer_of_compat_donates_what_it_has_loaded_and_loads_it_again_after_an_interruption(tmp_path):
+    save_pretrained(tmp_path / "model", fresh())
+    args = {"output_dir": str(tmp_path / "run"), "max_steps": 3, "save_steps": 1, "num_generations": 2}
+    args |= {"per_device_train_batch_size": 4, "max_completion_length": 4, "lr_scheduler_type": "constant"}
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(trainer.policy.params)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return lengths(completions)
+
+    trainer = GRPOTrainer(str(tmp_path / "model"), reward, args=TRLConfig(**args), train_dataset=ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    state = trainer.train()
+    assert int(state.step) == 3
+    assert all(isinstance(params, Donated) for params in calls)
+    chex.assert_trees_all_equal(trainer.policy.params, state.params)
+    given = fresh()
+    GRPOTrainer(given, lengths_of_all, args=TRLConfig(**args | {"output_dir": None}), train_dataset=ROWS).train()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given.params)), "a policy of the caller's is copied"
+
+
+def lengths_of_all(completions, **_):
+    return lengths(completions)
 
 
 def test_the_command_donates(tmp_path, monkeypatch):
