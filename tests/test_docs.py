@@ -141,7 +141,7 @@ def test_fields_that_are_set_are_fields(page):
     functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
-    known |= set(importlib.import_module("grpo_jax.config.trl_fields").ELSEWHERE)  # what TRL has, on its page
+    known |= set(importlib.import_module("grpo_jax.compat.trl_fields").ELSEWHERE)  # what TRL has, on its page
     code = "\n".join(re.findall(r"`([^`\n]+)`", prose(page)))
     written = set(re.findall(r"\b([a-z_]+)=(?!=)", code))
     assert not written - known

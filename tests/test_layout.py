@@ -223,7 +223,7 @@ TESTED_ELSEWHERE = {
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
-    "config.trl_fields": "compat/test_migrate.py",
+    "compat.trl_fields": "compat/test_migrate.py",
     "hub.keys": "hub/test_families.py",
     "hub.policy": "hub/test_huggingface.py",
     "policy": "hub/test_huggingface.py",

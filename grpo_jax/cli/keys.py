@@ -93,7 +93,7 @@ def choices(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return tuple(str(value) for value in get_args(kind))
     if get_origin(kind) is Annotated:
-        return ()
+        return choices(get_args(kind)[0])
     return tuple(value for option in get_args(kind) for value in choices(option))
 
 

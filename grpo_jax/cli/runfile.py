@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from grpo_jax.cli.keys import ELSEWHERE, OWN, fields
 from grpo_jax.cli.named import find, is_reference, reward_function
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import read, unknown_field
-from grpo_jax.config.reading import MENDS
+from grpo_jax.config.reading import hints
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import check_method
@@ -154,9 +153,7 @@ def value_of(name: str, text: str) -> Any:
     kind = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}.get(name)
     if isinstance(kind, str) or name not in fields():
         return value
-    with contextlib.suppress(TypeError):  # of an annotation that has a reader of its own
-        return text if read(kind, value)[1] and not read(kind, text)[1] else value
-    return value
+    return text if read(kind, value)[1] and not read(kind, text)[1] else value
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -269,7 +266,7 @@ def _key_problems(values: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[
     known = {*OWN, *fields()}
     for name in values:
         if name not in known:
-            yield unknown_field(name, known, MENDS | ELSEWHERE).replace("no such field", "no such key", 1)
+            yield unknown_field(name, known, hints() | ELSEWHERE).replace("no such field", "no such key", 1)
     for name in wanted:
         other = values.get("environment_factory") if name == "rewards" else None
         if values.get(name) in (None, []) and other is None:

@@ -7,18 +7,29 @@ of the library take plain keyword arguments, which the loop reads from a config 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from grpo_jax.config.checks import split_problems
-from grpo_jax.config.fields import ComputeDtype, Correction, Count, In, NotNegative, Positive, Scale
-from grpo_jax.config.reading import ReadFirst, read_values
+from grpo_jax.config.checks import batch_problems, contradictions, split_problems
+from grpo_jax.config.fields import (
+    Count,
+    In,
+    NotNegative,
+    Positive,
+    read_compute_dtype,
+    read_keywords,
+    read_mesh,
+    read_scale,
+    read_trackers,
+    read_weights,
+)
+from grpo_jax.config.reading import Settings
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.messages import raise_all, show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig(metaclass=ReadFirst):
+class GRPOConfig(Settings):
     """Settings of a GRPO run; one that exists is valid.
 
     All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
@@ -56,7 +67,7 @@ class GRPOConfig(metaclass=ReadFirst):
     """How many of the most probable tokens are kept; 0: all."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Tokens less probable than this share of the most probable one are dropped; None: off."""
-    chat_template_kwargs: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+    chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = dataclasses.field(default=None, hash=False)
     """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Tokens; prompts are padded to a multiple of it, so that few shapes are compiled; "auto": 32; None: the longest.
@@ -96,11 +107,11 @@ class GRPOConfig(metaclass=ReadFirst):
     """Of every key of the run: sampling, shuffling."""
 
     # Rewards and advantages.
-    reward_weights: Sequence[float] | None = None
+    reward_weights: Annotated[Sequence[float] | None, read_weights] = None
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    scale_rewards: Scale = "group"
+    scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
@@ -139,7 +150,9 @@ class GRPOConfig(metaclass=ReadFirst):
     off_policy_mask_threshold: Positive | None = None
     """Nats per token: completions with A < 0 and a larger mean of l_sampling − l leave the loss (DeepSeek-V3.2); None:
     off."""
-    sampler_correction: Correction | None = "sequence_mask"
+    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
+        "sequence_mask"
+    )
     """Of a `sampler` given to `train`: how the weights π_old / π_sampler are made and bounded; None: none. Ours."""
     sampler_correction_max: Positive | None = 3.0
     """Upper bound of those weights, see `maths.correction`; None: no bound. Ours."""
@@ -217,13 +230,13 @@ class GRPOConfig(metaclass=ReadFirst):
     )
     """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
     with weights, or those of attention too; each takes more memory and less time. Ours."""
-    compute_dtype: ComputeDtype = "auto"
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_compute_dtype] = "auto"
     """Of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs and on
     GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
     master_params: bool = True
     """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
     its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
-    mesh: dict[str, int] | None = dataclasses.field(default=None, hash=False)
+    mesh: Annotated[dict[str, int] | None, read_mesh] = dataclasses.field(default=None, hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
 
     # Evaluation, logging, checkpoints.
@@ -267,7 +280,7 @@ class GRPOConfig(metaclass=ReadFirst):
     """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
 
     # Trackers and the hub.
-    report_to: str | Sequence[str] | None = "none"
+    report_to: Annotated[str | Sequence[str] | None, read_trackers] = "none"
     """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
     installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
     run_name: str | None = None
@@ -285,9 +298,10 @@ class GRPOConfig(metaclass=ReadFirst):
     hub_revision: str | None = None
     """Branch to push to; None: the main one."""
 
-    def validate(self) -> None:
-        """Raise one `ValueError` that lists every error; runs at construction, so on a config that exists it passes."""
-        raise_all(type(self).__name__, read_values(type(self), vars(self))[1])
+    def contradictions(self, wrong: set[str]) -> Iterator[str]:
+        """Yield the error lines of batch sizes that don't divide, and of fields that don't go together."""
+        yield from batch_problems(self, wrong)
+        yield from contradictions(self, wrong)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":

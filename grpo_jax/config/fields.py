@@ -1,7 +1,7 @@
 """Reading the fields of a settings class by their annotations, with error lines that a person can act on.
 
-A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, or a union of such.
-Nothing here knows `GRPOConfig`.
+A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or
+`Annotated[..., reader]` with a function that reads it. Nothing here knows `GRPOConfig`.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import numbers
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from grpo_jax.messages import nearest
 
@@ -36,8 +36,6 @@ class In:
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
-Scale = Literal["group", "batch", "none"]
-ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -56,11 +54,15 @@ def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
     return f"the nearest that fit{'s' * (len(sizes) == 1)}: {' and '.join(sizes)}"
 
 
-def read(kind: Any, value: Any) -> tuple[Any, str]:
+Read = tuple[object, str]
+"""A value as a plain Python type, and what is wrong with it, "" if nothing is; it stays as it came then."""
+
+
+def read(kind: object, value: object) -> Read:
     """Return a value as the plain type that an annotation asks for, and what is wrong with it ("" if nothing is)."""
     if get_origin(kind) in (Union, UnionType):
         options = get_args(kind)
-        results = [(None, "")] if value is None and NoneType in options else []
+        results: list[Read] = [(None, "")] if value is None and NoneType in options else []
         results += [read(option, value) for option in options if option is not NoneType]
         faults = "; or ".join(fault for _, fault in results)
         return next((result for result in results if not result[1]), (value, faults))
@@ -70,14 +72,13 @@ def read(kind: Any, value: Any) -> tuple[Any, str]:
         return value, "" if isinstance(value, bool) else "must be True or False"
     if kind is str:
         return value, "" if isinstance(value, str) else "must be text"
-    bounds = None
-    if get_origin(kind) is Annotated:
-        kind, bounds = get_args(kind)
-    value, fault = _read_number(kind, value)
-    return value, fault or (bounds.fault(value) if bounds else "")
+    if get_origin(kind) is not Annotated:
+        return _read_number(kind is int, None, value)
+    kind, rule = get_args(kind)
+    return _read_number(kind is int, rule, value) if isinstance(rule, In) else rule(value)
 
 
-def _read_name(names: tuple[str, ...], value: Any) -> tuple[Any, str]:
+def _read_name(names: tuple[str, ...], value: object) -> Read:
     """Return a variant's name, or the nearest one and all there are."""
     if isinstance(value, str) and value in names:
         return value, ""
@@ -86,9 +87,9 @@ def _read_name(names: tuple[str, ...], value: Any) -> tuple[Any, str]:
     return value, hint + f"must be {' or '.join(repr(name) for name in names)}".replace("'", '"')
 
 
-def _read_number(kind: type, value: Any) -> tuple[Any, str]:
+def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
     """Return a number as a Python int or float (NumPy's scalars are taken)."""
-    noun = "a whole number" if kind is int else "a number"
+    noun = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value, f"must be {noun}, not {type(value).__name__}"
     try:
@@ -97,9 +98,12 @@ def _read_number(kind: type, value: Any) -> tuple[Any, str]:
         number = math.inf
     if not math.isfinite(number):
         return value, f"must be {noun}, and finite"
-    if kind is int and not isinstance(value, numbers.Integral):
+    fault = bounds.fault(number) if bounds else ""
+    if not whole:
+        return number, fault
+    if not isinstance(value, numbers.Integral):
         return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
-    return kind(value), ""
+    return int(value), fault
 
 
 NO_FLOAT16 = (
@@ -109,28 +113,31 @@ NO_FLOAT16 = (
 """Why float16 is not taken."""
 
 
-def read_compute_dtype(value: Any) -> tuple[Any, str]:
+def read_compute_dtype(value: object) -> Read:
     """Return the name of a dtype to compute in."""
-    return (value, NO_FLOAT16) if str(value) in ("float16", "fp16", "half") else read(ComputeDtype, value)
+    if str(value) in ("float16", "fp16", "half"):
+        return value, NO_FLOAT16
+    return read(Literal["auto", "float32", "bfloat16"], value)
 
 
-def read_scale(value: Any) -> tuple[Any, str]:
+def read_scale(value: object) -> Read:
     """Return the name of a scale of advantages; True and False stand for "group" and "none"."""
-    return read(Scale, value if not isinstance(value, bool) else "group" if value else "none")
+    name = value if not isinstance(value, bool) else "group" if value else "none"
+    return read(Literal["group", "batch", "none"], name)
 
 
-def read_weights(value: Any) -> tuple[Any, str]:
+def read_weights(value: object) -> Read:
     """Return reward weights as a tuple of floats."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         return value, "must be a list with one number per reward function; or None for 1.0 each"
-    results = [_read_number(float, weight) for weight in value]
+    results = [read(float, weight) for weight in value]
     faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
     return tuple(weight for weight, _ in results), "; ".join(faults)
 
 
-def read_json(value: Any) -> tuple[Any, str]:
+def read_keywords(value: object) -> Read:
     """Return a copy of a dict that JSON can hold."""
     if value is None:
         return None, ""
@@ -143,7 +150,7 @@ def read_json(value: Any) -> tuple[Any, str]:
         return value, fault
 
 
-def read_mesh(value: Any) -> tuple[Any, str]:
+def read_mesh(value: object) -> Read:
     """Return mesh axes and their sizes."""
     if value is None:
         return None, ""
@@ -155,7 +162,7 @@ def read_mesh(value: Any) -> tuple[Any, str]:
     return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
 
 
-def read_trackers(value: Any) -> tuple[Any, str]:
+def read_trackers(value: object) -> Read:
     """Return names of trackers: "none", "all" or one as text, several as a tuple."""
     names = ("tensorboard", "wandb", "trackio")
     listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,82 +1,76 @@
-"""Values of settings, read and checked before an object of a settings class is made."""
+"""`Settings`: a frozen dataclass whose values are read by the rules of its fields, and refused all at once."""
 
 import dataclasses
-import functools
-import inspect
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Self
 
-from grpo_jax.config.checks import batch_problems, contradictions
-from grpo_jax.config.fields import (
-    read,
-    read_compute_dtype,
-    read_json,
-    read_mesh,
-    read_scale,
-    read_trackers,
-    read_weights,
-    unknown_field,
-)
-from grpo_jax.config.trl_fields import ELSEWHERE, OTHER_NAMES
+from grpo_jax.config.fields import read, unknown_field
 from grpo_jax.messages import raise_all, show
 
-# What people write who come from elsewhere, and what it is here.
-MENDS = OTHER_NAMES | {name: field.advice for name, field in ELSEWHERE.items()}
-
-_OWN_READERS: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    "compute_dtype": read_compute_dtype,
-    "scale_rewards": read_scale,
-    "reward_weights": read_weights,
-    "chat_template_kwargs": read_json,
-    "mesh": read_mesh,
-    "report_to": read_trackers,
+OTHER_NAMES = {
+    "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
+    "max_new_tokens": "use max_completion_length",
+    "kl_coef": "use beta",
+    "lr": "use learning_rate",
+    "max_length": "use max_completion_length, or max_prompt_length",
+    "clip_eps": "use epsilon",
+    "group_size": "use num_generations",
+    "batch_size": "use per_device_train_batch_size (completions)",
 }
+"""Names that people bring from elsewhere, and what to do."""
 
-_Config = TypeVar("_Config")
+
+def hints() -> dict[str, str]:
+    """Name that no field has → what to do in its place: `OTHER_NAMES`, and TRL's by the table of `compat`."""
+    # Here and not above: `compat` lies on a higher floor, and is read for the message of an unknown name alone.
+    from grpo_jax.compat.trl_fields import HINTS
+
+    return OTHER_NAMES | HINTS
 
 
-class ReadFirst(type):
-    """The type of a settings class whose values are read and checked before an object of it is made.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of a frozen dataclass of settings, whose values are read and checked before anybody sees an object of it.
 
-    The dataclass below it stays a plain one: its `__init__` gets values that are right, and sets each of them once.
+    The annotation of a field is its rule (`config.fields`); fields that a subclass of a settings class adds are kept as
+    they come.
     """
 
-    def __call__(cls: type[_Config], *args: Any, **values: Any) -> _Config:
-        """Make an object of the class, or raise one `ValueError` with a line for each unknown field and bad value."""
+    def __new__(cls, *args: object, **values: object) -> Self:
+        """Refuse names that are no fields, together with all else that is wrong."""
         if args:
             raise ValueError(
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
             )
-        settings: Any = cls
-        fields = {field.name: field for field in dataclasses.fields(settings)}
-        problems = [unknown_field(name, set(fields), MENDS) for name in values if name not in fields]
-        defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
-        values, bad = read_values(cls, defaults | {name: value for name, value in values.items() if name in fields})
-        raise_all(cls.__name__, problems + bad)
-        return type.__call__(cls, **values)
+        self = super().__new__(cls)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := [name for name in values if name not in known]:
+            vars(self).update((name, value) for name, value in values.items() if name in known)
+            table = hints()
+            raise_all(cls.__name__, [unknown_field(name, known, table) for name in unknown] + self._read())
+        return self
 
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The fields, for `help` and editors: `inspect` would show the `**values` of `__call__`."""
-        settings: Any = cls
-        return inspect.signature(functools.partial(settings.__init__, None))
+    def __post_init__(self) -> None:
+        self.validate()
 
+    def validate(self) -> None:
+        """Raise one `ValueError` that lists every error; runs at construction, so on settings that exist it passes."""
+        raise_all(type(self).__name__, self._read())
 
-@functools.cache
-def _readers(cls: type) -> dict[str, Callable[[Any], tuple[Any, str]]]:
-    """A reader for each field of the settings class under `cls`; what a subclass adds is kept as it is."""
-    first: Any = next(base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base))
-    return {field.name: functools.partial(read, field.type) for field in dataclasses.fields(first)} | _OWN_READERS
+    def contradictions(self, wrong: set[str]) -> Iterator[str]:
+        """Yield an error line for each contradiction between fields, none of which is in `wrong`: bad by themselves."""
+        yield from ()
 
-
-def read_values(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of fields as their plain Python types, and the error lines."""
-    plain, problems, wrong = dict(values), [], set()
-    for name, reader in _readers(cls).items():
-        plain[name], fault = reader(values[name])
-        if fault:
-            wrong.add(name)
-            problems.append(f"{name} = {show(values[name])}: {fault}")
-    settings = types.SimpleNamespace(**plain)
-    return plain, [*problems, *batch_problems(settings, wrong), *contradictions(settings, wrong)]
+    def _read(self) -> list[str]:
+        """Put the plain Python type of each value in its place, and return the error lines."""
+        kinds = type(self).__mro__
+        first: type[Settings] = kinds[kinds.index(Settings) - 1]  # what a subclass of that one adds is not read
+        problems, wrong = [], set()
+        for field in dataclasses.fields(first):
+            came = getattr(self, field.name)
+            value, fault = read(field.type, came)
+            object.__setattr__(self, field.name, value)
+            if fault:
+                wrong.add(field.name)
+                problems.append(f"{field.name} = {show(came)}: {fault}")
+        return [*problems, *self.contradictions(wrong)]

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.cli import keys
-from grpo_jax.config.reading import read_values
+from grpo_jax.messages import Faults, problems_of
 
 
 @pytest.mark.quick
@@ -31,9 +31,10 @@ def test_own_keys_are_no_fields_and_have_no_other_names():
 
 @pytest.mark.quick
 def test_choices_are_values_that_the_config_takes():
-    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     for name, field in keys.fields().items():
         for choice in field.choices:
             value = {"true": True, "false": False}.get(choice, choice)
-            problems = read_values(GRPOConfig, {**defaults, name: value})[1]
-            assert not [line for line in problems if line.startswith(f"{name} = ") and "must be" in line]
+            faults = Faults()
+            faults.of(GRPOConfig, **{name: value})
+            lines = [line for error in faults for line in problems_of(error)]
+            assert not [line for line in lines if line.startswith(f"{name} = ") and "must be" in line]

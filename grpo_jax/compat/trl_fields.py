@@ -1,11 +1,11 @@
 """Every field of TRL 1.16's `GRPOConfig`, and what became of those that are not fields here: data, and nothing else.
 
-One table serves the error messages of `config`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
+One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 TRL_VERSION = "1.16"
 
@@ -13,7 +13,7 @@ Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
-    """What became of a field of TRL's that is none here.
+    """A field of TRL's that is none here: its default there, and what to do instead.
 
     Attributes:
       default: TRL's; a value equal to it asks for nothing.
@@ -22,24 +22,24 @@ class Elsewhere(NamedTuple):
       advice: what to do, or why there is nothing to do.
     """
 
-    default: Any
+    default: object
     kind: Kind
     advice: str
 
 
-def _other(default: Any, advice: str) -> Elsewhere:
+def _other(default: object, advice: str) -> Elsewhere:
     return Elsewhere(default, "other name", advice)
 
 
-def _outside(default: Any, what: str) -> Elsewhere:
+def _outside(default: object, what: str) -> Elsewhere:
     return Elsewhere(default, "set outside", f"leave it out: {what}")
 
 
-def _needless(default: Any, why: str) -> Elsewhere:
+def _needless(default: object, why: str) -> Elsewhere:
     return Elsewhere(default, "not needed", f"leave it out: {why}")
 
 
-def _absent(default: Any, advice: str) -> Elsewhere:
+def _absent(default: object, advice: str) -> Elsewhere:
     return Elsewhere(default, "not here", advice)
 
 
@@ -275,14 +275,5 @@ ELSEWHERE: dict[str, Elsewhere] = {
 }
 """TRL's fields that are none here, in the order of the page."""
 
-OTHER_NAMES = {
-    "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
-    "max_new_tokens": "use max_completion_length",
-    "kl_coef": "use beta",
-    "lr": "use learning_rate",
-    "max_length": "use max_completion_length, or max_prompt_length",
-    "clip_eps": "use epsilon",
-    "group_size": "use num_generations",
-    "batch_size": "use per_device_train_batch_size (completions)",
-}
-"""Names that people bring from elsewhere, and what to do."""
+HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
+"""Name → what to do, for the message of `GRPOConfig` that it has no such field."""
