@@ -53,14 +53,14 @@ class Completions(flax.struct.PyTreeNode):
     tokens       "the" "cat"  EOS    0     0
     mask           1     1     1     0     0
     log_probs    -1.2  -0.7  -0.1    0     0     log-prob of tokens[t], given the prompt and tokens[:t]
-    ended = True: the row drew an EOS. A row that reached T without one has ended = False (it was truncated).
+    ended = True: the completion drew an EOS. One that reached T without it has ended = False (it was truncated).
     ```
 
     Attributes:
       tokens: [B, G, T] int32; the pad id where `mask` is False.
       mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
       log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
-      ended: [B, G] bool; True if the row drew an EOS, from the sampler's own record.
+      ended: [B, G] bool; True if the completion drew an EOS, from the sampler's own record.
       present: [B, G, T] bool; True on all tokens of a completion of several turns, those that were observed between its
         turns too, which `mask` leaves out. None: those of `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is

@@ -134,5 +134,5 @@ def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Threads that stay: a decode has a segment every few milliseconds."""
+    """Return a pool of threads that stay, since a decode calls them once for every 16 tokens."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")

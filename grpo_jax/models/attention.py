@@ -33,7 +33,7 @@ from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, look
 
 @flax.struct.dataclass
 class Prefix:
-    """What the layers keep of a batch of prompts, shared by all completions of a prompt.
+    """Keys, values and recurrent states of a batch of prompts, shared by all completions of a prompt.
 
     Attributes:
       layers: of an attention layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), of a recurrent one a `State`, of one
@@ -47,13 +47,13 @@ class Prefix:
 
 @flax.struct.dataclass
 class Segments:
-    """Which segment each token of packed sequences belongs to: N tokens in blocks of N / M, on each of A devices.
+    """Segments of packed sequences, by token: N tokens in blocks of N / M, on each of A devices.
 
     A segment is one completion. A block holds segments of one prompt only, so that it looks at one prefix.
 
     ```
     block     │     0     │     1     │     2     │
-    prompt    │     5     │     5     │     7     │     one prompt a block
+    prompt    │     5     │     5     │     7     │     one prompt per block
     number    │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) where there is none
     position  │ 0 1 2 0 1 │ 2 3 0 1 0 │ 0 1 2 3 0 │
     ```
@@ -125,8 +125,7 @@ def group_attention(
     visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window
-    how = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    return _attend(q, k, v, prefix, visible, position, **how)
+    return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 def packed_attention(
@@ -162,20 +161,20 @@ def packed_attention(
 
     one = functools.partial(_one_packed, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     of_each = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
-    given = (q[:, :, 0], k[:, :, 0], v[:, :, 0], of_each, segments)
+    sequences = (q[:, :, 0], k[:, :, 0], v[:, :, 0], of_each, segments)
     if a == 1:  # a CPU takes longer for the gathers of a batch, also of one
-        return one(*jax.tree.map(lambda x: x[0], given))[None, :, None]
-    return jax.vmap(one)(*given)[:, :, None]
+        return one(*jax.tree.map(lambda x: x[0], sequences))[None, :, None]
+    return jax.vmap(one)(*sequences)[:, :, None]
 
 
-def _one_packed(q, k, v, prefix, segments, *, window, **how):
+def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap, sinks):
     """`packed_attention` of one sequence: q [H, N, R, d], k and v [H, N, d]."""
     h, n, r, d = q.shape
     m = segments.prompt.shape[0]
     size = n // m
 
     def blocks(x, axis, nothing=0):
-        """[M, ...]: what stands in each block and in the `reach` blocks before it."""
+        """Return [M, ...]: x in each block and in the `reach` blocks before it."""
         before = [(0, 0)] * x.ndim
         before[axis] = (segments.reach * size, 0)
         x = jnp.moveaxis(jnp.pad(x, before, constant_values=nothing), axis, 0)
@@ -191,12 +190,14 @@ def _one_packed(q, k, v, prefix, segments, *, window, **how):
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
     of_blocks = tuple(jnp.take(x, segments.prompt, axis=0) for x in prefix)
     keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
-    out = _attend(q, keys, values, of_blocks, visible, position, window=window, **how)
+    out = _attend(
+        q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
     return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """An einsum whose sums are float32 at least, and returned as that: in bfloat16 they would be rounded to 8 bits."""
+    """Return an einsum whose sums are float32 at least, as they are: in bfloat16 they would be rounded to 8 bits."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -216,7 +217,10 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
     if sinks is not None:
         sinks = sinks.reshape(1, h, 1, 1, r, 1)
         top = jnp.maximum(top, sinks)
-    drained = lambda total, top: total if sinks is None else total + jnp.exp(sinks - top)
+
+    def drained(total, top):
+        return total if sinks is None else total + jnp.exp(sinks - top)
+
     if prefix is None:
         top = jax.lax.stop_gradient(top)
         e_own = jnp.exp(own - top)
@@ -250,7 +254,7 @@ def see(
     windows: Iterable[int | None],
     group: int,
 ) -> Sight:
-    """What completions [B, G, T] see that are read as a whole, or packed sequences [A, 1, N]; for `attend`.
+    """Return the `Sight` of completions [B, G, T] that are read as a whole, or of packed sequences [A, 1, N].
 
     Args:
       tokens: (B, G, T) or (A, 1, N).
@@ -262,7 +266,6 @@ def see(
     """
     b, g, t = tokens
     n = g * t
-    whole = lambda x: jnp.broadcast_to(x, (b, n)).astype(jnp.int32)
     index = jnp.arange(n)[None]
     # [b, Bs]: each row of `tokens` has its own prompt, or as a packed sequence its own prompts.
     lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
@@ -272,14 +275,14 @@ def see(
         of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
         number, prompt = segments.number, NOBODY - 1 - of_prompt
         position = jnp.take_along_axis(lengths, of_prompt, axis=1) + segments.position
-    queries = keys = Marks(*map(whole, (number, prompt, position, index)))
+    own = (jnp.broadcast_to(x, (b, n)).astype(jnp.int32) for x in (number, prompt, position, index))
+    queries = keys = Marks(*own)
     if prefix is not None:
-        own, p = keys, slots_of(prefix.layers)
-        at, numbers = jnp.arange(p)[None, None], jnp.arange(lengths.shape[1])[None, :, None]
+        at, numbers = jnp.arange(slots_of(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
         number = jnp.where(at < lengths[..., None], NOBODY - 1 - numbers, NOBODY)
         prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
-        both = lambda prompt, own: jnp.concatenate([prompt.reshape(b, -1), own], axis=1)
-        keys = jax.tree.map(both, Marks(*prompts), own)
+        both = zip(prompts, (queries.number, queries.prompt, queries.position, queries.index), strict=True)
+        keys = Marks(*(jnp.concatenate([prompt.reshape(b, -1), own], axis=1) for prompt, own in both))
     return look(queries, keys, kernel, windows, group)
 
 
@@ -310,17 +313,24 @@ def attend(
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
     if prefix is not None:
-        # [B, H, P, d] as they are, or for packed sequences [A, H, B / A · P, d].
-        of_rows = lambda x: x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
+
+        def of_rows(x: jax.Array) -> jax.Array:
+            """x [B, H, P, d] as it is, or for packed sequences as [A, H, B / A · P, d]."""
+            return x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
+
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
         return fused_attention(merged, k, v, sight, kernel, sinks).reshape(q.shape)
+
+    def cut(size: int, *names: str) -> tuple[str, ...] | None:
+        """The axes of the mesh among these, if all of them together divide the size."""
+        names = tuple(name for name in names if name in mesh.shape)
+        return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
     # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
-    along = lambda names: tuple(name for name in names if name in mesh.shape)
-    cut = lambda names, size: names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
-    first, heads = cut(along(("data", "fsdp")), b), cut(along(("tensor",)), h)
+    first, heads = cut(b, "data", "fsdp"), cut(h, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
         lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, kernel, sinks),

@@ -1,6 +1,6 @@
 """One layer of the decoder: attention or a recurrent layer, a dense MLP or a mixture of experts, and the norms.
 
-A layer is told by a `Context` where its tokens stand and what was before them.
+A `Context` gives a layer the positions of its tokens and the keys, values and states before them.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class ConvShape:
 
     @property
     def state(self) -> tuple[None, tuple[int, int, int]]:
-        """Shapes of what is kept of one completion: no memory, and (1, K − 1, C) of the tail."""
+        """Shapes of one completion's state: no memory, and (1, K − 1, C) of the tail."""
         return None, (1, self.kernel - 1, self.width)
 
     @property
@@ -126,18 +126,18 @@ class TransformerConfig:
       rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
       windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
       mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
-      delta: the shape of the layers that are gated delta nets.
-      conv: that of those that are gated short convolutions.
+      delta: shape of the gated delta nets.
+      conv: shape of the gated short convolutions.
       full_heads: (key and value heads, width of a head) of the layers without a window, where those differ.
-      shared_kv_layers: how many layers, the last ones, are over the keys and values of the last layer before them with
-        the same window, and have none of their own.
+      shared_kv_layers: number of layers, the last ones, without keys and values of their own: they use those of the
+        last layer before them with the same window.
       shared_kv_mlp: width of the gated MLP of those layers, where it differs; 0 where it does not.
-      layer_input_size: width of what each layer is told of a token by an embedding of its own; 0 for no such embedding.
+      layer_input_size: width of the per-layer embedding (Gemma 4); 0 for none.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
-      attention_gate: what attention returns is weighed by a gate of each channel, which `q_proj` has beside the query.
+      attention_gate: attention's output is multiplied by a gate per channel, which `q_proj` gives beside the query.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
       v_norm: RMS norm, without weights, of each head's values.
-      values_are_keys: layers without a window have no `v_proj`: their values are what `k_proj` gives.
+      values_are_keys: layers without a window have no `v_proj`: their values are the output of `k_proj`.
       norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
       activation: "silu", "gelu" or "gelu_tanh".
@@ -146,9 +146,9 @@ class TransformerConfig:
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
-      residual_scale: factor on what attention and MLP add to a token's state.
+      residual_scale: factor on the outputs of attention and MLP, before they are added.
       logit_scale: factor on the logits.
-      layer_scalar: a factor on what leaves a layer, which comes with the checkpoint and is not trained.
+      layer_scalar: a factor on a layer's output, which comes with the checkpoint and is not trained.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
       num_experts_per_token: experts that a token is sent to.
       expert_size: width of one expert's gated MLP.
@@ -162,13 +162,13 @@ class TransformerConfig:
       initializer_range: standard deviation of freshly made weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_policy: what of a layer is kept even so, a name of `jax.checkpoint_policies`.
-      attention: "auto", or how attention to whole sequences is computed: "einsum" writes the scores out, "tiles" and
-        "triton" are those of `fused`, which cannot be differentiated forwards. Steps with a cache always write them
-        out: they are small. With "triton" the products of experts are kernels too, those of `ragged`.
+      remat_policy: the values that are kept even so, a name of `jax.checkpoint_policies`.
+      attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
+        `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. Steps with a cache
+        always write the scores out: they are small. With "triton" the products of experts are kernels of `ragged`.
       mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
-      loop_layers: layers of one kind, or of a pattern that comes again, are one loop where there is no cache. Compiled
-        once for all of them, and at run time they cost a copy of their weights.
+      loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
+        for all of them, at the cost of a copy of their weights at run time.
     """
 
     vocab_size: int

@@ -112,7 +112,10 @@ def _matmul_transposed_jvp(dtype, primals, tangents):
 def _scale_columns_jvp(primals, tangents):
     (x, scale), (dx, ds) = primals, tangents
     y = x * scale[None]
-    # The scale is spread over the rows by a product with ones, so that its gradient is one too: a plain sum of
-    # columns takes a CPU ten times as long.
-    spread = lambda ds: jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
+
+    def spread(ds: jax.Array) -> jax.Array:
+        # Over the rows by a product with ones, so that its gradient is one too: a plain sum of columns takes a CPU
+        # ten times as long.
+        return jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
+
     return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))

@@ -1,4 +1,4 @@
-"""What a person sees of a run: its files, plots, page and display, hints, and trackers."""
+"""Watching a run: its files, plots, page and display, hints, callbacks and trackers."""
 
 from grpo_jax.watch.trackers import Callback
 
