@@ -42,14 +42,8 @@ COLOURS = {
 says nothing; `reward0` … are the reward functions, the first also a right answer.
 """
 
-PHASES = {
-    "rollout": "rollout",
-    "reference": "reference",
-    "rewards": "reward0",
-    "update": "policy",
-    "evaluation": "evaluation",
-    "other": "nothing",
-}
+PHASES = {"rollout": "rollout", "reference": "reference", "rewards": "reward0", "update": "policy"}
+PHASES |= {"evaluation": "evaluation", "other": "nothing"}
 """Phase of a run → meaning."""
 
 _MOST = 2000  # points of a curve; a panel is some 450 pixels wide
