@@ -56,15 +56,22 @@ def empty_like(layers: Sequence[Any], group: int, slots: int) -> tuple[Any, ...]
 
 
 def with_slots(cache: Sequence[Any], slots: int) -> tuple[Any, ...]:
-    """The same cache with `slots` slots, at least as many as it has; those that are new come last."""
+    """Return the same cache with `slots` slots, at least as many as it has; those that are new come last."""
     more = slots - slots_of(cache)
-    longer = lambda x, axis: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    kept = lambda layer: isinstance(layer, State) or not layer
-    return tuple(layer if kept(layer) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)
+
+    def longer(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+
+    return tuple(layer if _slotless(layer) else (longer(layer[0], -1), longer(layer[1], -2)) for layer in cache)
+
+
+def _slotless(layer: Any) -> bool:
+    """Return whether a layer keeps a state, or nothing of its own."""
+    return isinstance(layer, State) or not layer
 
 
 def turned(cache: Sequence[Any], first: jax.Array, slots: int) -> tuple[Any, ...]:
-    """A ring of `slots` slots of which the first is, for each completion, slot `first` [B, G] of the cache's own ring.
+    """Return a ring of `slots` slots whose first one is, for each completion, slot `first` [B, G] of the cache's ring.
 
     Where the new ring is longer, the old one goes round more than once.
     """
@@ -75,7 +82,4 @@ def turned(cache: Sequence[Any], first: jax.Array, slots: int) -> tuple[Any, ...
         own = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=slots, axis=axis)
         return jax.vmap(jax.vmap(own, in_axes=(1, 0), out_axes=1))(long, first % size)
 
-    def kept(layer: Any) -> bool:
-        return isinstance(layer, State) or not layer
-
-    return tuple(layer if kept(layer) else (cut(layer[0], -1), cut(layer[1], -2)) for layer in cache)
+    return tuple(layer if _slotless(layer) else (cut(layer[0], -1), cut(layer[1], -2)) for layer in cache)

@@ -35,8 +35,8 @@ TARGETS = (
     r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
     r"|per_layer_(input_gate|projection))"
 )
-"""Every projection of attention, of a recurrent layer and of a dense MLP, and those of what a layer is told of a token;
-not the head, the embedding, a router or experts."""
+"""Every projection of attention, of a recurrent layer, of a dense MLP and of a per-layer embedding; not the head, the
+embedding, a router or experts."""
 
 
 @flax.struct.dataclass(eq=False)
@@ -228,7 +228,7 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
 
 
 def _written_out(name: str, held: Quantized) -> np.ndarray:
-    """What a quantized parameter stands for; an embedding is held as the kernel of the head that is tied to it."""
+    """Return the matrix of a quantized parameter; an embedding is held as the kernel of the head that is tied to it."""
     return np.asarray(held.rows(held.dtype) if name == "embedding" else held.matrix())
 
 
