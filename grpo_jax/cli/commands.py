@@ -16,8 +16,8 @@ import jax
 
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.named import find, is_reference
-from grpo_jax.cli.runfile import NAME, RunFile, in_folder, read_file, read_run
-from grpo_jax.cli.trl import translate
+from grpo_jax.cli.runfile import NAME, RunFile, dump_yaml, in_folder, read_file, read_run
+from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
@@ -239,10 +239,11 @@ def chat(arguments: Namespace) -> None:
 
 def from_trl(arguments: Namespace) -> None:
     """`grpo-jax from-trl`; the exit status is 1 where something cannot be said here."""
-    text, missing = translate(read_file(Path(arguments.script).expanduser()))
+    run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
+    text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:
         print(text, end="")
     else:
         Path(arguments.out).write_text(text, encoding="utf-8")
-    if missing:
+    if moved.missing:
         raise SystemExit(1)

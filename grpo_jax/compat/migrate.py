@@ -80,10 +80,15 @@ class Migration:
         return GRPOConfig(**self.values)
 
     def __str__(self) -> str:
-        lines = [f"taken as they are: {', '.join(self.same)}"] if self.same else []
+        same = [f"taken as they are: {', '.join(self.same)}"] if self.same else []
+        return "\n".join(same + self.notes()) or "nothing to carry over: every value is TRL's default"
+
+    def notes(self) -> list[str]:
+        """The lines on what was translated, left out and is missing."""
+        lines: list[str] = []
         for title, notes in (("translated", self.translated), ("left out", self.left_out), ("NOT HERE", self.missing)):
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
-        return "\n".join(lines) or "nothing to carry over: every value is TRL's default"
+        return lines
 
 
 def from_trl(values: Mapping[str, Any]) -> Migration:

@@ -1,34 +1,27 @@
-"""`grpo-jax from-trl`: the YAML config of a TRL script as a RUN.yaml."""
+"""The YAML config of a TRL script as the keys of a RUN.yaml, for `grpo-jax from-trl`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.cli.runfile import dump_yaml
-from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.migrate import Migration, from_trl
+from grpo_jax.types import Json
 
-_DATA = {
-    "dataset_name": "name",
-    "dataset_config": "config",
-    "dataset_train_split": "split",
-    "dataset_test_split": "eval split",
-    "dataset_streaming": "",
-}
+_DATA = {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"}
 _MODEL = {
-    "model_name_or_path": "model",
-    "torch_dtype": "",
-    "dtype": "",
-    "use_peft": "lora",
-    "lora_r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "lora_target_modules": "targets",
-    "load_in_8bit": "quantize",
-    "load_in_4bit": "quantize",
-    "bnb_4bit_quant_type": "",
+    "model_name_or_path",
+    "torch_dtype",
+    "dtype",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "load_in_8bit",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
 }
-# Of PyTorch, or of what is built in here otherwise.
+# Script arguments that are PyTorch's, or that are built in here otherwise.
 _NEEDLESS = {
     "attn_implementation": "attention is chosen by the device",
     "trust_remote_code": "the families of checkpoints are implemented here",
@@ -61,69 +54,55 @@ _REWARDS: dict[str, Any] = {
 }
 
 
-def translate(values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The RUN.yaml of a TRL script's config.
+def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
+    """Translate the YAML config of TRL's GRPO script into the keys of a RUN.yaml.
 
     Args:
-      values: of the file: arguments of TRL's GRPO script, of its `ModelConfig` and `GRPOConfig`.
+      values: of the file: arguments of the script, of its `ModelConfig` and of `GRPOConfig`.
 
     Returns:
-      The text, whose comments say what was left out and what is missing; and what is missing, by name.
+      The keys and values of the run; and a `Migration` that says of the script's arguments too what was left out and
+      what is missing.
 
     Raises:
-      ValueError: names that neither TRL nor this library has, all of them.
+      ValueError: names that neither TRL nor this library has, all of them, or values that are not taken here.
 
     Example:
-      >>> text, missing = translate({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
-      >>> print(text)
-      # left out:
-      #   use_vllm: the sampler is built in
-      model: Qwen/Qwen3-0.6B
-      beta: 0.04
-      <BLANKLINE>
-      >>> missing
-      {}
+      >>> run, moved = from_trl_script({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
+      >>> run, moved.left_out, moved.missing
+      ({'model': 'Qwen/Qwen3-0.6B', 'beta': 0.04}, {'use_vllm': 'the sampler is built in'}, {})
     """
     # PyYAML, which TRL reads files by, takes an unquoted no for False.
     values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}
-    script = {name: value for name, value in values.items() if name in {*_DATA, *_MODEL, *_NEEDLESS, *_MISSING}}
-    script |= {name: values[name] for name in ("reward_funcs",) if name in values}
+    of_script = {"reward_funcs", *_DATA, *_MODEL, *_NEEDLESS, *_MISSING}
+    script = {name: value for name, value in values.items() if name in of_script}
     moved = from_trl({name: value for name, value in values.items() if name not in script})
-    missing, left_out = dict(moved.missing), dict(moved.left_out)
     for name, value in script.items():
         if value in (None, False, "", []):
             continue
         if name in _MISSING:
-            missing[name] = _MISSING[name]
+            moved.missing[name] = _MISSING[name]
         elif name in _NEEDLESS:
-            left_out[name] = _NEEDLESS[name]
+            moved.left_out[name] = _NEEDLESS[name]
     run: dict[str, Any] = {}
     if "model_name_or_path" in script:
         run["model"] = script["model_name_or_path"]
-    run |= _data(script, left_out, evaluates=values.get("eval_strategy", "no") != "no")
+    run |= _data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no")
     if script.get("reward_funcs"):
-        run["rewards"] = _rewards(script["reward_funcs"], missing)
+        run["rewards"] = _rewards(script["reward_funcs"], moved.missing)
     if script.get("use_peft"):
-        run["lora"] = _lora(script, missing)
-    run |= _quantized(script, missing)
+        run["lora"] = _lora(script, moved.missing)
+    run |= _quantized(script, moved.missing)
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
     if dtype in ("bfloat16", "float16"):
         run["param_dtype"] = "bfloat16"
     if moved.run_dir is not None:
         run["run_dir"] = moved.run_dir
-    config = moved.config()  # refuses values that are not taken here
-    values = config.to_dict()
-    run |= {name: values[name] for name in moved.values}
-    notes = [("translated", moved.translated), ("left out", left_out), ("NOT HERE", missing)]
-    comments = [
-        line
-        for title, said in notes
-        for line in ([f"# {title}:"] * bool(said) + [f"#   {name}: {note}" for name, note in said.items()])
-    ]
-    return "".join(line + "\n" for line in comments) + dump_yaml(run), missing
+    config = moved.config().to_dict()
+    return run | {name: config[name] for name in moved.values}, moved
 
 
-def _data(script: Mapping[str, Any], left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
+def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
     """The keys of the data; where TRL evaluates, it is on the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
@@ -139,7 +118,7 @@ def _data(script: Mapping[str, Any], left_out: dict[str, str], *, evaluates: boo
     return data
 
 
-def _rewards(names: Any, missing: dict[str, str]) -> list[Any]:
+def _rewards(names: str | list[str], missing: dict[str, str]) -> list[Any]:
     """Entries of `rewards` for names of TRL's, and for functions by their dotted paths."""
     entries = []
     for name in [names] if isinstance(names, str) else names:
@@ -156,7 +135,7 @@ def _rewards(names: Any, missing: dict[str, str]) -> list[Any]:
     return entries
 
 
-def _quantized(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+def _quantized(script: Json, missing: dict[str, str]) -> dict[str, Any]:
     """How the base is held under adapters."""
     bits = next((name for name in ("load_in_4bit", "load_in_8bit") if script.get(name)), None)
     if bits is None:
@@ -170,7 +149,7 @@ def _quantized(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, 
     return {"quantize": "nf4" if bits == "load_in_4bit" else "int8"}
 
 
-def _lora(script: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+def _lora(script: Json, missing: dict[str, str]) -> dict[str, Any]:
     """The adapters, with the defaults of TRL's `ModelConfig`."""
     lora: dict[str, Any] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
