@@ -320,7 +320,8 @@ def test_stories_in_three_turns():
     policy = from_pretrained(STORIES)
     comma = policy.tokenizer(",", add_special_tokens=False)["input_ids"][-1]
     stop = policy.tokenizer(".", add_special_tokens=False)["input_ids"][-1]
-    policy = policy.replace(generation_config={**policy.generation_config, "eos_token_id": [2, comma, stop]})
+    ends = [*policy.eos_token_ids, comma, stop]
+    policy = policy.replace(generation_config={**policy.generation_config, "eos_token_id": ends})
     rows = [{"prompt": text, "number": i} for i, text in enumerate(["Once", "A dog", "The sun", "Tim"])]
     settings = {"max_completion_length": 96, "learning_rate": 1e-4, "max_steps": 2, "beta": 0.01}
     settings |= {"per_device_train_batch_size": 16, "on_environment_error": "end"}
