@@ -5,7 +5,7 @@ checkpoints/40/   params   what is exported
                   rest     old policy, reference, optimizer, key, counters on the device
                   batch    the batch, if some of its updates are still to be made
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
-                  told     of several turns, what was said in them, as the bytes of a JSON text
+                  told     of several turns, their transcript, as the bytes of a JSON text
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -44,8 +44,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 RESUME = ("auto", "must", "never")
 
 Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None, Any]
-"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead and what
-was told in them."""
+"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead and the
+transcript of their turns."""
 
 
 class Checkpoints:
@@ -106,7 +106,7 @@ class Checkpoints:
         progress: Progress,
         batch: Batch | None,
         ahead: Completions | None = None,
-        told: Any = None,
+        transcript: Any = None,
     ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
@@ -122,7 +122,7 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": told})}
+        pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": transcript})}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: _shapes(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}

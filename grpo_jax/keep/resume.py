@@ -20,7 +20,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Model, as_argument
 from grpo_jax.watch.writer import package_versions
 
@@ -78,7 +78,7 @@ def describe(
     total_steps: int,
     eos_token_ids: Sequence[int] = (),
     eval_data: EncodedPrompts | None = None,
-    setting: Setting | None = None,
+    interaction: Interaction | None = None,
     own_optimizer: bool = False,
     own_sampler: bool = False,
 ) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def describe(
             "temperature_eval": config.eval_temperature,
         },
         "eval_columns": {} if eval_data is None else _columns(eval_data.rows),
-        **_turns(setting),
+        **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
         "frozen": frozen.hexdigest(),
@@ -247,18 +247,19 @@ def _prompts(data: EncodedPrompts) -> dict[str, Any]:
     return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
 
 
-def _turns(setting: Setting | None) -> dict[str, dict[str, Any]]:
+def _turns(interaction: Interaction | None) -> dict[str, dict[str, Any]]:
     """Who answers the policy between its turns: name → what the policy is told of it."""
-    if setting is None:
+    if interaction is None:
         return {"tools": {}, "environments": {}, "methods": {}}
     told = {
-        "tools": {name: tool.schema for name, tool in setting.tools.items()},
+        "tools": {name: tool.schema for name, tool in interaction.tools.items()},
         "environments": {
-            kind.__name__ if name is None else f"{name}: {kind.__name__}": None for name, kind in setting.kinds.items()
+            kind.__name__ if name is None else f"{name}: {kind.__name__}": None
+            for name, kind in interaction.kinds.items()
         },
         "methods": {
-            f"{setting.kinds[name].__name__}.{method}": tool.schema
-            for name, methods in setting.own_tools.items()
+            f"{interaction.kinds[name].__name__}.{method}": tool.schema
+            for name, methods in interaction.own_tools.items()
             for method, tool in methods.items()
         },
     }

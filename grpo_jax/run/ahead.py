@@ -30,7 +30,7 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
     params = state.params if state.old_params is None else state.old_params
     batch = abstract_batch(run, state)
     programs = [*run.updater.lower_all(state, batch)]
-    if task.sampler is None and task.setting is None:  # what is read between turns has no size known before
+    if task.sampler is None and task.interaction is None:  # what is read between turns has no size known before
         rollout = RolloutShapes.of(
             *(task.model, params, sizes.prompts, task.prompt_length),
             num_generations=config.num_generations,

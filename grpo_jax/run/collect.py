@@ -36,7 +36,7 @@ from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Sampler, mismatch, sample_by
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
-from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -61,7 +61,7 @@ class Task:
       prompt_length: P, one for all batches, so that nothing is compiled twice.
       reward_fns: K reward functions.
       config: the run's settings.
-      setting: what completions of several turns are answered by; None: they have one.
+      interaction: what completions of several turns are answered by; None: they have one.
       sampler: another engine in the place of `generate`, as `run.sampler` wants it; None for that.
     """
 
@@ -73,7 +73,7 @@ class Task:
     prompt_length: int
     reward_fns: Sequence[Callable[..., Any]]
     config: GRPOConfig
-    setting: Setting | None = None
+    interaction: Interaction | None = None
     sampler: Sampler | None = None
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
@@ -220,7 +220,7 @@ class _Rollouts:
     def _room(self) -> dict[str, Any]:
         """Who answers, and how long prompts are."""
         task = self.task
-        return {"setting": task.setting, "prompt_length": task.prompt_length, "padding": task.config.padding}
+        return {"interaction": task.interaction, "prompt_length": task.prompt_length, "padding": task.config.padding}
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:

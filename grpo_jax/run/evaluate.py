@@ -20,8 +20,14 @@ from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.turns.episodes import Setting
-from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
+from grpo_jax.turns.interaction import (
+    Interaction,
+    encode_rows,
+    environment_weights,
+    make_interaction,
+    reward_columns,
+    with_environments,
+)
 from grpo_jax.types import Params
 
 EVALUATION = 2
@@ -54,7 +60,7 @@ def evaluate(
     max_tool_calling_iterations: int | None = None,
     environment_timeout: float | None = 300.0,
     on_environment_error: str = "raise",
-    setting: Setting | None = None,
+    interaction: Interaction | None = None,
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -87,7 +93,7 @@ def evaluate(
       max_tool_calling_iterations: as in `GRPOConfig`.
       environment_timeout: likewise.
       on_environment_error: likewise.
-      setting: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
+      interaction: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
       sampler: another engine in the place of `generate`, as in `train`: it is given `params`, and prompts of one batch
         at a time. Not beside tools or environments.
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
@@ -131,12 +137,12 @@ def evaluate(
         given: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory, **kwargs}
         given |= {"most_calls": max_tool_calling_iterations, "seconds": environment_timeout}
         own = (policy.tokenizer, policy.eos_token_ids, all_rows)
-        setting = make_setting(*own, **given, on_error=on_environment_error)
-        reward_fns = with_environments(reward_fns, setting)
+        interaction = make_interaction(*own, **given, on_error=on_environment_error)
+        reward_fns = with_environments(reward_fns, interaction)
         kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
-        data = encode_rows(setting, all_rows, policy.tokenizer, **kwargs)
-    check_sampler(sampler, setting)
-    check_reward_fns(reward_fns, reward_columns(data.rows[0], setting), extras=EXTRAS, rows=all_rows)
+        data = encode_rows(interaction, all_rows, policy.tokenizer, **kwargs)
+    check_sampler(sampler, interaction)
+    check_reward_fns(reward_fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=all_rows)
     weights, names = environment_weights(reward_weights, as_list(reward_fns)), reward_names(reward_fns)
     if weights is not None and len(weights) != len(names):
         raise ValueError(f"reward_weights has {len(weights)} weights for {', '.join(names)}: give one for each")
@@ -155,7 +161,7 @@ def evaluate(
             [data.rows[i] for i in at],
             [data.token_ids[i] for i in at],
             jax.random.fold_in(jax.random.key(seed), EVALUATION),
-            setting=setting,
+            interaction=interaction,
             sampler=sampler,
             numbers=at,
             prompt_length=longest,

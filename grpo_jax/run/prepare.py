@@ -33,8 +33,14 @@ from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import Row, is_stream, load_rows
-from grpo_jax.turns.episodes import Setting
-from grpo_jax.turns.setting import encode_rows, environment_weights, make_setting, reward_columns, with_environments
+from grpo_jax.turns.interaction import (
+    Interaction,
+    encode_rows,
+    environment_weights,
+    make_interaction,
+    reward_columns,
+    with_environments,
+)
 from grpo_jax.types import is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
@@ -80,22 +86,22 @@ def prepare(
     rows = {"dataset": faults.of(training_rows, dataset, policy, config)}
     if eval_dataset is not None:
         rows["eval_dataset"] = faults.of(load_rows, eval_dataset, argument="eval_dataset")
-    setting = None
+    interaction = None
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         every = [row for some in rows.values() for row in some or ()]
-        setting = faults.of(_setting, policy, config, every, tools, environment_factory, sampler)
+        interaction = faults.of(_interaction, policy, config, every, tools, environment_factory, sampler)
     if fns is not None:
-        fns = list(with_environments(fns, setting))
+        fns = list(with_environments(fns, interaction))
         faults.of(_check_no_environments, fns, config)
         read: dict[str, Any] = {name: some for name, some in rows.items() if some} or {"dataset": None}
         for name, some in read.items():
             what = "the dataset" if name == "dataset" else name
-            columns = reward_columns(some[0], setting) if some else None
+            columns = reward_columns(some[0], interaction) if some else None
             faults.of(check_reward_fns, fns, columns, extras=EXTRAS, argument=what, rows=some or ())
     if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
         mesh, config = faults.of(_mesh, policy, config) or (None, config)
         config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, fns or ()))
-        given = (config, setting)
+        given = (config, interaction)
         encoded = {name: faults.of(_encode, policy, some, *given, name) for name, some in rows.items() if some}
         data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
         devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
@@ -123,7 +129,7 @@ def prepare(
             warn_of_prompts(some, policy.tokenizer, fns or (), name)
     policy = place_policy(policy.replace(model=model), mesh)
     run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
-    return dataclasses.replace(run, task=dataclasses.replace(run.task, setting=setting, sampler=sampler))
+    return dataclasses.replace(run, task=dataclasses.replace(run.task, interaction=interaction, sampler=sampler))
 
 
 def _run(
@@ -261,9 +267,9 @@ def _check_no_environments(fns: list[Callable[..., Any]], config: Any) -> None:
             )
 
 
-def _setting(
+def _interaction(
     policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any, sampler: Any
-) -> Setting | None:
+) -> Interaction | None:
     """What completions of several turns are answered by."""
     if not tools and environment_factory is None:
         return None
@@ -273,7 +279,7 @@ def _setting(
     ):
         if wrong:
             raise ValueError(f"tools and environment_factory: {why}")
-    return make_setting(
+    return make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,
         rows,
@@ -287,13 +293,13 @@ def _setting(
 
 
 def _encode(
-    policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, setting: Setting | None, argument: str
+    policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, interaction: Interaction | None, argument: str
 ) -> EncodedPrompts | None:
     """The tokens of a dataset's prompts, which the model has to know."""
     if policy.tokenizer is None:
         return None  # _check_policy has said so
     data = encode_rows(
-        setting,
+        interaction,
         rows,
         policy.tokenizer,
         max_prompt_length=config.max_prompt_length,
@@ -344,7 +350,7 @@ def about(run: Run, state: TrainState) -> dict[str, Any]:
         total_steps=run.total_steps,
         eos_token_ids=task.eos_token_ids,
         eval_data=run.eval_data,
-        setting=task.setting,
+        interaction=task.interaction,
         own_optimizer=run.schedule is None,
         own_sampler=task.sampler is not None,
     )

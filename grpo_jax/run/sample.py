@@ -14,8 +14,8 @@ from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.run.sampler import Sampler, completions_by
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.text.rows import Row
-from grpo_jax.turns.episodes import Episodes, Played, Setting, metrics_of
-from grpo_jax.turns.setting import encode_rows
+from grpo_jax.turns.episodes import Episodes, Played, metrics_of
+from grpo_jax.turns.interaction import Interaction, encode_rows
 from grpo_jax.types import Completions, Model, Params, Prompts
 
 
@@ -66,12 +66,12 @@ class Ahead(NamedTuple):
 
     Attributes:
       completions: [B, G, T].
-      told: of several turns the bytes of a JSON text [n] uint8 that holds the episodes, and the prompts to which
+      transcript: of several turns the bytes of a JSON text [n] uint8 that holds the episodes, and the prompts to which
         environments have added; None for one turn.
     """
 
     completions: Completions
-    told: np.ndarray | None = None
+    transcript: np.ndarray | None = None
 
     @classmethod
     def of(cls, sampled: Sampled, rows: Sequence[Row]) -> Ahead:
@@ -79,26 +79,26 @@ class Ahead(NamedTuple):
         if sampled.episodes is None:
             return cls(sampled.completions)
         prompts = [None if new is row else new["prompt"] for new, row in zip(sampled.rows, rows, strict=True)]
-        told = {"prompts": prompts, "episodes": [one.to_json() for one in sampled.episodes]}
-        return cls(sampled.completions, np.frombuffer(json.dumps(told).encode(), np.uint8))
+        transcript = {"prompts": prompts, "episodes": [one.to_json() for one in sampled.episodes]}
+        return cls(sampled.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8))
 
     def sampled(
         self,
         rows: Sequence[Row],
         token_ids: Sequence[Sequence[int]],
         *,
-        setting: Setting | None,
+        interaction: Interaction | None,
         prompt_length: int,
         padding: int,
     ) -> Sampled:
         """What was sampled, but for the environments; the arguments are those of `sample`."""
-        if setting is None or self.told is None:
+        if interaction is None or self.transcript is None:
             return Sampled(list(rows), make_prompts(token_ids, length=prompt_length), self.completions)
-        told = json.loads(np.asarray(self.told).tobytes())
-        prompts = zip(rows, told["prompts"], strict=True)
+        transcript = json.loads(np.asarray(self.transcript).tobytes())
+        prompts = zip(rows, transcript["prompts"], strict=True)
         opened = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in prompts]
-        encoded = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
-        return Sampled(opened, encoded, self.completions, [Played.from_json(kept) for kept in told["episodes"]])
+        encoded = _prompts(interaction, rows, opened, token_ids, prompt_length, padding)
+        return Sampled(opened, encoded, self.completions, [Played.from_json(kept) for kept in transcript["episodes"]])
 
 
 def sample(
@@ -108,7 +108,7 @@ def sample(
     token_ids: Sequence[Sequence[int]],
     key: jax.Array,
     *,
-    setting: Setting | None,
+    interaction: Interaction | None,
     numbers: Sequence[int],
     prompt_length: int,
     padding: int,
@@ -123,7 +123,7 @@ def sample(
       rows: of the dataset.
       token_ids: of their prompts.
       key: as in `generate`.
-      setting: what the completions are answered by; None: nothing, they have one turn.
+      interaction: what the completions are answered by; None: nothing, they have one turn.
       numbers: of the rows in the dataset, for messages.
       prompt_length: P, unless environments make prompts longer.
       padding: to a multiple of which P is then rounded.
@@ -131,7 +131,7 @@ def sample(
       sampler: another engine in the place of `generate`, for completions of one turn; their log-probs are its own.
       how: further settings of `generate`.
     """
-    if setting is None:
+    if interaction is None:
         prompts = make_prompts(token_ids, length=prompt_length)
         given: Any = (model, params, prompts, key)
         if sampler is not None:
@@ -139,9 +139,9 @@ def sample(
             return Sampled(list(rows), prompts, completions_by(sampler, *given, **how))
         completions = generate(*given, num_generations=num_generations, on_host=True, **how)
         return Sampled(list(rows), prompts, completions)
-    with Episodes(setting, rows, num_generations, numbers) as episodes:
+    with Episodes(interaction, rows, num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
-        prompts = _prompts(setting, rows, opened, token_ids, prompt_length, padding)
+        prompts = _prompts(interaction, rows, opened, token_ids, prompt_length, padding)
         episodes.follow(opened, prompts)
         how |= {"num_generations": num_generations}
         completions = generate_turns(model, params, prompts, key, episodes, **how)
@@ -152,7 +152,7 @@ def sample(
 
 
 def _prompts(
-    setting: Setting,
+    interaction: Interaction,
     rows: Sequence[Row],
     opened: Sequence[Row],
     token_ids: Sequence[Sequence[int]],
@@ -160,13 +160,13 @@ def _prompts(
     padding: int,
 ) -> Prompts:
     """The prompts with what environments have added, as long as before unless one has become longer."""
-    ids = [_encoded(setting, row, new, own) for row, new, own in zip(rows, opened, token_ids, strict=True)]
+    ids = [_encoded(interaction, row, new, own) for row, new, own in zip(rows, opened, token_ids, strict=True)]
     return make_prompts(ids, length=max(prompt_length, -(-max(map(len, ids)) // padding) * padding))
 
 
-def _encoded(setting: Setting, row: Row, opened: Row, token_ids: Sequence[int]) -> Sequence[int]:
+def _encoded(interaction: Interaction, row: Row, opened: Row, token_ids: Sequence[int]) -> Sequence[int]:
     """The tokens of a row's prompt, encoded anew if an environment has added to it."""
     if opened is row:
         return token_ids
-    how = {"chat_template_kwargs": setting.template_kwargs, "argument": "with what reset returned,"}
-    return encode_rows(setting, [opened], setting.tokenizer, **how).token_ids[0]
+    how = {"chat_template_kwargs": interaction.template_kwargs, "argument": "with what reset returned,"}
+    return encode_rows(interaction, [opened], interaction.tokenizer, **how).token_ids[0]

@@ -54,14 +54,14 @@ class Sampler(Protocol):
     def __call__(self, **kwargs: Any) -> Completions: ...
 
 
-def check_sampler(sampler: Any, setting: Any = None) -> None:
+def check_sampler(sampler: Any, interaction: Any = None) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
-    Nor does it go with a `Setting` of tools and environments.
+    Nor does it go with an `Interaction` of tools and environments.
     """
     if sampler is None:
         return
-    if setting is not None:
+    if interaction is not None:
         raise ValueError("tools and environment_factory: a sampler makes completions of one turn; give one of them")
     wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
     if not callable(sampler):

@@ -216,8 +216,8 @@ def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publish
 
 def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
-    state, found, loop.batch, completions, told = loop.checkpoints.restore(state, resume)
-    loop.ahead = None if completions is None else Ahead(completions, told)
+    state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
+    loop.ahead = None if completions is None else Ahead(completions, transcript)
     loop.progress = found or loop.progress
     data = loop.run.task.data
     loop.monitor.start(
@@ -325,7 +325,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
                 params=state.params,
                 **settings_of(config),
                 trainer_state=run.task.trainer_state(step, progress.cursor),
-                setting=run.task.setting,
+                interaction=run.task.interaction,
                 interrupt=loop.signals.interrupt,
             )
     except Interrupted:  # the run that goes on makes it again

@@ -2,17 +2,17 @@
 model's chat template writes calls, read back out of a turn), `templates` (an observation's tokens after a turn).
 """
 
-from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.templates import check_template, observation_ids, opens_thinking
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, read_tools
 
 __all__ = [
     "FORMATS",
-    "Call",
     "Format",
     "Parsed",
     "Tool",
+    "ToolCall",
     "as_text",
     "assistant_message",
     "bind_arguments",

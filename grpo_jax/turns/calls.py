@@ -14,7 +14,7 @@ _MOST_LEVELS = 100
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call as the policy wrote it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parsed:
     """
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -120,7 +120,7 @@ def _check_levels(value: Any) -> None:
     raise RecursionError
 
 
-def call_of(text: str) -> Call:
+def call_of(text: str) -> ToolCall:
     """Return the call that a JSON object with a name and arguments (or parameters) stands for.
 
     Raises:
@@ -135,7 +135,7 @@ def call_of(text: str) -> Call:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise Unreadable("it has no 'name' of a tool")
-    return Call(name, value.get("arguments", value.get("parameters", {})))
+    return ToolCall(name, value.get("arguments", value.get("parameters", {})))
 
 
 def problem_of(reason: str, form: str) -> str:
@@ -147,7 +147,7 @@ def assistant_message(parsed: Parsed) -> dict[str, Any]:
     """Return a turn as a message, in the form of chat templates and of TRL.
 
     Example:
-      >>> assistant_message(Parsed("So:", (Call("add", {"a": 1}),)))["tool_calls"]
+      >>> assistant_message(Parsed("So:", (ToolCall("add", {"a": 1}),)))["tool_calls"]
       [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
       >>> assistant_message(Parsed("It is 2."))
       {'role': 'assistant', 'content': 'It is 2.'}

@@ -28,7 +28,8 @@ from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import Row, is_conversation
 from grpo_jax.turns.calling import call_within
-from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, tool_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
+from grpo_jax.turns.interaction import Interaction, schemas_of
 from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
@@ -45,57 +46,8 @@ class EnvironmentFault(RuntimeError):
     """An environment failed, and `on_environment_error` is "raise"."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What the completions of a run are answered by.
-
-    Attributes:
-      tokenizer: decodes turns, and encodes what is answered.
-      factories: makes an environment, by the value of the column `environment`; under None for all rows. {}: there are
-        only tools.
-      kinds: the class of what each factory makes.
-      own_tools: what can be called of it.
-      tools: functions that the policy may call, beside the methods of its environment.
-      format: how the chat template writes calls; None where nothing can be called.
-      hidden: special tokens that the parser is not shown, if others mark calls (`roundtrip.hidden_ids`).
-      thinking: whether a turn begins in the middle of a thought.
-      template_kwargs: of the chat template.
-      eos_token_ids: that end a turn.
-      most_calls: turns that may call tools, in each completion; None: no limit.
-      seconds: that a call may take; None: no limit.
-      on_error: "raise" or "end".
-    """
-
-    tokenizer: Any
-    factories: Mapping[Any, Callable[[], Any]]
-    kinds: Mapping[Any, type]
-    own_tools: Mapping[Any, Mapping[str, Tool]]
-    tools: Mapping[str, Tool]
-    format: Format | None
-    thinking: bool
-    template_kwargs: Mapping[str, Any]
-    eos_token_ids: tuple[int, ...]
-    hidden: tuple[int, ...] | None = None
-    most_calls: int | None = None
-    seconds: float | None = None
-    on_error: str = "raise"
-
-    def name_of(self, row: Row) -> Any:
-        """Under which name a row's factory stands."""
-        return None if None in self.factories or not self.factories else row["environment"]
-
-    def schemas(self, name: Any) -> list[dict[str, Any]] | None:
-        """What the chat template is told of the tools of such rows."""
-        return schemas_of({**self.tools, **self.own_tools.get(name, {})})
-
-
-def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
-    """What the chat template is told of tools; None where there are none."""
-    return [tool.schema for tool in tools.values()] or None
-
-
 @dataclasses.dataclass
-class Counts:
+class EpisodeCounts:
     """What happened in one episode.
 
     Attributes:
@@ -127,7 +79,7 @@ class Played(NamedTuple):
     turns: list[tuple[bool, str]]
     messages: list[dict[str, Any]]
     reward: float | str | None
-    counts: Counts
+    counts: EpisodeCounts
 
     def to_json(self) -> list[Any]:
         """As lists and dicts."""
@@ -137,7 +89,7 @@ class Played(NamedTuple):
     def from_json(cls, kept: Sequence[Any]) -> Played:
         """What `to_json` gave."""
         turns, messages, reward, counts = kept
-        return cls([(own, text) for own, text in turns], messages, reward, Counts(**counts))
+        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts))
 
 
 def _plain_number(value: Any) -> float | str | None:
@@ -162,26 +114,26 @@ class Episode:
       before: what the next turn continues.
     """
 
-    def __init__(self, setting: Setting, row: Row, where: str, texts: Texts):
-        self._setting, self.where, self._texts = setting, where, texts
+    def __init__(self, interaction: Interaction, row: Row, where: str, texts: Texts):
+        self._interaction, self.where, self._texts = interaction, where, texts
         self._talks = is_conversation(row["prompt"])
         self.environment: Any = None
-        self.tools: Mapping[str, Tool] = dict(setting.tools)
+        self.tools: Mapping[str, Tool] = dict(interaction.tools)
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
         self.messages: list[dict[str, Any]] = []
-        self.counts, self.over, self._lost = Counts(), False, False
+        self.counts, self.over, self._lost = EpisodeCounts(), False, False
         self.before = Before([], "", "")
 
     def reset(self, row: Row) -> None:
         """Make the environment, and let it begin."""
-        factory = self._setting.factories.get(self._setting.name_of(row))
+        factory = self._interaction.factories.get(self._interaction.name_of(row))
         if factory is None:
             return
         made, self.environment = self._guarded("the call", factory)
         if not made:
             return
-        self.tools = {**self._setting.tools, **environment_tools(self.environment)}
+        self.tools = {**self._interaction.tools, **environment_tools(self.environment)}
         if hasattr(self.environment, "reset"):
             given = reset_arguments(self.environment.reset, row)
             _, opening = self._guarded("reset", self.environment.reset, **own_copy(given))
@@ -193,7 +145,7 @@ class Episode:
         if self.over:
             return None
         if parsed.calls or parsed.problems:
-            if self._setting.most_calls is not None and self.counts.turns > self._setting.most_calls:
+            if self._interaction.most_calls is not None and self.counts.turns > self._interaction.most_calls:
                 self.counts.clipped = 1
                 return None
             said: Any = self._call(parsed)
@@ -237,12 +189,12 @@ class Episode:
 
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
         """The text of a turn, and what it says."""
-        form, text = self._setting.format, self._text(ids)
+        form, text = self._interaction.format, self._text(ids)
         if form is None or not self._talks or not self.tools:
             return text, Parsed(text, (), ())
-        whole = turn_text(ids, self._text, form, self._setting.hidden)
+        whole = turn_text(ids, self._text, form, self._interaction.hidden)
         schemas = {name: tool.schema for name, tool in self.tools.items()}
-        return text, form.parse(whole, schemas=schemas, thinking=self._setting.thinking)
+        return text, form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
 
     def _call(self, parsed: Parsed) -> list[dict[str, Any]]:
         """What the called tools say, as messages; of one that could not be called, why."""
@@ -255,7 +207,7 @@ class Episode:
             said.append(tool_message("", f"Error: {problem}"))
         return said
 
-    def _result(self, call: Call) -> str:
+    def _result(self, call: ToolCall) -> str:
         """What a tool returned as text, or what went wrong."""
         tool = self.tools.get(call.name)
         if tool is None:
@@ -265,7 +217,7 @@ class Episode:
             if not isinstance(problem, str):
                 begin = time.monotonic()
                 try:
-                    return as_text(call_within(self._setting.seconds, tool.function, **problem))
+                    return as_text(call_within(self._interaction.seconds, tool.function, **problem))
                 except ProcessLost as lost:  # of an isolated environment, which is no more
                     problem = lost
                     self._fail(call.name, lost)
@@ -298,11 +250,11 @@ class Episode:
         if isinstance(said, str):
             return self._texts.encode(said)
         return observation_ids(
-            self._setting.tokenizer,
+            self._interaction.tokenizer,
             said,
-            chat_template_kwargs=self._setting.template_kwargs,
+            chat_template_kwargs=self._interaction.template_kwargs,
             tools=schemas_of(self.tools),
-            eos_token_ids=self._setting.eos_token_ids,
+            eos_token_ids=self._interaction.eos_token_ids,
             drawn=drawn,
         )
 
@@ -310,7 +262,7 @@ class Episode:
         """Whether a call of the environment succeeded, and what it returned."""
         begin = time.monotonic()
         try:
-            return True, call_within(self._setting.seconds, function, *args, **keywords)
+            return True, call_within(self._interaction.seconds, function, *args, **keywords)
         except (Exception, SystemExit) as error:
             self._fail(what, error)
             return False, None
@@ -322,7 +274,7 @@ class Episode:
         self.counts.errors, self.over = self.counts.errors + 1, True
         if isinstance(fault, ProcessLost):
             self._lost, fault = True, str(fault)
-        if self._setting.on_error == "raise":
+        if self._interaction.on_error == "raise":
             kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
             cause = fault if isinstance(fault, BaseException) else None
             raise EnvironmentFault(
@@ -347,14 +299,14 @@ class Episodes:
       all: the B·G episodes, prompt-major; those of other rows have not begun.
     """
 
-    def __init__(self, setting: Setting, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
+    def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
         """`numbers` are those of the rows in the dataset, for messages."""
         places = itertools.product(zip(rows, numbers, strict=True), range(num_generations))
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
-        self._tokenizer = setting.tokenizer
-        texts, where = Texts(setting.tokenizer), "row {} of the dataset, completion {}"
-        self.all = [Episode(setting, row, where.format(n, g), texts) for (row, n), g in places]
+        self._tokenizer = interaction.tokenizer
+        texts, where = Texts(interaction.tokenizer), "row {} of the dataset, completion {}"
+        self.all = [Episode(interaction, row, where.format(n, g), texts) for (row, n), g in places]
 
     def __enter__(self) -> Episodes:
         return self

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.turns.calls import Call, Format, Parsed, Unreadable, call_of, problem_of, read_json
+from grpo_jax.turns.calls import Format, Parsed, ToolCall, Unreadable, call_of, problem_of, read_json
 
 MOST_CALLS = 64
 """Calls that are read in one turn: a turn of a thousand openings is read to its end no more than this often."""
@@ -45,11 +45,11 @@ def _parse_tagged(
     text: str,
     schemas: Mapping[str, Mapping[str, Any]],
     thinking: bool,
-    read: Callable[[str, int], tuple[Call, int]],
+    read: Callable[[str, int], tuple[ToolCall, int]],
     form: str,
 ) -> Parsed:
     """Read every call outside of thoughts; `read` takes where a call's inside begins and returns where it all ends."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
@@ -86,7 +86,7 @@ def _missed_call(
     text: str,
     thoughts: Sequence[tuple[int, int]],
     schemas: Mapping[str, Mapping[str, Any]],
-    read: Callable[[str, int], tuple[Call, int]],
+    read: Callable[[str, int], tuple[ToolCall, int]],
 ) -> str:
     """Return why a turn without a call and without an answer calls nothing; "" if it means no call, or answers."""
     ends, begins = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
@@ -116,7 +116,7 @@ def _end_of(text: str, tag: str, start: int) -> int:
     return len(text) if found < 0 else found + len(tag)
 
 
-def _read_hermes(text: str, start: int) -> tuple[Call, int]:
+def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
     """Read JSON and its closing tag; the JSON ends where it says, so that a tag within its strings closes nothing."""
     start = _skip(text, start)
     try:
@@ -144,7 +144,7 @@ def _skip(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[Call, int]:
+def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[ToolCall, int]:
     """Read one function and its parameters."""
     function = _FUNCTION.match(text, start)
     if not function:
@@ -164,7 +164,7 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -
     closing = _FUNCTION_END.match(text, position)
     if not closing:
         raise Unreadable("its parameters are not followed by </function> and </tool_call>")
-    return Call(name, arguments), closing.end()
+    return ToolCall(name, arguments), closing.end()
 
 
 def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -240,7 +240,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,40})")
 def _parse_harmony(
     text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
 ) -> Parsed:
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     problems: list[str] = []
     kept: list[str] = []
     for header, body, end in _messages(text):
@@ -275,7 +275,7 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
             yield header, rest[: end.start()] if end else rest, end[0] if end else ""
 
 
-def _addressed(recipient: str, body: str, end: str) -> Call:
+def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     """Return the call that a message with a recipient stands for."""
     room, _, name = recipient.partition(".")
     if room != "functions" or not name:
@@ -283,7 +283,7 @@ def _addressed(recipient: str, body: str, end: str) -> Call:
     if end != "<|call|>":
         raise Unreadable("it is not closed by <|call|>")
     try:
-        return Call(name, read_json(body) if body.strip() else {})
+        return ToolCall(name, read_json(body) if body.strip() else {})
     except ValueError as error:
         raise Unreadable(str(error)) from None
 

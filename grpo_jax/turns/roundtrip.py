@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.turns.calls import Call, Format, Parsed, assistant_message, read_json
+from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, read_json
 from grpo_jax.turns.templates import opens_thinking, turn_of
 
 Decode = Callable[..., str]
@@ -72,14 +72,14 @@ def call_fault(
     """
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
-    call = Call(function["name"], {name: _example(schema) for name, schema in properties.items()})
+    call = ToolCall(function["name"], {name: _example(schema) for name, schema in properties.items()})
     schemas = {tool["function"]["name"]: tool for tool in tools}
     opened = opens_thinking(tokenizer, chat_template_kwargs=chat_template_kwargs, tools=tools)
     hidden = hidden_ids(tokenizer, form)
     faults = []
     # Some templates take the arguments as a dict, others as text.
     for arguments in (call.arguments, json.dumps(call.arguments)):
-        message = assistant_message(Parsed("", (Call(call.name, arguments),)))
+        message = assistant_message(Parsed("", (ToolCall(call.name, arguments),)))
         try:
             written, goes_on = turn_of(tokenizer, message, chat_template_kwargs=chat_template_kwargs, tools=tools)
         except ValueError as error:

@@ -20,7 +20,7 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.turns.episodes import Setting
+from grpo_jax.turns.interaction import Interaction
 from grpo_jax.turns.tools import environment_tools, read_tools
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
@@ -266,7 +266,7 @@ def about(
                 total_steps=steps,
                 eos_token_ids=eos,
                 eval_data=eval_data,
-                setting=answered(tools, environments),
+                interaction=answered(tools, environments),
                 own_optimizer=optimizer is not None,
             )
         )
@@ -274,11 +274,11 @@ def about(
 
 
 def answered(tools, environments):
-    """A `Setting` of tools and environments; there are no rows or templates that they would have to fit."""
+    """An `Interaction` of tools and environments; there are no rows or templates that they would have to fit."""
     if not tools and environments is None:
         return None
     kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
-    return Setting(
+    return Interaction(
         tokenizer=None,
         factories=kinds,
         kinds=kinds,

@@ -14,7 +14,7 @@ from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
-from grpo_jax.turns.episodes import Counts, Played
+from grpo_jax.turns.episodes import EpisodeCounts, Played
 from grpo_jax.types import Completions
 
 G, T = 3, 4
@@ -104,7 +104,7 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
 @pytest.mark.parametrize("kept", [4, 1], ids=["all", "the first row"])
 def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch, kept):
     """Though what is kept of a batch that was filled up would be parted otherwise."""
-    played = [Played([(True, str(i))], [], i / 10, Counts(turns=1)) for i in range(4 * G)]
+    played = [Played([(True, str(i))], [], i / 10, EpisodeCounts(turns=1)) for i in range(4 * G)]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     found = []
 
@@ -125,7 +125,7 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
 
 @pytest.mark.quick
 def test_no_column_of_the_completions_can_be_replaced():
-    played = [Played([(True, str(i))], [], 0.0, Counts(turns=1)) for i in range(2 * G)]
+    played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
     scores = Scores([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
     for row in completion_rows(scores, ["length"], sampled, advantage=None):

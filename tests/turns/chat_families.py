@@ -11,7 +11,7 @@ Tools:
 {%- for tool in tools %}
 {{ tool | tojson }}
 {%- endfor %}
-Call one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+ToolCall one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
 {% endif %}
 {%- set last = namespace(user=-1) %}
 {%- for m in messages if m.role == 'user' %}{% set last.user = messages.index(m) %}{% endfor %}

@@ -13,9 +13,9 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.turns.calls import Call, Parsed, assistant_message
-from grpo_jax.turns.episodes import Counts, EnvironmentFault, Episode, Episodes, Played, metrics_of
-from grpo_jax.turns.setting import EnvironmentReward, encode_rows, make_setting, with_environments
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
+from grpo_jax.turns.episodes import EnvironmentFault, Episode, EpisodeCounts, Episodes, Played, metrics_of
+from grpo_jax.turns.interaction import EnvironmentReward, encode_rows, make_interaction, with_environments
 
 ROW = {"prompt": "find it: ", "target": 7}
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}
@@ -63,22 +63,22 @@ class Sums:
         return float(self.total)
 
 
-def setting_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **how):
+def interaction_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **how):
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
-    return make_setting(tokenizer, eos, rows, tools=tools, environment_factory=factory, **how)
+    return make_interaction(tokenizer, eos, rows, tools=tools, environment_factory=factory, **how)
 
 
-def chat_setting(factory=Sums, name="hermes", **how):
+def chat_interaction(factory=Sums, name="hermes", **how):
     tokenizer, ends = family(name)
-    return setting_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **how)
+    return interaction_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **how)
 
 
 def ids(tokenizer, text):
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def begun(setting, row=ROW):
-    episode = Episode(setting, row, "row 3 of the dataset, completion 1", Texts(setting.tokenizer))
+def begun(interaction, row=ROW):
+    episode = Episode(interaction, row, "row 3 of the dataset, completion 1", Texts(interaction.tokenizer))
     episode.reset(row)
     return episode
 
@@ -114,8 +114,8 @@ def test_what_is_said_again_is_not_tokenized_again():
 
 @pytest.mark.quick
 def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
-    setting = setting_of(Guess)
-    episode, tokenizer = begun(setting), setting.tokenizer
+    interaction = interaction_of(Guess)
+    episode, tokenizer = begun(interaction), interaction.tokenizer
     assert episode.opening == "(1 to 14) "
     said = [episode.answer(np.append(ids(tokenizer, text), 1), 100) for text in ("5", "6", "7")]
     assert [x if x is None else tokenizer.decode(x) for x in said] == ["no 1. ", "no 2. ", None]
@@ -134,7 +134,7 @@ def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_
         def reset(self, target, **row):
             super().reset(target)
 
-    with Episodes(setting_of(Echo, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
+    with Episodes(interaction_of(Echo, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
         opened = episodes.reset(rows)
         episodes.follow(opened, make_prompts(encode_prompts(opened, tokenizer).token_ids))
         for turn in (one, two, three):
@@ -145,14 +145,14 @@ def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_
 @pytest.mark.quick
 def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     """So a call that the prefill opens is made, and the message is whole."""
-    setting = chat_setting()
-    tokenizer = setting.tokenizer
+    interaction = chat_interaction()
+    tokenizer = interaction.tokenizer
     prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
     row = {**CHAT, "prompt": prompt}
-    episode = begun(setting, row)
+    episode = begun(interaction, row)
     episode.before = before_of(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
     call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
-    episode.answer(np.append(ids(tokenizer, call), setting.eos_token_ids[0]), 400)
+    episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
     episode.note(ids(tokenizer, "4"))
     assert episode.environment.total == 4
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
@@ -166,7 +166,7 @@ def test_half_a_character_in_what_it_says_is_replaced(row):
             return "no \ud83d!"
 
     tokenizer, ends = family("hermes")
-    episode = begun(setting_of(Broken, rows=(row,), tokenizer=tokenizer, eos=ends), row)
+    episode = begun(interaction_of(Broken, rows=(row,), tokenizer=tokenizer, eos=ends), row)
     said = episode.answer(np.append(ids(tokenizer, "5"), ends[0]), 100)
     assert "no ?!" in tokenizer.decode(said)
     assert episode.turns[-1] == (False, "no ?!")
@@ -180,7 +180,7 @@ def test_in_a_conversation_it_speaks_as_the_user():
         def respond(self, text):
             return "go on"
 
-    episode = begun(setting_of(Teacher, rows=(CHAT,), tokenizer=tokenizer, eos=ends), CHAT)
+    episode = begun(interaction_of(Teacher, rows=(CHAT,), tokenizer=tokenizer, eos=ends), CHAT)
     said = episode.answer(np.append(ids(tokenizer, "three"), ends[0]), 100)
     assert tokenizer.decode(said) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
     assert episode.messages == [{"role": "assistant", "content": "three"}, {"role": "user", "content": "go on"}]
@@ -192,9 +192,9 @@ def test_an_observation_far_too_long_is_not_even_encoded():
         def respond(self, text):
             return "x" * 3_000_000
 
-    setting = setting_of(Endless)
+    interaction = interaction_of(Endless)
     begin = time.monotonic()
-    assert len(begun(setting).answer(np.array([5, 1]), 50)) > 50
+    assert len(begun(interaction).answer(np.array([5, 1]), 50)) > 50
     assert time.monotonic() - begin < 60
 
 
@@ -208,8 +208,8 @@ def test_what_is_not_text_is_an_error_of_the_environment(value):
     with pytest.raises(
         EnvironmentFault, match=r"Odd: respond returned .*text is needed, or None at the end, for row 3"
     ):
-        begun(setting_of(Odd)).answer(np.array([5, 1]), 50)
-    episode = begun(setting_of(Odd, on_error="end"))
+        begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
+    episode = begun(interaction_of(Odd, on_error="end"))
     assert episode.answer(np.array([5, 1]), 50) is None
     assert episode.counts.errors == 1
 
@@ -241,7 +241,7 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
 
     def all_of_it(on_error):
         Bad.number = 0
-        episode = begun(setting_of(Bad, on_error=on_error))
+        episode = begun(interaction_of(Bad, on_error=on_error))
         said = episode.answer(np.array([5, 1]), 50)
         return said, episode.reward(), episode.counts.errors
 
@@ -260,7 +260,7 @@ def test_one_that_hangs_is_an_error_after_its_time():
             time.sleep(1000)
 
     with pytest.raises(EnvironmentFault, match=r"respond raised TimeoutError: took longer than 0.05 s"):
-        begun(setting_of(Slow, seconds=0.05)).answer(np.array([5, 1]), 50)
+        begun(interaction_of(Slow, seconds=0.05)).answer(np.array([5, 1]), 50)
 
 
 # Tools --------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_one_that_hangs_is_an_error_after_its_time():
 
 def turn(tokenizer, *calls, text=""):
     """The tokens of a turn that calls, as the template itself would write it."""
-    message = assistant_message(Parsed(text, tuple(Call(*call) for call in calls)))
+    message = assistant_message(Parsed(text, tuple(ToolCall(*call) for call in calls)))
     rendered = tokenizer.apply_chat_template([*CHAT["prompt"], message], tokenize=False)
     opening = tokenizer.apply_chat_template(CHAT["prompt"], tokenize=False, add_generation_prompt=True)
     opening = opening.removesuffix("<think>\n")
@@ -278,8 +278,8 @@ def turn(tokenizer, *calls, text=""):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tools_are_called_in_the_form_of_the_template(name):
-    setting = chat_setting(name=name)
-    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    interaction = chat_interaction(name=name)
+    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     said = episode.answer(turn(tokenizer, ("add", {"n": 4})), 400)
     assert "4" in tokenizer.decode(said)
     episode.answer(turn(tokenizer, ("add", {"n": 3})), 400)
@@ -295,8 +295,8 @@ def test_tools_are_called_in_the_form_of_the_template(name):
 
 @pytest.mark.quick
 def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
-    setting = chat_setting()
-    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    interaction = chat_interaction()
+    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     for call, told in (
         (("sub", {"n": 1}), "there is no tool 'sub'"),
         (("add", {"m": 1}), "m"),
@@ -306,24 +306,24 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
         assert episode.messages[-1]["content"].startswith("Error: ")
         assert told in episode.messages[-1]["content"]
     broken = '<tool_call>\n{"name": "add", "argum'
-    assert episode.answer(np.append(ids(tokenizer, broken), setting.eos_token_ids[0]), 400) is not None
+    assert episode.answer(np.append(ids(tokenizer, broken), interaction.eos_token_ids[0]), 400) is not None
     assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 4, 0)
 
 
 @pytest.mark.quick
 def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
-    setting = chat_setting(most_calls=2)
-    tokenizer = setting.tokenizer
-    episode = begun(setting, CHAT)
+    interaction = chat_interaction(most_calls=2)
+    tokenizer = interaction.tokenizer
+    episode = begun(interaction, CHAT)
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
-    episode = begun(setting, CHAT)
+    episode = begun(interaction, CHAT)
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
     assert episode.counts.clipped == 1
-    played = [Played([], [], None, counts) for counts in (episode.counts, *(Counts(turns=3),) * 3)]
+    played = [Played([], [], None, counts) for counts in (episode.counts, *(EpisodeCounts(turns=3),) * 3)]
     assert metrics_of(played)["turns/clipped_ratio"] == 0.25
-    episode = begun(setting, CHAT)
+    episode = begun(interaction, CHAT)
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(2)]
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
     assert episode.counts.clipped == 0, "it has said what it has to say"
@@ -340,21 +340,21 @@ def test_plain_functions_are_tools_and_the_environments_own_come_beside():
         return 2 * n
 
     for factory in (None, Sums):
-        setting = chat_setting(factory, tools=[double])
-        episode = begun(setting, CHAT)
-        episode.answer(turn(setting.tokenizer, ("double", {"n": 21})), 400)
+        interaction = chat_interaction(factory, tools=[double])
+        episode = begun(interaction, CHAT)
+        episode.answer(turn(interaction.tokenizer, ("double", {"n": 21})), 400)
         assert episode.messages[-1]["content"] == "42"
-        data = encode_rows(setting, [CHAT], setting.tokenizer)
-        shown = setting.tokenizer.decode(data.token_ids[0])
+        data = encode_rows(interaction, [CHAT], interaction.tokenizer)
+        shown = interaction.tokenizer.decode(data.token_ids[0])
         assert '"double"' in shown
         assert ('"add"' in shown) == (factory is not None)
 
 
 @pytest.mark.quick
 def test_a_last_turn_without_room_is_noted():
-    setting = setting_of(Guess)
-    tokenizer = setting.tokenizer
-    with Episodes(setting, [ROW], 1, [0]) as episodes:
+    interaction = interaction_of(Guess)
+    tokenizer = interaction.tokenizer
+    with Episodes(interaction, [ROW], 1, [0]) as episodes:
         episodes.reset([ROW])
         first = np.append(ids(tokenizer, "5"), 1)
         said = episodes(0, first, 100).result()
@@ -380,8 +380,8 @@ def isolated_desk():
 
 @pytest.mark.quick
 def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
-    setting = chat_setting(isolated_desk, on_error="end")
-    episode, tokenizer = begun(setting, CHAT), setting.tokenizer
+    interaction = chat_interaction(isolated_desk, on_error="end")
+    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
     assert episode.messages[-1]["content"] == "4"
     assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
@@ -391,7 +391,7 @@ def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_
     assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
     assert episode.reward() is None, "nobody is left to say it"
     assert episode.counts.errors == 1
-    episode = begun(chat_setting(isolated_desk), CHAT)
+    episode = begun(chat_interaction(isolated_desk), CHAT)
     with pytest.raises(
         EnvironmentFault, match=r"Desk: later took longer than its timeout of 0.5 s and was killed, for row 3"
     ):
@@ -404,7 +404,7 @@ def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_
 @pytest.mark.quick
 def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
-    with Episodes(setting_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
+    with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
         assert [row["prompt"] for row in episodes.reset(rows)] == ["find it: (1 to 14) ", "again: (1 to 4) "]
 
     class Moody:
@@ -418,7 +418,7 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
             return None
 
     with (
-        Episodes(setting_of(Moody), [ROW], 2, [5]) as episodes,
+        Episodes(interaction_of(Moody), [ROW], 2, [5]) as episodes,
         pytest.raises(ValueError, match=r"row 5 .*reset returned '\d ' for one completion and '\d ' for another"),
     ):
         episodes.reset([ROW])
@@ -443,7 +443,7 @@ def test_each_episode_has_a_row_of_its_own():
     rows = [{"prompt": "play: ", "cards": ["a", "b", "c"]}]
     turn = np.append(ids(tiny_tokenizer(), "go"), 1)
     for _ in range(2):
-        with Episodes(setting_of(Deck, rows=rows), rows, 3, [0]) as episodes:
+        with Episodes(interaction_of(Deck, rows=rows), rows, 3, [0]) as episodes:
             assert episodes.reset(rows)[0]["prompt"] == "play: 3 cards. "
             for episode in episodes.all:
                 episode.answer(turn, 100)
@@ -461,8 +461,8 @@ def test_in_a_conversation_it_ends_the_users_last_message():
             return None
 
     tokenizer, ends = family("hermes")
-    setting = setting_of(Opens, rows=(CHAT,), tokenizer=tokenizer, eos=ends)
-    with Episodes(setting, [CHAT], 2, [0]) as episodes:
+    interaction = interaction_of(Opens, rows=(CHAT,), tokenizer=tokenizer, eos=ends)
+    with Episodes(interaction, [CHAT], 2, [0]) as episodes:
         (row,) = episodes.reset([CHAT])
     assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2? Now."}]
     assert CHAT["prompt"][0]["content"] == "What is 1 + 2?", "the dataset is left alone"
@@ -480,12 +480,12 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
             return 9.0
 
     tokenizer, ends = family("hermes")
-    setting = setting_of({"sums": Sums, "quiet": Quiet}, rows=rows, tokenizer=tokenizer, eos=ends)
-    shown = [tokenizer.decode(x) for x in encode_rows(setting, rows, tokenizer).token_ids]
+    interaction = interaction_of({"sums": Sums, "quiet": Quiet}, rows=rows, tokenizer=tokenizer, eos=ends)
+    shown = [tokenizer.decode(x) for x in encode_rows(interaction, rows, tokenizer).token_ids]
     assert ["add" in text for text in shown] == [True, False]
-    fns = with_environments([], setting)
+    fns = with_environments([], interaction)
     assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
-    with Episodes(setting, rows, 1, [0, 1]) as episodes:
+    with Episodes(interaction, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
         played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
     rewards = [one.reward for one in played]
@@ -499,8 +499,8 @@ def test_dropped_rows_keep_their_order_beside_their_tools():
     long = [{"role": "user", "content": "x " * 400}]
     rows = [{**CHAT, "environment": name} for name in ("a", "b", "a")]
     rows.insert(1, {"prompt": long, "target": 1, "environment": "a"})
-    setting = setting_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    data = encode_rows(setting, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
+    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
+    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
     assert data.dropped == [1]
     assert data.rows == [rows[0], rows[2], rows[3]]
     plain = encode_prompts([rows[2]], tokenizer).token_ids
@@ -555,12 +555,12 @@ class Untold(Sums):
 )
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
-        setting_of(**given)
+        interaction_of(**given)
 
 
 @pytest.mark.quick
 def test_nothing_given_is_nothing_made():
-    assert setting_of() is None
+    assert interaction_of() is None
     assert with_environments(len, None) is len
 
 

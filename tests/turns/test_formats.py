@@ -7,7 +7,7 @@ import time
 import pytest
 from chat_families import FAMILIES, PLAIN, family
 
-from grpo_jax.turns.calls import Call, Parsed, assistant_message, read_json, tool_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, read_json, tool_message
 from grpo_jax.turns.formats import FORMATS, MOST_CALLS, format_of
 
 # Strings that a careless reader stumbles over.
@@ -64,7 +64,9 @@ def message_of(*calls, content=""):
 def test_hermes_reads_back_what_its_template_writes(seed):
     rng, (tokenizer, _) = random.Random(seed), family("hermes")
     for _ in range(10):
-        calls = [Call(rng.choice(["add", "look_up"]), {string(rng): value(rng)}) for _ in range(rng.randrange(1, 4))]
+        calls = [
+            ToolCall(rng.choice(["add", "look_up"]), {string(rng): value(rng)}) for _ in range(rng.randrange(1, 4))
+        ]
         content = rng.choice(["", "I add them.", "<think>\nor <tool_call> is\n</think>\n\nWell:"])
         text = turn_of(tokenizer, message_of(*calls, content=content)).removesuffix("<|im_end|>\n")
         parsed = FORMATS["hermes"].parse(text)
@@ -78,7 +80,7 @@ def test_hermes_reads_back_what_its_template_writes(seed):
 def test_llama_reads_back_what_its_template_writes(seed, tagged):
     rng, (tokenizer, _) = random.Random(seed), family("llama3")
     for _ in range(10):
-        call = Call("add", {string(rng): value(rng)})
+        call = ToolCall("add", {string(rng): value(rng)})
         text = turn_of(tokenizer, message_of(call), tagged=tagged)
         assert text.endswith("<|eot_id|>")
         assert FORMATS["llama3"].parse(text) == Parsed("", (call,))
@@ -89,7 +91,7 @@ def test_llama_reads_back_what_its_template_writes(seed, tagged):
 def test_harmony_reads_back_what_its_template_writes(seed):
     rng, (tokenizer, _) = random.Random(seed), family("harmony")
     for _ in range(10):
-        call = Call("add", {string(rng): value(rng)})
+        call = ToolCall("add", {string(rng): value(rng)})
         thought = rng.choice(["", "I call to=functions.add now"])
         text = turn_of(tokenizer, message_of(call, content=thought))
         assert text.endswith("<|call|>")
@@ -134,7 +136,7 @@ def test_tags_are_read_back_with_the_schema(seed):
             "maybe": rng.choice([None, 3]),
         }
         kept = {key: item for key, item in everything.items() if rng.random() < 0.7}
-        calls = [Call("edit", kept), Call("edit", {})][: rng.randrange(1, 3)]
+        calls = [ToolCall("edit", kept), ToolCall("edit", {})][: rng.randrange(1, 3)]
         text = turn_of(tokenizer, message_of(*calls)).removesuffix("<|im_end|>\n")
         assert text.startswith("\n</think>")  # the generation prompt has opened the thought
         parsed = FORMATS["qwen_xml"].parse(text, schemas=SCHEMAS, thinking=True)
@@ -147,7 +149,7 @@ def test_tags_without_a_schema_are_json_where_they_can_be():
         "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
         "<parameter=c>\ntwelve\n\n</parameter>\n<parameter=d>\nTrue\n</parameter>\n</function>\n</tool_call>"
     )
-    assert FORMATS["qwen_xml"].parse(text).calls == (Call("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
+    assert FORMATS["qwen_xml"].parse(text).calls == (ToolCall("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
 
 
 # --- What the policy may write besides.
@@ -163,23 +165,27 @@ def hermes(name="f", arguments="{}"):
     [
         ("hermes", " It is 2. ", Parsed(" It is 2. ")),
         ("hermes", "", Parsed("")),
-        ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (Call("f", {}), Call("g", {})))),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", (Call("f", {}),))),
+        (
+            "hermes",
+            "So: " + hermes() + "\nthen " + hermes("g"),
+            Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
+        ),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", (ToolCall("f", {}),))),
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            Parsed("", (Call("f", '{"a": 1}'),)),
+            Parsed("", (ToolCall("f", '{"a": 1}'),)),
         ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", (Call("f", {}),))),
-        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", (Call("f", {}),))),
+        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", (ToolCall("f", {}),))),
+        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", (ToolCall("f", {}),))),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", 'Use {"name": "f", "parameters": {}}', Parsed('Use {"name": "f", "parameters": {}}')),
-        ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (Call("f", {"a": 1}),))),
+        ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
         (
             "llama3",
             '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
-            Parsed("<think>x</think>\nI ask", (Call("f", {}),)),
+            Parsed("<think>x</think>\nI ask", (ToolCall("f", {}),)),
         ),
         (
             "llama3",
@@ -191,7 +197,7 @@ def hermes(name="f", arguments="{}"):
             '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
             Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
         ),
-        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", (Call("f", {}),))),
+        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", (ToolCall("f", {}),))),
         ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
         ("harmony", "just text", Parsed("just text")),
         (
@@ -203,14 +209,14 @@ def hermes(name="f", arguments="{}"):
         (
             "harmony",
             ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-            Parsed("", (Call("f", {"a": 1}),)),
+            Parsed("", (ToolCall("f", {"a": 1}),)),
         ),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", (Call("f", {}),))),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", (ToolCall("f", {}),))),
         (
             "harmony",
             "<|channel|>commentary<|message|>First I look.<|end|>"
             "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-            Parsed("First I look.", (Call("f", {}),)),
+            Parsed("First I look.", (ToolCall("f", {}),)),
         ),
     ],
 )
@@ -283,7 +289,7 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "llama3"])
 def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_follows(name):
     tokenizer, _ = family(name)
-    call = turn_of(tokenizer, message_of(Call("edit", {"line": 3})), thinking=False).split("</think>")[-1]
+    call = turn_of(tokenizer, message_of(ToolCall("edit", {"line": 3})), thinking=False).split("</think>")[-1]
     call = call.strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
     for thought in (call, f"{call}</think>", f"{call}\n</think>\n\n"):
         parsed = FORMATS[name].parse(thought, thinking=True)
@@ -292,7 +298,7 @@ def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_f
         assert "within the thought: close that by </think>" in parsed.problems[0]
     for answered in (f"{call}</think> So 3.", "I call nothing.</think>", "I may call <tool_call> or {"):
         assert FORMATS[name].parse(answered, thinking=True) == Parsed(answered)
-    assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (Call("edit", {"line": 3}),)
+    assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (ToolCall("edit", {"line": 3}),)
 
 
 @pytest.mark.quick
@@ -324,7 +330,7 @@ def test_a_turn_that_begins_in_a_thought_calls_only_after_it():
     assert [call.name for call in FORMATS["hermes"].parse(text).calls] == ["f", "g"]
     thought = '{"name": "f", "parameters": {}}'
     assert FORMATS["llama3"].parse(thought, thinking=True).calls == ()
-    assert FORMATS["llama3"].parse(f"{thought}</think>{thought}", thinking=True).calls == (Call("f", {}),)
+    assert FORMATS["llama3"].parse(f"{thought}</think>{thought}", thinking=True).calls == (ToolCall("f", {}),)
 
 
 # --- Anything at all.
@@ -374,7 +380,7 @@ def damaged(text, rng):
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_text_raises_and_everything_read_can_be_written(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
-    turn = turn_of(tokenizer, message_of(Call("edit", {"text": "\\ud83d é", "line": 3, "many": [1, {"a": None}]})))
+    turn = turn_of(tokenizer, message_of(ToolCall("edit", {"text": "\\ud83d é", "line": 3, "many": [1, {"a": None}]})))
     read, problems = 0, 0
     for _ in range(4000):
         noise = "".join(rng.choice(PIECES) for _ in range(rng.randrange(12)))
@@ -396,7 +402,7 @@ def test_no_text_raises_and_everything_read_can_be_written(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(name):
     tokenizer, _ = family(name)
-    text = turn_of(tokenizer, message_of(Call("edit", {"text": "</tool_call> é", "line": 3})))
+    text = turn_of(tokenizer, message_of(ToolCall("edit", {"text": "</tool_call> é", "line": 3})))
     body = text.removesuffix("<|eot_id|>").removesuffix("<|call|>")  # decoding gives these whole or not at all
     cuts = [*(body[:n] for n in range(len(body) + 1)), text]
     called = [len(FORMATS[name].parse(cut, thinking=name == "qwen_xml").calls) for cut in cuts]
@@ -509,4 +515,4 @@ def test_messages_have_the_form_of_chat_templates():
     assert tool_message("add", "3") == {"role": "tool", "name": "add", "content": "3"}
     assert assistant_message(Parsed("x", (), ("no",))) == {"role": "assistant", "content": "x"}
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert message_of(Call("add", {"a": 1})) == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert message_of(ToolCall("add", {"a": 1})) == {"role": "assistant", "content": "", "tool_calls": [call]}

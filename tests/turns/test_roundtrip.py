@@ -8,10 +8,10 @@ from chat_families import FAMILIES, HERMES, LLAMA, family, tokenizer_of
 from tokenizers import normalizers
 
 from grpo_jax.turns import roundtrip as lib
-from grpo_jax.turns.calls import Call, Parsed, assistant_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.turns.episodes import Episode, Texts
 from grpo_jax.turns.formats import FORMATS
-from grpo_jax.turns.setting import make_setting
+from grpo_jax.turns.interaction import make_interaction
 from grpo_jax.turns.templates import turn_of
 from grpo_jax.turns.tools import read_tools
 
@@ -76,7 +76,7 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
 def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template writes a call") as caught:
-        make_setting(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
+        make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
     for part in (
         "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function><|eot_id|>'",
         "as the form 'llama3' has it, is no call (A tool call could not be read: it is within <function=...>.",
@@ -110,15 +110,15 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     tokenizer = tokenizer_of(template, eos)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
     (end,) = tokenizer.convert_tokens_to_ids([eos])
-    setting = make_setting(tokenizer, (end,), [CHAT], tools=[add])
-    call = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}),)))
+    interaction = make_interaction(tokenizer, (end,), [CHAT], tools=[add])
+    call = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
     text, _ = turn_of(tokenizer, call, tools=schemas(add))
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
-    read = lib.turn_text(turn, tokenizer.decode, setting.format, setting.hidden)
+    read = lib.turn_text(turn, tokenizer.decode, interaction.format, interaction.hidden)
     assert read + eos == text.removesuffix("\n")
-    episode = Episode(setting, CHAT, "row 0 of the dataset, completion 0", Texts(tokenizer))
+    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", Texts(tokenizer))
     episode.reset(CHAT)
     assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
@@ -126,7 +126,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
 
 @pytest.mark.quick
 def test_a_turn_begins_where_the_generation_prompt_ends():
-    call = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}),)))
+    call = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
     tokenizer, _ = family("qwen_xml")
     text, goes_on = turn_of(tokenizer, call, tools=schemas(add))
     assert text.startswith("\n</think>\n\n<tool_call>\n<function=add>")

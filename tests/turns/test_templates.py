@@ -8,7 +8,7 @@ import pytest
 from chat_families import FAMILIES, GLM, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
 
 from grpo_jax.turns import templates as lib
-from grpo_jax.turns.calls import Call, Parsed, assistant_message, tool_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.turns.tools import read_tools
 
 
@@ -24,7 +24,7 @@ def add(a: int, b: int) -> int:
 
 TOOLS = [tool.schema for tool in read_tools([add]).values()]
 USER = {"role": "user", "content": "What is 1 + 2?"}
-CALL = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}),)))
+CALL = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
 
 
 def user(text):
@@ -78,7 +78,7 @@ def test_a_user_continues_the_conversation(name, reply):
 def test_several_answers_and_a_user_after_them(name):
     tokenizer, _ = family(name)
     answers = [tool_message("add", "3"), tool_message("add", "4"), user("and now?")]
-    turn = assistant_message(Parsed("", (Call("add", {"a": 1, "b": 2}), Call("add", {"a": 2, "b": 2}))))
+    turn = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 2, "b": 2}))))
     whole = render(tokenizer, [USER, turn, *answers])
     ids = lib.observation_ids(tokenizer, answers, tools=TOOLS)
     assert encode(tokenizer, whole)[-len(ids) :] == ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from grpo_jax.messages import raise_all, show
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import Row, is_conversation
-from grpo_jax.turns.episodes import Setting, schemas_of
+from grpo_jax.turns.calls import Format
 from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
@@ -18,6 +19,55 @@ from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_argu
 
 _GIVEN = ("environments", "environment_rewards")
 """What reward functions are given of completions of several turns, beside the columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interaction:
+    """What the completions of a run are answered by.
+
+    Attributes:
+      tokenizer: decodes turns, and encodes what is answered.
+      factories: makes an environment, by the value of the column `environment`; under None for all rows. {}: there are
+        only tools.
+      kinds: the class of what each factory makes.
+      own_tools: what can be called of it.
+      tools: functions that the policy may call, beside the methods of its environment.
+      format: how the chat template writes calls; None where nothing can be called.
+      hidden: special tokens that the parser is not shown, if others mark calls (`roundtrip.hidden_ids`).
+      thinking: whether a turn begins in the middle of a thought.
+      template_kwargs: of the chat template.
+      eos_token_ids: that end a turn.
+      most_calls: turns that may call tools, in each completion; None: no limit.
+      seconds: that a call may take; None: no limit.
+      on_error: "raise" or "end".
+    """
+
+    tokenizer: Any
+    factories: Mapping[Any, Callable[[], Any]]
+    kinds: Mapping[Any, type]
+    own_tools: Mapping[Any, Mapping[str, Tool]]
+    tools: Mapping[str, Tool]
+    format: Format | None
+    thinking: bool
+    template_kwargs: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    hidden: tuple[int, ...] | None = None
+    most_calls: int | None = None
+    seconds: float | None = None
+    on_error: str = "raise"
+
+    def name_of(self, row: Row) -> Any:
+        """Under which name a row's factory stands."""
+        return None if None in self.factories or not self.factories else row["environment"]
+
+    def schemas(self, name: Any) -> list[dict[str, Any]] | None:
+        """What the chat template is told of the tools of such rows."""
+        return schemas_of({**self.tools, **self.own_tools.get(name, {})})
+
+
+def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
+    """What the chat template is told of tools; None where there are none."""
+    return [tool.schema for tool in tools.values()] or None
 
 
 class EnvironmentReward:
@@ -39,7 +89,7 @@ class EnvironmentReward:
         return [reward if name in self._factories else None for name, reward in pairs]
 
 
-def make_setting(
+def make_interaction(
     tokenizer: Any,
     eos_token_ids: Sequence[int],
     rows: Sequence[Row],
@@ -50,7 +100,7 @@ def make_setting(
     most_calls: int | None = None,
     seconds: float | None = None,
     on_error: str = "raise",
-) -> Setting | None:
+) -> Interaction | None:
     """What the completions of a run are answered by, or None where there is nothing to answer.
 
     Args:
@@ -59,7 +109,7 @@ def make_setting(
       rows: of the dataset.
       tools: as `train` takes them.
       environment_factory: likewise. Each factory is called once here, to see what it makes.
-      chat_template_kwargs, most_calls, seconds, on_error: of the config, as `Setting` has them.
+      chat_template_kwargs, most_calls, seconds, on_error: of the config, as `Interaction` has them.
 
     Raises:
       ValueError: tools or environments that cannot be used, or not with these rows or this chat template. Of several
@@ -110,7 +160,7 @@ def make_setting(
             except ValueError as error:
                 problems.append(str(error))
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
-    return Setting(
+    return Interaction(
         tokenizer=tokenizer,
         factories=factories,
         kinds={name: type(environment) for name, environment in made.items()},
@@ -127,9 +177,9 @@ def make_setting(
     )
 
 
-def with_environments(reward_fns: Any, setting: Setting | None) -> Any:
+def with_environments(reward_fns: Any, interaction: Interaction | None) -> Any:
     """Reward functions, and one more for each class of environments that has `get_reward`."""
-    kinds = {} if setting is None else setting.kinds
+    kinds = {} if interaction is None else interaction.kinds
     own = [
         EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
         for kind in dict.fromkeys(kinds.values())
@@ -144,22 +194,22 @@ def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[An
     return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
 
 
-def reward_columns(columns: Iterable[str], setting: Setting | None) -> list[str]:
+def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> list[str]:
     """The dataset's columns, and what else reward functions are given of each completion."""
-    return [*columns, *(() if setting is None else _GIVEN)]
+    return [*columns, *(() if interaction is None else _GIVEN)]
 
 
-def encode_rows(setting: Setting | None, rows: Sequence[Row], tokenizer: Any, **how: Any) -> EncodedPrompts:
+def encode_rows(interaction: Interaction | None, rows: Sequence[Row], tokenizer: Any, **how: Any) -> EncodedPrompts:
     """`encode_prompts`, where each row's prompt shows the tools that its completions have."""
-    if setting is None or setting.format is None:
+    if interaction is None or interaction.format is None:
         return encode_prompts(rows, tokenizer, **how)
     kwargs = dict(how.pop("chat_template_kwargs", None) or {})
-    names = list(dict.fromkeys(setting.name_of(row) for row in rows))
-    at = {name: [i for i, row in enumerate(rows) if setting.name_of(row) == name] for name in names}
+    names = list(dict.fromkeys(interaction.name_of(row) for row in rows))
+    at = {name: [i for i, row in enumerate(rows) if interaction.name_of(row) == name] for name in names}
     kept: dict[int, tuple[Row, list[int]]] = {}
     dropped: list[int] = []
     for name in names:
-        tools = {"tools": setting.schemas(name)}
+        tools = {"tools": interaction.schemas(name)}
         own = encode_prompts([rows[i] for i in at[name]], tokenizer, chat_template_kwargs=kwargs | tools, **how)
         left = {at[name][i] for i in own.dropped}
         kept |= dict(
