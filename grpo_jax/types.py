@@ -19,7 +19,7 @@ reduction over a group and cannot mix prompts. Tokens are right-padded with leng
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import flax.struct
@@ -31,6 +31,15 @@ Params = Any
 
 Json = Mapping[str, Any]
 """A JSON object, such as the content of a config.json."""
+
+Row = dict[str, Any]
+"""A row of a dataset: its columns by name, among them `prompt`."""
+
+Message = dict[str, Any]
+"""A message of a conversation: its `role`, its `content`, and the `tool_calls` of an assistant's."""
+
+Messages = list[Message]
+"""A conversation."""
 
 
 class Prompts(flax.struct.PyTreeNode):
@@ -163,19 +172,56 @@ def as_argument(model: Model) -> Any:
     return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 
 
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that this package calls."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def all_special_tokens(self) -> Sequence[str]: ...
+
+    @property
+    def all_special_ids(self) -> Sequence[int | None]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None: ...
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Json] | None = None) -> str: ...
+
+    def apply_chat_template(self, conversation: Messages, *, tools: list[Json] | None = None, **keywords: Any) -> Any:
+        """Return a conversation as text (`tokenize=False`) or as token ids (`return_dict=False`)."""
+        ...
+
+    def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+        """Return the ids of a text under "input_ids", or those of each of a list of texts."""
+        ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = False) -> list[str]: ...
+
+
 class RewardFn(Protocol):
     """A reward function, with TRL's contract.
 
-    It is called once a batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other column
-    of the dataset under its own name; only those are passed that its signature takes. Each is a list with one entry a
-    completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays
-    in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns one float
-    or None a completion; None means "not scored" and is not a zero. It may be `async`. One that cannot judge every row
-    may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises
-    ValueError.
+    It is called once per batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other
+    column of the dataset under its own name; only those are passed that its signature takes. Each is a list with one
+    entry per completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets
+    and arrays in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns
+    one float or None per completion; None means "not scored" and is not a zero. It may be `async`. One that cannot
+    judge every row may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples,
+    and which raises ValueError.
     """
 
-    def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+
+
+EnvironmentFactory = Callable[[], object]
+"""Makes an `Environment` for one completion: a class, or a function without arguments."""
 
 
 class Environment(Protocol):

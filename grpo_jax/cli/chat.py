@@ -16,7 +16,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.text.rows import Messages
+from grpo_jax.types import Messages
 from grpo_jax.update.objective import sampling_of
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.messages import one_line, show
-from grpo_jax.text.rows import Row, load_rows, read_lines, read_rows
+from grpo_jax.text.rows import load_rows, read_lines, read_rows
+from grpo_jax.types import Row
 
 _KEYS = {"path", "name", "config", "split", "rows"}
 _KINDS = (".jsonl", ".json", ".csv", ".parquet")

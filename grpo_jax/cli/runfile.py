@@ -21,7 +21,7 @@ from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import check_method
 from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
-from grpo_jax.text.rows import Row
+from grpo_jax.types import Row
 
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""

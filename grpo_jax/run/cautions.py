@@ -14,7 +14,8 @@ from typing import Any
 from grpo_jax.messages import show
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import Row, is_conversation
+from grpo_jax.text.rows import is_conversation
+from grpo_jax.types import Row
 
 _THINK = "<think>"
 _LAST = 8

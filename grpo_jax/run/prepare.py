@@ -32,7 +32,7 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import Row, is_stream, load_rows
+from grpo_jax.text.rows import is_stream, load_rows
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,
@@ -41,7 +41,7 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.types import is_cached
+from grpo_jax.types import Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.updater import Updater, choose_updater

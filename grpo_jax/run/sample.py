@@ -13,10 +13,9 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.run.sampler import Sampler, completions_by
 from grpo_jax.text.prompts import make_prompts
-from grpo_jax.text.rows import Row
 from grpo_jax.turns.episodes import Episodes, Played, metrics_of
 from grpo_jax.turns.interaction import Interaction, encode_rows
-from grpo_jax.types import Completions, Model, Params, Prompts
+from grpo_jax.types import Completions, Model, Params, Prompts, Row
 
 
 class Sampled(NamedTuple):

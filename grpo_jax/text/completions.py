@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.text.rows import Messages, Row, is_conversation
+from grpo_jax.text.rows import is_conversation
+from grpo_jax.types import Messages, Row
 
 CONTEXT = 8
 """Tokens of a prompt after which its completion is decoded; no character has as many."""

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.rows import Messages, Row
-from grpo_jax.types import Prompts
+from grpo_jax.types import Messages, Prompts, Row
 
 ON_LONG_PROMPT = ("error", "drop")
 

@@ -26,14 +26,14 @@ from grpo_jax.messages import show
 from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
-from grpo_jax.text.rows import Row, is_conversation
+from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.turns.interaction import Interaction, schemas_of
 from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
-from grpo_jax.types import Prompts
+from grpo_jax.types import Prompts, Row
 
 WORKERS = 64
 """Calls at a time, at most."""

@@ -10,12 +10,13 @@ from typing import Any
 from grpo_jax.messages import raise_all, show
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
-from grpo_jax.text.rows import Row, is_conversation
+from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calls import Format
 from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
+from grpo_jax.types import Row
 
 _GIVEN = ("environments", "environment_rewards")
 """What reward functions are given of completions of several turns, beside the columns."""
