@@ -214,7 +214,8 @@ def test_each_file_of_tests_has_a_quick_one():
 TESTED_ELSEWHERE = {
     "__main__": "cli/test_main.py",
     "cli.chat": "cli/test_commands.py",
-    "config.reading": "config/test_config.py",
+    "config.readers": "config/test_config.py",
+    "config.settings": "config/test_config.py",
     "rewards.processes": "rewards/test_workers.py",
     "turns.calls": "turns/test_formats.py",
     "devices.program": "run/test_ahead.py",

@@ -15,7 +15,7 @@ from grpo_jax.cli.keys import ELSEWHERE, OWN, fields
 from grpo_jax.cli.named import find, is_reference, reward_function
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import read, unknown_field
-from grpo_jax.config.reading import hints
+from grpo_jax.config.settings import hints
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import check_method

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.reading import OTHER_NAMES
+from grpo_jax.config.settings import OTHER_NAMES
 from grpo_jax.messages import nearest, raise_all
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}

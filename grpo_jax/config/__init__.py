@@ -1,7 +1,7 @@
-"""Settings: `GRPOConfig`, the sizes that follow from it, how its fields are read and checked, and TRL's fields."""
+"""Settings: `GRPOConfig`, the sizes that follow from it, how its fields are read and checked."""
 
-from grpo_jax.config.checks import check_run, run_problems
+from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sizes import Sizes
 
-__all__ = ["GRPOConfig", "Sizes", "check_run", "run_problems"]
+__all__ = ["GRPOConfig", "Sizes", "run_problems"]

@@ -1,15 +1,20 @@
 """Settings held against each other, and against the data, the devices and the model of a run."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpo_jax.config.fields import nearest_sizes
-from grpo_jax.messages import raise_all, show
+from grpo_jax.messages import show
+
+if TYPE_CHECKING:  # which reads these rules
+    from grpo_jax.config.config import GRPOConfig
 
 
-def check_run(
-    config: Any,
+def run_problems(
+    config: GRPOConfig,
     *,
     num_devices: int,
     num_rows: int,
@@ -18,11 +23,11 @@ def check_run(
     longest_prompt: int | None = None,
     context_length: int | None = None,
     num_experts: int | None = None,
-) -> None:
-    """Check a config against what it is to be run with; what the config alone can tell is known to be right.
+) -> list[str]:
+    """Return an error line for each setting that does not fit what it is to be run with.
 
     Args:
-      config: the run's settings.
+      config: the run's settings, which are right by themselves.
       num_devices: devices of the run (1 without a mesh).
       num_rows: rows of the dataset that are left after long prompts were dropped.
       num_reward_fns: K, reward functions.
@@ -31,31 +36,13 @@ def check_run(
       context_length: positions that the model has; None: not known.
       num_experts: experts of each of its sparse layers, 0 where it has none; None: not known.
 
-    Raises:
-      ValueError: with one line per error, each with the field, the value that came and what to do.
-
     Example:
       >>> from grpo_jax import GRPOConfig
-      >>> check_run(GRPOConfig(reward_weights=[1.0, 0.5]), num_devices=1, num_rows=100, num_reward_fns=1)
-      Traceback (most recent call last):
-      ValueError: this run has 1 error:
-        reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight per function, or None for 1.0 each
+      >>> config = GRPOConfig(reward_weights=[1.0, 0.5])
+      >>> for line in run_problems(config, num_devices=1, num_rows=100, num_reward_fns=1):
+      ...     print(line)
+      reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight per function, or None for 1.0 each
     """
-    raise_all("this run", run_problems(**locals()))
-
-
-def run_problems(
-    config: Any,
-    *,
-    num_devices: int,
-    num_rows: int,
-    num_reward_fns: int,
-    num_eval_rows: int | None,
-    longest_prompt: int | None,
-    context_length: int | None,
-    num_experts: int | None,
-) -> list[str]:
-    """The error lines of `check_run`, which documents the arguments."""
     problems = list(device_problems(config, num_devices))
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
@@ -82,7 +69,7 @@ def run_problems(
     return problems
 
 
-def device_problems(config: Any, num_devices: int) -> Iterator[str]:
+def device_problems(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     """Yield the error lines of batches and of a mesh that do not fit the devices."""
     shards, group = config.data_shards(num_devices), config.num_generations
     yield from split_problems(config, shards)
@@ -99,7 +86,7 @@ def device_problems(config: Any, num_devices: int) -> Iterator[str]:
         )
 
 
-def _eval_problems(config: Any, num_rows: int | None) -> Iterator[str]:
+def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
     """Yield the error lines of an evaluation dataset that is empty, does not fit or is missing."""
     if num_rows is None:
         missing = "there is nothing to evaluate on; pass eval_dataset to train"
@@ -118,12 +105,12 @@ def _eval_problems(config: Any, num_rows: int | None) -> Iterator[str]:
         )
 
 
-def _setting(config: Any, name: str) -> str:
+def _setting(config: GRPOConfig, name: str) -> str:
     """Return "name = value", the head of an error line."""
     return f"{name} = {show(getattr(config, name))}"
 
 
-def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
+def batch_problems(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
     """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
     names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
     if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size"]):
@@ -154,7 +141,7 @@ def batch_problems(config: Any, wrong: Container[str]) -> Iterator[str]:
         yield from split_problems(config, shards=1)
 
 
-def split_problems(config: Any, shards: int) -> Iterator[str]:
+def split_problems(config: GRPOConfig, shards: int) -> Iterator[str]:
     """Yield the error line of a generation batch that does not split into the minibatches of so many shards."""
     micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
     update = micro * accumulated * shards
@@ -168,13 +155,11 @@ def split_problems(config: Any, shards: int) -> Iterator[str]:
 
 
 _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
-
-
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
 
 # Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
-_CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
@@ -203,7 +188,8 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "sampler_correction_min sampler_correction_max",
         lambda c: (
-            None not in (c.sampler_correction_min, c.sampler_correction_max)
+            c.sampler_correction_min is not None
+            and c.sampler_correction_max is not None
             and c.sampler_correction_min >= c.sampler_correction_max
         ),
         "must be below sampler_correction_max; lower the one or raise the other",
@@ -295,7 +281,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def contradictions(config: Any, wrong: Container[str]) -> Iterator[str]:
+def contradictions(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
     """Yield an error line for each contradiction between fields that are right by themselves."""
     for names, holds, mend in _CONTRADICTIONS:
         fields = names.split()

@@ -10,22 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from grpo_jax.config.checks import batch_problems, contradictions, split_problems
-from grpo_jax.config.fields import (
-    Count,
-    In,
-    NotNegative,
-    Positive,
-    read_compute_dtype,
-    read_keywords,
-    read_mesh,
-    read_scale,
-    read_trackers,
-    read_weights,
-)
-from grpo_jax.config.reading import Settings
-from grpo_jax.config.sizes import Sizes
-from grpo_jax.messages import raise_all, show
+from grpo_jax.config import readers
+from grpo_jax.config.checks import batch_problems, contradictions
+from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
+from grpo_jax.config.settings import Settings
+from grpo_jax.config.sizes import Sizes, sizes_of
+from grpo_jax.messages import show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +23,7 @@ class GRPOConfig(Settings):
     """Settings of a GRPO run; one that exists is valid.
 
     All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
-    that contradict each other. What depends on the data or the devices is looked at by `check_run`.
+    that contradict each other. What depends on the data or the devices is checked when a run begins.
 
     Raises:
       ValueError: with one line per error, each with the field, the value that came and what to do.
@@ -67,7 +57,9 @@ class GRPOConfig(Settings):
     """How many of the most probable tokens are kept; 0: all."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Tokens less probable than this share of the most probable one are dropped; None: off."""
-    chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = dataclasses.field(default=None, hash=False)
+    chat_template_kwargs: Annotated[dict[str, Any] | None, readers.keywords] = dataclasses.field(
+        default=None, hash=False
+    )
     """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Tokens; prompts are padded to a multiple of it, so that few shapes are compiled; "auto": 32; None: the longest.
@@ -75,17 +67,17 @@ class GRPOConfig(Settings):
     TRL's "auto" pads on Trainium only, the one target that compiles per shape there; XLA does so everywhere."""
 
     # Batches (see `Sizes`).
-    per_device_train_batch_size: Count = 8
+    per_device_train_batch_size: Count = setting(8, resume="rounding")
     """Completions (not prompts) of one micro-batch on one device: whole groups, or a whole fraction of one."""
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Count = setting(1, resume="rounding")
     """Micro-batches of one optimizer step; how a batch is cut does not change the gradient."""
-    steps_per_generation: Count | None = None
+    steps_per_generation: Count | None = setting(None, resume="rounding")
     """Micro-batches that one generation batch is cut into; None: `gradient_accumulation_steps`, one update a pass."""
-    generation_batch_size: Count | None = None
+    generation_batch_size: Count | None = setting(None, resume="rounding")
     """Completions of one iteration over all devices: another way to say `steps_per_generation`; set one of the two."""
     num_iterations: Count = 1
     """μ, passes over the completions of one iteration."""
-    rollout_batch_size: Count | None = None
+    rollout_batch_size: Count | None = setting(None, resume="rounding")
     """Completions decoded at a time, over all devices; further prompts wait for a free place; None: all. On a mesh so
     many whole groups on each device, one at least. Ours."""
     rollout_ahead: bool = False
@@ -97,9 +89,9 @@ class GRPOConfig(Settings):
     """Seconds that a call of an environment or a tool may take; None: however long. Ours."""
     on_environment_error: Literal["raise", "end"] = "raise"
     """An environment that fails ends the run, or "end" its episode, which is counted and keeps its reward. Ours."""
-    max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = -1
+    max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = setting(-1, resume="length")
     """Optimizer steps of the run; -1: what `num_train_epochs` comes to."""
-    num_train_epochs: Positive = 3.0
+    num_train_epochs: Positive = setting(3.0, resume="length")
     """Times the dataset is gone through, where `max_steps` is -1."""
     shuffle_dataset: bool = True
     """Shuffle the prompts, anew in every epoch."""
@@ -107,11 +99,11 @@ class GRPOConfig(Settings):
     """Of every key of the run: sampling, shuffling."""
 
     # Rewards and advantages.
-    reward_weights: Annotated[Sequence[float] | None, read_weights] = None
+    reward_weights: Annotated[Sequence[float] | None, readers.weights] = None
     """One weight per reward function; None: 1.0 each."""
-    on_reward_error: Literal["raise", "none"] = "raise"
+    on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
+    scale_rewards: Annotated[Literal["group", "batch", "none"], readers.scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
@@ -230,72 +222,72 @@ class GRPOConfig(Settings):
     )
     """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
     with weights, or those of attention too; each takes more memory and less time. Ours."""
-    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_compute_dtype] = "auto"
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], readers.compute_dtype] = "auto"
     """Of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs and on
     GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
     master_params: bool = True
     """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
     its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
-    mesh: Annotated[dict[str, int] | None, read_mesh] = dataclasses.field(default=None, hash=False)
+    mesh: Annotated[dict[str, int] | None, readers.mesh] = setting(None, resume="rounding", hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
 
     # Evaluation, logging, checkpoints.
-    eval_steps: Count | None = None
+    eval_steps: Count | None = setting(None, resume="free")
     """Optimizer steps between two evaluations; None: before the first and after the last only."""
-    per_device_eval_batch_size: Count = 8
+    per_device_eval_batch_size: Count = setting(8, resume="free")
     """Completions evaluated at a time on one device."""
-    num_generations_eval: Count | None = None
+    num_generations_eval: Count | None = setting(None, resume="free")
     """Completions of each prompt in evaluation; None: `num_generations`, or 1 if greedy."""
-    temperature_eval: NotNegative | None = None
+    temperature_eval: NotNegative | None = setting(None, resume="free")
     """Temperature in evaluation; 0: greedy; None: `temperature`. Ours."""
-    logging_steps: Count = 10
+    logging_steps: Count = setting(10, resume="free")
     """Optimizer steps between two lines of metrics (the mean over them); TRL's ratios below 1 are not taken."""
-    logging_first_step: bool = False
+    logging_first_step: bool = setting(False, resume="free")
     """Write a line after the first optimizer step too."""
-    log_completions: bool = False
+    log_completions: bool = setting(False, resume="free")
     """Show completions with their rewards at every logging step."""
-    num_completions_to_print: Count | None = None
+    num_completions_to_print: Count | None = setting(None, resume="free")
     """How many of them are shown; None: all."""
-    save_steps: Count | None = 500
+    save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
-    save_minutes: Positive | None = None
+    save_minutes: Positive | None = setting(None, resume="free")
     """Minutes after which a checkpoint is written even so; None: never. Of several processes the first one's clock
     decides. Ours."""
-    save_total_limit: Count | None = None
+    save_total_limit: Count | None = setting(None, resume="free")
     """Checkpoints kept, the newest ones of `save_steps` and the best; one that a stop or `save_minutes` adds goes when
     the next of them is there. None: all."""
-    profile_steps: Count | None = None
+    profile_steps: Count | None = setting(None, resume="free")
     """Optimizer steps of which `jax.profiler` writes a trace into the run directory, for TensorBoard or XProf, from the
     third iteration on; None: none. Ours."""
-    max_skipped_updates: Count | None = 10
+    max_skipped_updates: Count | None = setting(10, resume="free")
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""
-    metric_for_best_model: str | None = None
+    metric_for_best_model: str | None = setting(None, resume="free")
     """Name as in `metrics.jsonl` ("reward", "eval/accuracy"; "eval/reward": `reward` of held-out prompts);
     the checkpoint with the best is kept beside the newest `save_total_limit`, of those of `save_steps` and the last.
     The last value logged counts, in an evaluation that of the very step; None: none is best."""
-    greater_is_better: bool | None = None
+    greater_is_better: bool | None = setting(None, resume="free")
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: bool = setting(False, resume="free")
     """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
 
     # Trackers and the hub.
-    report_to: Annotated[str | Sequence[str] | None, read_trackers] = "none"
+    report_to: Annotated[str | Sequence[str] | None, readers.trackers] = setting("none", resume="free")
     """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
     installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
-    run_name: str | None = None
+    run_name: str | None = setting(None, resume="free")
     """Of the run in the trackers; None: they choose one."""
-    project: str = "huggingface"
+    project: str = setting("huggingface", resume="free")
     """In trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
-    push_to_hub: bool = False
+    push_to_hub: bool = setting(False, resume="free")
     """Push the policy to the Hugging Face hub at every checkpoint, in the background, and at the end, waited for."""
-    hub_model_id: str | None = None
+    hub_model_id: str | None = setting(None, resume="free")
     """Repository, "name" or "owner/name"; None: the name of the run directory."""
-    hub_private_repo: bool | None = None
+    hub_private_repo: bool | None = setting(None, resume="free")
     """Whether a repository that is made is private; None: as its owner's settings say, which mostly is public."""
-    hub_strategy: Literal["end", "every_save"] = "every_save"
+    hub_strategy: Literal["end", "every_save"] = setting("every_save", resume="free")
     """When to push; the checkpoints themselves, which TRL's "checkpoint" and "all_checkpoints" push, stay here."""
-    hub_revision: str | None = None
+    hub_revision: str | None = setting(None, resume="free")
     """Branch to push to; None: the main one."""
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
@@ -338,24 +330,7 @@ class GRPOConfig(Settings):
           >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
           (8, 64, 1, 3)
         """
-        shards, group = self.data_shards(num_devices), self.num_generations
-        raise_all("GRPOConfig", list(split_problems(self, shards)))
-        micro = self.per_device_train_batch_size * shards
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        if self.generation_batch_size is not None:
-            steps = self.generation_batch_size // micro
-        minibatches = steps // self.gradient_accumulation_steps
-        micro_completions = min(group, self.per_device_train_batch_size)
-        return Sizes(
-            prompts=micro * steps // group,
-            completions=micro * steps,
-            minibatches=minibatches,
-            updates=self.num_iterations * minibatches,
-            prompts_per_update=micro * self.gradient_accumulation_steps // group,
-            micro_batches=self.gradient_accumulation_steps,
-            micro_prompts=micro // micro_completions,
-            micro_completions=micro_completions,
-        )
+        return sizes_of(self, num_devices)
 
     def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
         """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.

@@ -5,14 +5,15 @@ A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("
 """
 
 import dataclasses
-import json
 import math
 import numbers
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 from grpo_jax.messages import nearest
+
+_Default = TypeVar("_Default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,16 @@ Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+Resume = Literal["free", "rounding", "length", "to none"]
+"""How a setting may differ when a run goes on from a checkpoint: freely, since the params never depend on it; in how it
+cuts the same batches, which changes their rounding alone; in the number of steps, which is compared in its place; or by
+becoming "none", under which the steps so far would have been the same."""
+
+
+def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
+    """A dataclass field whose metadata say how it may differ on resume; None, as of a plain field: not at all."""
+    return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
@@ -104,71 +115,3 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
     if not isinstance(value, numbers.Integral):
         return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
     return int(value), fault
-
-
-NO_FLOAT16 = (
-    "gradients below 6e-8 are 0 in float16, which needs a loss scaled against that, and there is none here; use"
-    " bfloat16, which has the range of float32"
-)
-"""Why float16 is not taken."""
-
-
-def read_compute_dtype(value: object) -> Read:
-    """Return the name of a dtype to compute in."""
-    if str(value) in ("float16", "fp16", "half"):
-        return value, NO_FLOAT16
-    return read(Literal["auto", "float32", "bfloat16"], value)
-
-
-def read_scale(value: object) -> Read:
-    """Return the name of a scale of advantages; True and False stand for "group" and "none"."""
-    name = value if not isinstance(value, bool) else "group" if value else "none"
-    return read(Literal["group", "batch", "none"], name)
-
-
-def read_weights(value: object) -> Read:
-    """Return reward weights as a tuple of floats."""
-    if value is None:
-        return None, ""
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        return value, "must be a list with one number per reward function; or None for 1.0 each"
-    results = [read(float, weight) for weight in value]
-    faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
-    return tuple(weight for weight, _ in results), "; ".join(faults)
-
-
-def read_keywords(value: object) -> Read:
-    """Return a copy of a dict that JSON can hold."""
-    if value is None:
-        return None, ""
-    fault = "must be a dict of keywords that JSON can hold, or None"
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        return value, fault
-    try:
-        return json.loads(json.dumps(value, allow_nan=False)), ""
-    except (TypeError, ValueError):
-        return value, fault
-
-
-def read_mesh(value: object) -> Read:
-    """Return mesh axes and their sizes."""
-    if value is None:
-        return None, ""
-    names = {"data", "fsdp", "tensor"}
-    if not isinstance(value, dict) or not value or not names.issuperset(value):
-        return value, 'must be a dict of devices along "data", "fsdp" and "tensor", or None'
-    results = {name: read(Count, size) for name, size in value.items()}
-    faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
-    return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
-
-
-def read_trackers(value: object) -> Read:
-    """Return names of trackers: "none", "all" or one as text, several as a tuple."""
-    names = ("tensorboard", "wandb", "trackio")
-    listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if listed in ((), (None,), ("none",)):
-        return "none", ""
-    if listed == ("all",) or all(name in names for name in listed):
-        return listed[0] if len(listed) == 1 else listed, ""
-    known = ", ".join(map(repr, names)).replace("'", '"')
-    return value, f'must be of {known}, a list of them, "all" or "none"; for another pass callbacks to train'

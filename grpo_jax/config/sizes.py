@@ -1,10 +1,18 @@
-"""What the batch fields of a config come to."""
+"""The batch sizes that the fields of a config come to on a number of devices."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from grpo_jax.config.checks import split_problems
+from grpo_jax.messages import raise_all
+
+if TYPE_CHECKING:  # whose method `sizes` this is
+    from grpo_jax.config.config import GRPOConfig
 
 
 class Sizes(NamedTuple):
-    """What the batch fields of a `GRPOConfig` come to on a number of devices.
+    """The sizes of an iteration, its updates and their micro-batches, over all devices.
 
     ```
     iteration:  prompts × G = completions          sampled together from one snapshot of the policy
@@ -33,3 +41,25 @@ class Sizes(NamedTuple):
     micro_batches: int
     micro_prompts: int
     micro_completions: int
+
+
+def sizes_of(config: GRPOConfig, num_devices: int | None) -> Sizes:
+    """Return the sizes that `GRPOConfig.sizes` documents."""
+    shards, group = config.data_shards(num_devices), config.num_generations
+    raise_all("GRPOConfig", list(split_problems(config, shards)))
+    micro = config.per_device_train_batch_size * shards
+    steps = config.steps_per_generation or config.gradient_accumulation_steps
+    if config.generation_batch_size is not None:
+        steps = config.generation_batch_size // micro
+    minibatches = steps // config.gradient_accumulation_steps
+    micro_completions = min(group, config.per_device_train_batch_size)
+    return Sizes(
+        prompts=micro * steps // group,
+        completions=micro * steps,
+        minibatches=minibatches,
+        updates=config.num_iterations * minibatches,
+        prompts_per_update=micro * config.gradient_accumulation_steps // group,
+        micro_batches=config.gradient_accumulation_steps,
+        micro_prompts=micro // micro_completions,
+        micro_completions=micro_completions,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import Resume
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import count_cores, devices_of
 from grpo_jax.messages import show, some
@@ -24,48 +25,9 @@ from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Model, as_argument
 from grpo_jax.watch.writer import package_versions
 
-# Fields that the params never depend on: they say what is shown, measured on the side, or kept.
-_ASIDE = {
-    "eval_steps",
-    "per_device_eval_batch_size",
-    "num_generations_eval",
-    "temperature_eval",
-    "logging_steps",
-    "logging_first_step",
-    "log_completions",
-    "num_completions_to_print",
-    "save_steps",
-    "save_minutes",
-    "profile_steps",
-    "save_total_limit",
-    "metric_for_best_model",
-    "greater_is_better",
-    "load_best_model_at_end",
-    "report_to",
-    "run_name",
-    "project",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_private_repo",
-    "hub_strategy",
-    "hub_revision",
-    "max_skipped_updates",
+_RULES: dict[str, Resume] = {
+    field.name: field.metadata["resume"] for field in dataclasses.fields(GRPOConfig) if "resume" in field.metadata
 }
-# Fields that may change in one direction: (old, new) → whether the steps so far would have been the same.
-_ONE_WAY: dict[str, Callable[[Any, Any], bool]] = {
-    "on_reward_error": lambda old, new: new == "none"  # under "raise" there was no error, or the run would have ended
-}
-# Fields that cut the same batches otherwise, over devices and micro-batches: the numbers are the same up to rounding.
-_CUTS = (
-    "mesh",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-    "rollout_batch_size",
-)
-# Fields that only decide the number of steps; that number is compared, and not they.
-_LENGTH = ("max_steps", "num_train_epochs")
 
 
 def describe(
@@ -166,7 +128,8 @@ def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
     old, new = saved["versions"], present["versions"]
     changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
     changed |= {name: (before, present["machine"].get(name)) for name, before in saved.get("machine", {}).items()}
-    changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in _CUTS}
+    cuts = [name for name, rule in _RULES.items() if rule == "rounding"]
+    changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in cuts}
     lines = [f"{name} {before} → {now}" for name, (before, now) in changed.items() if before != now]
     if lines:
         warnings.warn(
@@ -193,13 +156,14 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     if "kl_correction_level" not in saved["config"] and old["importance_sampling_level"] == "sequence":
         old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
-    for name in sorted({*old, *new} - _ASIDE):
-        if old.get(name) == new.get(name) or (name in _ONE_WAY and _ONE_WAY[name](old[name], new[name])):
+    for name in sorted({*old, *new}):
+        rule = _RULES.get(name)
+        if old.get(name) == new.get(name) or rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
-        if name in _CUTS and saved.get("sizes") == present["sizes"]:
+        if rule == "rounding" and saved.get("sizes") == present["sizes"]:
             continue
         line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
-        if name not in _LENGTH:
+        if rule != "length":
             yield line
         elif saved["total_steps"] != present["total_steps"] and not (
             saved["length_is_free"] and present["length_is_free"]

@@ -13,7 +13,7 @@ from experiments import from_trl as from_trl_script
 from grpo_jax import GRPOConfig
 from grpo_jax.compat.migrate import field_table, from_trl
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
-from grpo_jax.config.reading import OTHER_NAMES
+from grpo_jax.config.settings import OTHER_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_trl.md"
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
