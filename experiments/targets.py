@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax import GRPOConfig
-from grpo_jax.plan import plan
-from grpo_jax.plan.targets import Target
+from grpo_jax import GRPOConfig, plan
+from grpo_jax.planning.targets import Target
 
 MACHINES = {"H100": "H100 × 1", "H100-8": "H100 × 8", "v5e-8": "v5e-8", "v5p-8": "v5p-8", "v6e-8": "v6e-8"}
 LENGTHS = (1024, 8192, 32768)
@@ -221,8 +220,8 @@ Under adapters a model needs far less: Qwen3-30B-A3B in bfloat16, cut over eight
 (rank 16) reaches 33 GB of an H100 at T = 1,024 and 34 GB at 8,192, and 31.6 of 32 GB of a v6e at 1,024:
 
 ```
-python -m grpo_jax.plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16 --param-dtype bfloat16 \\
-    --prompt 512 --batch 8 --accumulate 4 --completion 8192
+grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16 --param_dtype bfloat16 \\
+    --prompt-length 512 --gradient_accumulation_steps 4 --max_completion_length 8192
 ```
 
 ## Which programs
@@ -258,7 +257,7 @@ For a whole run it is the wrong choice: by the compiler's own count, an update o
 ## On a machine of your own
 
 ```
-python -m grpo_jax.plan --model Qwen/Qwen2.5-7B-Instruct --device H100-8 --mesh fsdp=8 --batch 8 --completion 8192
+grpo-jax plan --model Qwen/Qwen2.5-7B-Instruct --device H100-8 --mesh fsdp=8 --max_completion_length 8192
 python -m experiments.benchmark --device gpu
 ```
 

@@ -7,8 +7,7 @@ asked for, so that the command line answers at once. transformers, orbax and mat
 import importlib.metadata
 import importlib.util
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
@@ -22,31 +21,40 @@ if TYPE_CHECKING:
     from grpo_jax.maths.reference import mixup, sync_reference
     from grpo_jax.maths.sampling import sample_tokens
     from grpo_jax.models.scoring import completion_log_probs
-    from grpo_jax.plan.estimate import Plan, plan
+    from grpo_jax.planning.estimate import plan
+    from grpo_jax.planning.report import Plan
     from grpo_jax.policy import Policy
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
     from grpo_jax.run.publish import push_to_hub
-    from grpo_jax.run.rehearse import rehearse
-    from grpo_jax.run.replay import replay
+    from grpo_jax.run.rehearse import DryRun, rehearse
+    from grpo_jax.run.replay import NotFiniteError, replay
+    from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.train import train
     from grpo_jax.text.prompts import make_prompts
-    from grpo_jax.types import Batch, Completions, Environment, Prompts
-    from grpo_jax.update.state import TrainState
+    from grpo_jax.types import Batch, Completions, Environment, Prompts, as_argument
+    from grpo_jax.update.diagnosis import Finding
+    from grpo_jax.update.state import TrainState, create_state
     from grpo_jax.update.step import train_step
 
 __all__ = [
     "Batch",
     "Completions",
+    "DryRun",
     "Environment",
+    "Finding",
     "GRPOConfig",
+    "NotFiniteError",
     "Plan",
     "Policy",
     "Prompts",
+    "Sampler",
     "TrainState",
     "add_lora",
+    "as_argument",
     "completion_log_probs",
     "compute_advantages",
+    "create_state",
     "evaluate",
     "from_pretrained",
     "generate",
@@ -84,34 +92,27 @@ _NAMES_OF = {
     "maths.reference": "mixup sync_reference",
     "maths.sampling": "sample_tokens",
     "models.scoring": "completion_log_probs",
-    "plan.estimate": "Plan plan",
+    "planning.estimate": "plan",
+    "planning.report": "Plan",
     "policy": "Policy",
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",
     "run.publish": "push_to_hub",
-    "run.rehearse": "rehearse",
-    "run.replay": "replay",
+    "run.rehearse": "DryRun rehearse",
+    "run.replay": "NotFiniteError replay",
+    "run.sampler": "Sampler",
     "run.train": "train",
     "text.prompts": "make_prompts",
-    "types": "Batch Completions Environment Prompts",
-    "update.state": "TrainState",
+    "types": "Batch Completions Environment Prompts as_argument",
+    "update.diagnosis": "Finding",
+    "update.state": "TrainState create_state",
     "update.step": "train_step",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
 
-
-class _Package(ModuleType):
-    """`grpo_jax.plan` is the function, though importing the room of that name would put the room in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.plan if name == "plan" and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Package
-
 if not TYPE_CHECKING:  # to a type checker a module with `__getattr__` would have every name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
             setattr(sys.modules[__name__], name, value)

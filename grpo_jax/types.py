@@ -168,6 +168,20 @@ def as_argument(model: Model) -> Any:
 
     A model that is a pytree (`LoraModel` with its frozen base) passes its arrays along; as a static argument or in a
     closure they would be constants that every compiled function holds a copy of. Any other model becomes static.
+
+    Args:
+      model: any `Model`.
+
+    Returns:
+      A pytree that has the model's methods.
+
+    Example:
+      >>> class Bias:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"][tokens]
+      >>> program = jax.jit(lambda model, params, tokens: model.apply({"params": params}, tokens))
+      >>> program(as_argument(Bias()), jax.numpy.arange(3.0), jax.numpy.array([2])).tolist()
+      [2.0]
     """
     return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 

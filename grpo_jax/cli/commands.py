@@ -25,7 +25,7 @@ from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretr
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy, place_policy
 from grpo_jax.keep.checkpoint import load_params
-from grpo_jax.plan.__main__ import show_plan
+from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate as evaluate_policy
 from grpo_jax.run.evaluate import settings_of
@@ -163,11 +163,11 @@ def plan(arguments: Namespace) -> None:
         model = load_policy(run).config
     else:
         model = in_folder(model, folder)
-    show_plan(
+    found = plan_run(
         model,
         run.config,
         prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
-        gigabytes=arguments.memory,
+        memory=None if arguments.memory is None else arguments.memory * 1e9,
         param_dtype=run.param_dtype,
         device=arguments.device,
         lora=None if run.lora is None else {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
@@ -175,6 +175,7 @@ def plan(arguments: Namespace) -> None:
         quantize_embeddings=run.quantize_embeddings,
         donate=True,
     )
+    print(found)
 
 
 def evaluate(arguments: Namespace) -> None:

@@ -38,7 +38,9 @@ class Finding:
       term: "reward", "advantage", "sampler log-prob", "old log-prob", "reference log-prob", "log-prob", "ratio", "KL",
         "loss" or "gradient".
       value: NaN or an infinity.
-      prompt, completion, token: the place in the batch, as far as the term has one.
+      prompt: its number in the batch, if the term has one.
+      completion: its number in the group, likewise.
+      token: its number in the completion, likewise.
       parameter: path of the first parameter whose gradient is not finite.
       count: how many numbers of the term are not finite.
       bad_parameter: path of the first parameter of the policy that is itself not finite.

@@ -1,6 +1,5 @@
 """The commands on a small run: each does what the Python API does with the same arguments."""
 
-import importlib
 import json
 import shutil
 
@@ -248,8 +247,7 @@ def test_new_weights_are_made_of_a_config_and_a_tokenizer(folder):
 @pytest.mark.parametrize("by_file", [True, False])
 def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     asked = []
-    module = importlib.import_module("grpo_jax.plan.__main__")
-    monkeypatch.setattr(module, "plan", lambda *given, **how: asked.append((given, how)) or "a plan")
+    monkeypatch.setattr(commands, "plan_run", lambda *given, **how: asked.append((given, how)) or "a plan")
     fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
     command = ["plan", write_run(folder)] if by_file else ["plan", "--model", folder / "model"]
     assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"

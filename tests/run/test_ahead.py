@@ -6,8 +6,7 @@ import jax
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
-from grpo_jax.plan import plan
+from grpo_jax import GRPOConfig, plan, train
 from grpo_jax.run import ahead
 from grpo_jax.run.ahead import programs_of
 from grpo_jax.run.prepare import new_state, prepare

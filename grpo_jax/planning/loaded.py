@@ -21,7 +21,7 @@ from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.messages import raise_all
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import init_adapters
-from grpo_jax.plan.compiled import bytes_on_device
+from grpo_jax.planning.compiled import bytes_on_device
 
 
 def read_model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from grpo_jax.models.bounds import Work, count_weights, peaks_of, state_bytes
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.plan.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
-from grpo_jax.plan.loaded import Loaded, checked, held_bytes, read_model
-from grpo_jax.plan.report import Plan, most_that_fits
-from grpo_jax.plan.targets import ENVIRONMENT, Target
+from grpo_jax.planning.compiled import bytes_on_device, collectives, compile_program, kernels, last_error, placed
+from grpo_jax.planning.loaded import Loaded, checked, held_bytes, read_model
+from grpo_jax.planning.report import Plan, most_that_fits
+from grpo_jax.planning.targets import ENVIRONMENT, Target
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import places
 from grpo_jax.rollout.programs import RolloutShapes
@@ -111,7 +111,7 @@ def plan(
     if target is not None and devices > target.count:
         raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {devices} of them")
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_jax.plan", "--request"],
+        [sys.executable, "-m", "grpo_jax.planning"],
         input=json.dumps(request),
         env=os.environ | (_environment(config) if target is None or target.missing else ENVIRONMENT),
         capture_output=True,
@@ -176,8 +176,9 @@ def _environment(config: GRPOConfig) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {_FLAGS}"}
 
 
-def answer(request: Mapping[str, Any]) -> str:
-    """What the process that `plan` starts prints: the plan as JSON."""
+def answer(text: str) -> str:
+    """The plan that a request of `plan` asks for, both as JSON."""
+    request = json.loads(text)
     config = GRPOConfig.from_dict(request["config"])
     rest = {name: request[name] for name in ("prompt_length", "memory", "device", "largest")}
     return json.dumps(dataclasses.asdict(_plan(request["model"], config, loaded=Loaded(*request["loaded"]), **rest)))

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.models.bounds import peaks_of
-from grpo_jax.plan.compiled import collectives, compile_program
-from grpo_jax.plan.targets import Target
+from grpo_jax.planning.compiled import collectives, compile_program
+from grpo_jax.planning.targets import Target
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -40,11 +40,11 @@ CAPTURED = {"capture_output": True, "text": True, "check": False}
 PROGRAM = """
 import json, os, sys
 request = json.load(sys.stdin)
-from grpo_jax.plan.targets import ENVIRONMENT, Target
+from grpo_jax.planning.targets import ENVIRONMENT, Target
 os.environ.update(ENVIRONMENT)
 from grpo_jax import GRPOConfig
-from grpo_jax.plan import programs
-from grpo_jax.plan.compiled import collectives, compile_program, kernels
+from grpo_jax.planning import programs
+from grpo_jax.planning.compiled import collectives, compile_program, kernels
 devices, found = Target.read(request["device"]).devices(), []
 for length in request["lengths"]:
     config = GRPOConfig(max_completion_length=length, **request["config"])
@@ -57,11 +57,11 @@ print(json.dumps(found))
 
 REFUSED = """
 import os
-from grpo_jax.plan.targets import ENVIRONMENT, Target
+from grpo_jax.planning.targets import ENVIRONMENT, Target
 os.environ.update(ENVIRONMENT)
 import jax
 import jax.numpy as jnp
-from grpo_jax.plan.compiled import compile_program
+from grpo_jax.planning.compiled import compile_program
 at = jax.sharding.SingleDeviceSharding(Target.read("v5e").devices()[0])
 array = lambda rows: jax.ShapeDtypeStruct((rows, 1024), jnp.float32, sharding=at)
 program = jax.jit(lambda x, y: (jnp.sort(x, axis=1) * jnp.sort(x + 1, axis=0)).sum() + y.sum())

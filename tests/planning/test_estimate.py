@@ -13,10 +13,9 @@ import pytest
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.bounds import count_weights
-from grpo_jax.plan import programs
-from grpo_jax.plan.__main__ import main
-from grpo_jax.plan.estimate import _at_batch, _plan, _Run
-from grpo_jax.plan.loaded import Loaded, checked
+from grpo_jax.planning import programs
+from grpo_jax.planning.estimate import _at_batch, _plan, _Run
+from grpo_jax.planning.loaded import Loaded, checked
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -182,18 +181,18 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
         assert parts["KV cache"] == pytest.approx(2 * layers * 64 * 4 * (64 + 8 * 64), rel=1e-3)
 
 
-def test_the_command_says_the_largest_batch_that_fits(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    options = ["--model", str(tmp_path / "config.json"), "--prompt", "8", "--completion", "8", "--dtype", "float32"]
-    main([*options, "--memory", "1e-3"])
-    lines = capsys.readouterr().out.splitlines()
+def test_the_largest_batch_is_the_last_that_fits():
+    config = config_of(max_completion_length=8)
+    found = plan(MODEL, config, prompt_length=8, memory=1e6)
+    lines = str(found).splitlines()
     assert lines[0].startswith("1 devices, each of an iteration's 1 prompts × 8 completions")
-    fits = int(lines[-1].rpartition(": ")[2])
-    assert fits % 8 == 0
-    peak = lambda batch: (
-        plan(MODEL, config_of(max_completion_length=8, per_device_train_batch_size=batch), prompt_length=8).peak
-    )
-    assert peak(fits) <= 1e6 < peak(fits + 8)
+    assert lines[-1] == f"largest per_device_train_batch_size that fits: {found.largest_batch}"
+    assert found.largest_batch % 8 == 0
+    peaks = []
+    for size in (found.largest_batch, found.largest_batch + 8):
+        larger = config_of(max_completion_length=8, per_device_train_batch_size=size)
+        peaks.append(plan(MODEL, larger, prompt_length=8).peak)
+    assert peaks[0] <= 1e6 < peaks[1]
 
 
 @pytest.mark.quick
