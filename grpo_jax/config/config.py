@@ -57,9 +57,7 @@ class GRPOConfig(Settings):
     """How many of the most probable tokens are kept; 0: all."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Tokens less probable than this share of the most probable one are dropped; None: off."""
-    chat_template_kwargs: Annotated[dict[str, Any] | None, readers.keywords] = dataclasses.field(
-        default=None, hash=False
-    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, readers.keywords] = setting(None, hash=False)
     """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Tokens; prompts are padded to a multiple of it, so that few shapes are compiled; "auto": 32; None: the longest.

@@ -25,8 +25,8 @@ from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Model, as_argument
 from grpo_jax.watch.writer import package_versions
 
-_RULES: dict[str, Resume] = {
-    field.name: field.metadata["resume"] for field in dataclasses.fields(GRPOConfig) if "resume" in field.metadata
+_RULES: dict[str, Resume | None] = {
+    field.name: field.metadata.get("resume") for field in dataclasses.fields(GRPOConfig)
 }
 
 
