@@ -225,6 +225,7 @@ TESTED_ELSEWHERE = {
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
     "compat.trl_fields": "compat/test_migrate.py",
+    "keep.stored": "keep/test_checkpoint.py",
     "hub.keys": "hub/test_families.py",
     "hub.policy": "hub/test_huggingface.py",
     "policy": "hub/test_huggingface.py",

@@ -24,7 +24,7 @@ from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy, place_policy
-from grpo_jax.keep.checkpoint import load_params
+from grpo_jax.keep.stored import load_params
 from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate as evaluate_policy

@@ -18,24 +18,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.keep.best import Retention, best_of, is_scheduled
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.keep.stored import abstract, abstract_of, shapes_of, tried_by_all
 from grpo_jax.messages import one_line, raise_all
-from grpo_jax.types import Batch, Completions, Params, Prompts
+from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
@@ -43,9 +44,23 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 RESUME = ("auto", "must", "never")
 
-Restored = tuple[TrainState, Progress | None, Batch | None, Completions | None, Any]
-"""What a run goes on with: state, progress, a batch whose updates are not all made, completions sampled ahead and the
-transcript of their turns."""
+
+class Restored(NamedTuple):
+    """The moment that a run goes on from.
+
+    Attributes:
+      state: the training state.
+      progress: the counters on the host; None at the start of a new run.
+      batch: the batch of which some updates are still to be made, or None.
+      ahead: completions that were sampled for the next iteration, or None.
+      transcript: of their turns, the bytes of a JSON text; None where there is one turn.
+    """
+
+    state: TrainState
+    progress: Progress | None = None
+    batch: Batch | None = None
+    ahead: Completions | None = None
+    transcript: np.ndarray | None = None
 
 
 class Checkpoints:
@@ -58,7 +73,7 @@ class Checkpoints:
       OSError: from `save`, `wait` and at the end: a checkpoint could not be written (a full disk), and what to do.
     """
 
-    def __init__(self, run_dir: str | Path | None, config: GRPOConfig, about: Mapping[str, Any] | None = None):
+    def __init__(self, run_dir: str | Path | None, config: GRPOConfig, about: Json | None = None):
         self._config, self._about = config, about
         self._last = None if about is None else about["total_steps"]
         self._retention = Retention(config, self._last)
@@ -79,7 +94,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._checkpointer is None:
             return
         try:
@@ -106,7 +121,7 @@ class Checkpoints:
         progress: Progress,
         batch: Batch | None,
         ahead: Completions | None = None,
-        transcript: Any = None,
+        transcript: np.ndarray | None = None,
     ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
@@ -124,7 +139,7 @@ class Checkpoints:
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": transcript})}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
-        shapes = {name: _shapes(some) for name, some in pending.items()}
+        shapes = {name: shapes_of(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
         self._retention.metrics = progress.metrics
         with self._explained(progress.step):
@@ -143,12 +158,12 @@ class Checkpoints:
                 response.result()  # not the checkpointer's wait: it would leave an event loop behind
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order; all processes have to ask together."""
+        """Return the steps that there are checkpoints of, in order; all processes have to ask together."""
         own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
         return gather_objects(own)[0]
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint, None if there is none."""
+        """Return the step of the newest checkpoint, None if there is none."""
         return max(self.steps(), default=None)
 
     def measured(self, progress: Progress) -> None:
@@ -169,11 +184,11 @@ class Checkpoints:
             progress.metrics[str(step)] = progress.metric
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
-        """Step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
+        """Return step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
         return best_of(self._config, self.steps(), progress.metrics, self._last)
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
+        """Return with `load_best_model_at_end` the state of the best checkpoint, else `state`.
 
         The arrays of `state` are deleted before others are read: there is room for one. Where no checkpoint has the
         metric, `state` stays, with a warning.
@@ -190,24 +205,24 @@ class Checkpoints:
             )
         if best is None or best[0] == int(state.step):
             return state
-        like = jax.tree.map(_abstract, state)
+        like = jax.tree.map(abstract, state)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)})[0]
+        return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)}).state
 
     def target(self, state: TrainState) -> TrainState:
-        """What `restore` takes: the shapes of a state where it will read another, so that this one can be freed."""
-        return jax.tree.map(_abstract, state) if self.steps() else state
+        """Return the state as `restore` takes it: only its shapes, where another is read and this one can be freed."""
+        return jax.tree.map(abstract, state) if self.steps() else state
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
-        """The newest checkpoint that can be read.
+        """Return the moment of the newest checkpoint that can be read.
 
         Args:
           state: the state at step 0, whose shapes and devices the arrays get, or its `target`.
           resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
 
         Returns:
-          `Restored`; `state` itself and None at the start of a new run.
+          `Restored`; of `state` alone at the start of a new run.
 
         Raises:
           ValueError: the run in the directory was begun with other settings, data or models (all differences are
@@ -223,22 +238,22 @@ class Checkpoints:
             )
         unreadable: dict[int, str] = {}
         for step in reversed(steps):
-            about, unreadable[step] = _tried_by_all(self._about_of, step)
+            about, unreadable[step] = tried_by_all(self._about_of, step)
             if about is None:
                 continue
             if self._about is not None:
                 what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
                 raise_all(what, differences(about["run"], self._about, step))
-            found, unreadable[step] = _tried_by_all(self._load, step, state, about)
+            found, unreadable[step] = tried_by_all(self._load, step, state, about)
             if found is None:
                 continue
             del unreadable[step]
             if self._about is not None:
                 warn_of_changes(about["run"], self._about)
-                if self._config.rollout_ahead and found[3] is None:
+                if self._config.rollout_ahead and found.ahead is None:
                     warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
-            self._know_metrics(found[1], about)
+            self._know_metrics(found.progress, about)
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
@@ -246,10 +261,10 @@ class Checkpoints:
                 f"{where}: none of its checkpoints can be read ({reasons}). Put back the files from a copy, or move"
                 f" {self._directory} away to begin anew"
             )
-        return state, None, None, None, None
+        return Restored(state)
 
-    def _about_of(self, step: int) -> dict[str, Any]:
-        """What was written beside the arrays of a checkpoint."""
+    def _about_of(self, step: int) -> Json:
+        """Read the JSON that stands beside the arrays of a checkpoint."""
         from orbax.checkpoint import v1 as ocp
 
         metadata = ocp.checkpointables_metadata(self._directory / str(step)).custom_metadata
@@ -257,23 +272,23 @@ class Checkpoints:
             raise ValueError("not a checkpoint of this library")
         return json.loads(metadata["about"])
 
-    def _load(self, step: int, state: TrainState, about: Mapping[str, Any]) -> Restored:
-        """One checkpoint, shaped and placed like `state`.
+    def _load(self, step: int, state: TrainState, about: Json) -> Restored:
+        """Read one checkpoint, shaped and placed like `state`.
 
-        Each process reads for itself and waits for none, since one of them may fail; `_tried_by_all` compares.
+        Each process reads for itself and waits for none, since one of them may fail; `tried_by_all` compares.
         """
         from orbax.checkpoint import v1 as ocp
 
         own = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
-        like = jax.tree.map(_abstract, state)
-        wanted: dict[str, Any] = {"params": like.params, "rest": like.replace(params=None)}
+        like = jax.tree.map(abstract, state)
+        wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if about.get(name) is not None:
-                wanted[name] = _of_shapes(kind, about[name], state.step.sharding)
+                wanted[name] = abstract_of(kind, about[name], state.step.sharding)
         with ocp.Context(multiprocessing_options=alone):
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
-        return (
+        return Restored(
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
             loaded.get("batch"),
@@ -300,9 +315,10 @@ class Checkpoints:
             gather_objects(None)  # so that no process looks before they are renamed
             self._checkpointer.reload()
 
-    def _know_metrics(self, progress: Progress, about: Mapping[str, Any]) -> None:
+    def _know_metrics(self, progress: Progress | None, about: Json) -> None:
         """Leave out metrics of another name; those of an earlier version's run stand beside its checkpoints."""
         assert self._checkpointer is not None
+        assert progress is not None
         name = self._config.metric_for_best_model
         if "metrics" not in about["progress"]:
             saved = [(at.step, at.metrics or {}) for at in self._checkpointer.checkpoints]
@@ -324,38 +340,6 @@ class Checkpoints:
             ) from error
 
 
-def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The params of one checkpoint, without the rest of the run: to evaluate, to talk to, to export.
-
-    Args:
-      run_dir: of the run, which may be under way.
-      like: params of the policy that the run began with; the arrays get their shapes, dtypes and devices.
-      step: of the checkpoint; None for the newest one.
-
-    Returns:
-      The step, and the params.
-
-    Raises:
-      ValueError: there is no such checkpoint, or it is of another model.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    directory = Path(run_dir).expanduser().absolute() / "checkpoints"
-    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
-    chosen = max(steps, default=None) if step is None else step
-    if chosen is None or chosen not in steps:
-        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"; there are those of {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
-        raise ValueError(f"run_dir = {str(run_dir)!r} holds {asked}{there}")
-    found, reason = _tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(_abstract, like)})
-    if found is None:
-        raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is the model that of"
-            " the run?"
-        )
-    return chosen, found["params"]
-
-
 def _clear_away(directory: Path) -> None:
     """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
 
@@ -370,49 +354,7 @@ def _clear_away(directory: Path) -> None:
         time.sleep(0.1)  # then once more, until nothing is there: a part that comes late makes its directory anew
 
 
-def _tried(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """A result and "", or None and why there is none: whatever the storage says of files that are torn or foreign."""
-    with warnings.catch_warnings():
-        # Orbax leaves the other parts of a load that fails to the garbage collector.
-        warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
-        try:
-            return function(*args), ""
-        except Exception as error:
-            reason = one_line(error)
-        gc.collect()
-    return None, reason
-
-
-def _tried_by_all(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """`_tried` in each process: a result that all have, or None and why the first that has none has none."""
-    found, own = _tried(function, *args)
-    reason = next(filter(None, gather_objects(own)), "")
-    return (None, reason) if reason else (found, "")
-
-
 def _give_back_memory() -> None:
     """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _shapes(tree: Any) -> Any:
-    """Shapes and dtypes of a `Batch` or `Completions` as JSON, None where it has None."""
-    if tree is None:
-        return None
-    if dataclasses.is_dataclass(tree):
-        return {field.name: _shapes(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
-    return [list(tree.shape), tree.dtype.name]
-
-
-def _of_shapes(kind: type, shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    """What `_shapes` described, of abstract arrays; a `kind` inside another one is the prompts of a `Batch`."""
-    if shapes is None:
-        return None
-    if isinstance(shapes, dict):
-        return kind(**{name: _of_shapes(Prompts, field, sharding) for name, field in shapes.items()})
-    return jax.ShapeDtypeStruct(tuple(shapes[0]), jnp.dtype(shapes[1]), sharding=sharding)

@@ -1,0 +1,100 @@
+"""One stored checkpoint: its arrays by their shapes, and what reading it comes to where files are torn or foreign."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.devices.sharding import gather_objects
+from grpo_jax.messages import one_line
+from grpo_jax.types import Batch, Completions, Params, Prompts
+
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
+
+Shapes = dict[str, Any] | list[Any] | None
+"""Field → `Shapes`, or shape and dtype of an array: what JSON holds of a tree."""
+
+
+def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
+    """Read the params of one checkpoint, without the rest of the run: to evaluate, to talk to, to export.
+
+    Args:
+      run_dir: of the run, which may be under way.
+      like: params of the policy that the run began with; the arrays get their shapes, dtypes and devices.
+      step: of the checkpoint; None for the newest one.
+
+    Returns:
+      The step, and the params.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is of another model.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    directory = Path(run_dir).expanduser().absolute() / "checkpoints"
+    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+    chosen = max(steps, default=None) if step is None else step
+    if chosen is None or chosen not in steps:
+        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        there = f"; there are those of {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
+        raise ValueError(f"run_dir = {str(run_dir)!r} holds {asked}{there}")
+    found, reason = tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(abstract, like)})
+    if found is None:
+        raise ValueError(
+            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is the model that of"
+            " the run?"
+        )
+    return chosen, found["params"]
+
+
+def tried(function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> tuple[_Result | None, str]:
+    """Return a result and "", or None and why there is none, as the storage says of files that are torn or foreign."""
+    with warnings.catch_warnings():
+        # Orbax leaves the other parts of a load that fails to the garbage collector.
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+        try:
+            return function(*args), ""
+        except Exception as error:
+            reason = one_line(error)
+        gc.collect()
+    return None, reason
+
+
+def tried_by_all(function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> tuple[_Result | None, str]:
+    """Return `tried` in all processes: a result that each has, or None and the first reason why one has none."""
+    found, own = tried(function, *args)
+    reason = next(filter(None, gather_objects(own)), "")
+    return (None, reason) if reason else (found, "")
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and sharding of an array, in its place."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | None) -> Shapes:
+    """Return the shapes and dtypes of a tree as JSON, None where it has None."""
+    if tree is None:
+        return None
+    if isinstance(tree, Batch | Completions | Prompts):
+        return {field.name: shapes_of(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+    return [list(tree.shape), tree.dtype.name]
+
+
+def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
+    """Return the tree that `shapes_of` described, of abstract arrays: a `kind`, in which another tree is prompts."""
+    if shapes is None:
+        return None
+    if isinstance(shapes, dict):
+        return kind(**{name: abstract_of(Prompts, field, sharding) for name, field in shapes.items()})
+    shape, dtype = shapes
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
