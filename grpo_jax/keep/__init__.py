@@ -1,4 +1,4 @@
-"""What survives a run: checkpoints, what may differ on resume, and the run directory with its lock."""
+"""The files that a run goes on from: checkpoints, the description that a resumed run is compared with, the lock."""
 
 from grpo_jax.keep.checkpoint import Checkpoints
 

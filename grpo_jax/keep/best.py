@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept and which of them is the best: by their steps, as if nothing had come between.
+"""The schedule of checkpoints, the best of them and those that are kept, by their steps alone.
 
 A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop or the clock
 (`save_minutes`) adds are there to go on from: none of them becomes the best, and none takes a place of
@@ -60,13 +60,13 @@ def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, floa
 
 @dataclasses.dataclass
 class Retention:
-    """`kept_of` as orbax asks for it, with the metrics of the present moment."""
+    """A preservation policy of orbax by `kept_of`, with the metrics of the present moment."""
 
     config: GRPOConfig
     last: int | None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         """Whether each of some checkpoints is kept."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = kept_of(self.config, steps, self.metrics, self.last)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Model, as_argument
+from grpo_jax.types import Json, Model, Params, RewardFn, Row, as_argument
+from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions
 
 _RULES: dict[str, Resume | None] = {
@@ -34,9 +35,9 @@ def describe(
     config: GRPOConfig,
     *,
     data: EncodedPrompts,
-    reward_fns: Sequence[Callable[..., Any]],
+    reward_fns: Sequence[RewardFn],
     model: Model,
-    state: Any,
+    state: TrainState,
     total_steps: int,
     eos_token_ids: Sequence[int] = (),
     eval_data: EncodedPrompts | None = None,
@@ -44,7 +45,7 @@ def describe(
     own_optimizer: bool = False,
     own_sampler: bool = False,
 ) -> dict[str, Any]:
-    """What decides a run, as a JSON object that every checkpoint carries and `differences` compares.
+    """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
     Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of tools and
     environments, the names and what the policy is told of them; of a model of this library, its settings and the first
@@ -81,8 +82,8 @@ def describe(
     }
 
 
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> list[str]:
-    """A line for each reason why a run cannot go on from a checkpoint of `step`, by what `describe` said and says."""
+def differences(saved: Json, present: Json, step: int) -> list[str]:
+    """Return a line for each reason why a run cannot go on from a checkpoint of `step`: of two of `describe`."""
     lines = [*_of_config(saved, present, step), *(turns := list(_of_turns(saved, present)))]
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
@@ -105,7 +106,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], step: int)
     return lines or list(_of_state(saved["state"], present["state"]))
 
 
-def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def warn_of_changes(saved: Json, present: Json) -> None:
     """Warn of what may change the numbers from here on: columns that rewards read, versions, machine, other batches."""
     for argument, prompts, columns in (
         ("dataset", "dataset", "columns"),
@@ -139,7 +140,7 @@ def warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
         )
 
 
-def warn_of_no_rollout(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def warn_of_no_rollout(saved: Json, present: Json) -> None:
     """Warn that a run with `rollout_ahead` whose last iteration sampled nothing for a next one is to be longer."""
     if saved["total_steps"] < present["total_steps"]:
         warnings.warn(
@@ -150,8 +151,8 @@ def warn_of_no_rollout(saved: Mapping[str, Any], present: Mapping[str, Any]) -> 
         )
 
 
-def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) -> Iterator[str]:
-    """A line for each setting that differs and matters."""
+def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
+    """Yield a line for each setting that differs and may not."""
     defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     if "kl_correction_level" not in saved["config"] and old["importance_sampling_level"] == "sequence":
@@ -176,8 +177,8 @@ def _of_config(saved: Mapping[str, Any], present: Mapping[str, Any], step: int) 
             yield f"{line}, and is at step {step} already"
 
 
-def _of_turns(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each kind of what answers the policy that differs; of a run that did not note it, nothing is said."""
+def _of_turns(saved: Json, present: Json) -> Iterator[str]:
+    """Yield a line for each kind of answer to the policy that differs, where the run has noted it."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
         old, new = saved.get(kind, present[kind]), present[kind]
         if old.keys() != new.keys():
@@ -187,8 +188,8 @@ def _of_turns(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[
             yield f"{argument}: the policy is told otherwise of {names} than in the run"
 
 
-def _of_evaluation(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each difference of evaluations among which the best checkpoint is chosen, before and from here on."""
+def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
+    """Yield a line for each difference of the evaluations that the best checkpoint is chosen by, before and now."""
     name = present["config"]["metric_for_best_model"]
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
@@ -203,16 +204,16 @@ def _of_evaluation(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iter
         yield f"eval_dataset: its {new['rows']} prompts are not those of the run, {compared}"
 
 
-def _prompts(data: EncodedPrompts) -> dict[str, Any]:
-    """How many prompts there are, and the hash of their tokens."""
+def _prompts(data: EncodedPrompts) -> Json:
+    """The number of prompts, and the hash of their tokens."""
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
     return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
 
 
-def _turns(interaction: Interaction | None) -> dict[str, dict[str, Any]]:
-    """Who answers the policy between its turns: name → what the policy is told of it."""
+def _turns(interaction: Interaction | None) -> dict[str, Json]:
+    """Tools, environments and their methods by name, each with the schema that the policy is told."""
     if interaction is None:
         return {"tools": {}, "environments": {}, "methods": {}}
     told = {
@@ -230,27 +231,30 @@ def _turns(interaction: Interaction | None) -> dict[str, dict[str, Any]]:
     return json.loads(json.dumps(told, default=str))
 
 
-def _machine(state: Any) -> dict[str, Any]:
-    """What the last bits may depend on: the kind of device, and of a single CPU the cores that share its work."""
+def _machine(state: TrainState) -> Json:
+    """The kind of device, and the cores that share the work of a single CPU: the last bits may depend on them."""
     kinds = {device.device_kind: device.platform for device in devices_of(state)}
     name = ", ".join(sorted(kinds))
     alone = len(devices_of(state)) == 1 and set(kinds.values()) == {"cpu"}
     return {"device": name, "cores": count_cores() if alone else None}
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _columns(rows: Sequence[Row]) -> dict[str, str]:
     """Column → hash of its values; what is no JSON and no array counts by its type."""
-    hashes: dict[str, Any] = {}
-    kind = lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    hashes: dict[str, hashlib._Hash] = {}
+
+    def plain(value: object) -> object:
+        return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
     for i, row in enumerate(rows):
         for name in row.keys() - {"prompt"}:
-            text = json.dumps([i, row[name]], default=kind, skipkeys=True)
+            text = json.dumps([i, row[name]], default=plain, skipkeys=True)
             hashes.setdefault(name, hashlib.sha256()).update(text.encode())
     return {name: found.hexdigest() for name, found in hashes.items()}
 
 
-def _settings(model: Model) -> dict[str, Any]:
-    """What a model of this library is besides its arrays; config and devices decide the rest."""
+def _settings(model: Model) -> Json:
+    """The settings of a model of this library, but for those that follow from the config and the devices."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
@@ -260,7 +264,7 @@ def _settings(model: Model) -> dict[str, Any]:
     return json.loads(json.dumps({**shape, **lora}))
 
 
-def _leaves(tree: Any) -> dict[str, str]:
+def _leaves(tree: Params) -> dict[str, str]:
     """Path → shape and dtype of each array."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
@@ -269,7 +273,7 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 
 def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """A line for the first part of the state whose arrays differ, with some of them."""
+    """Yield a line for the first part of the state whose arrays differ, with some of them."""
     parts = {
         ".params": "policy: its params are not those",
         ".opt_state": "optimizer: its state is not that",
