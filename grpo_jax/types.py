@@ -219,6 +219,10 @@ class Tokenizer(Protocol):
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = False) -> list[str]: ...
 
 
+Rewards = Sequence[float | None]
+"""One reward per completion; None is "not scored"."""
+
+
 class RewardFn(Protocol):
     """A reward function, with TRL's contract.
 
@@ -231,7 +235,7 @@ class RewardFn(Protocol):
     and which raises ValueError.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Rewards | Awaitable[Rewards]: ...
 
 
 EnvironmentFactory = Callable[[], object]

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_jax.messages import show
 from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
 """Characters of a number at most; what is longer is no answer, and would be slow to read."""
@@ -54,7 +55,7 @@ _NUMBER = re.compile(
 )
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
-# What a final answer is announced by. `####` also begins a heading: it counts before a number, "#### 2. Add" does not.
+# Marks of a final answer. `####` also begins a heading: it counts before a number, "#### 2. Add" does not.
 _MARK = re.compile(
     r"####[^\w\n.\-]{0,6}(?=[-.\d$€£¥₹])(?!\d+[.):][ \t]+[a-z*])(?P<line>[^\n]*)"
     r"|<answer>(?P<tag>(?:(?!<answer>).)*?)</answer>",
@@ -80,7 +81,7 @@ _CHAIN = re.compile(
     re.IGNORECASE,
 )
 
-# What makes of a number behind a mark more than an amount: a sum, a product, a relation, a list, a variable.
+# Behind a number, signs that it is more than an amount: a sum, a product, a relation, a list, a variable.
 _GOES_ON = re.compile(
     r"\s*(?:\\?%|°)?\s*(?:[-+±*×·<>≤≥]\s*[-\\$({]*\s*(?:\d|[√π∞]|[a-z](?!\s?[a-z]))"
     r"|/\s*\(?(?:\d|[√π]|[nxyz](?![a-z]))|:\s?\d"
@@ -88,7 +89,7 @@ _GOES_ON = re.compile(
     r"|(?<=\d)[abeinqr](?![a-z])|[xyz](?![a-z]))",
     re.IGNORECASE,
 )
-# What may stand beside the number of a truth: words, units, a name for it. And what may not, when these are gone.
+# Harmless beside the number of a truth: words, units, a name for it. Of what is left, `_FORMULA` is not.
 _HARMLESS = re.compile(
     r"\\(?:text\w*|[mh]box|math(?:rm|bf|it)|rm|bf|left|right|q?quad|angle|displaystyle)(?![a-z])|\\[,;:! ]"
     r"|(?<=[a-z}])\s?\^\s?\{?-?\d\}?|\b[ckm]?m[23]\b|(?:^|=)\s*\+$",
@@ -103,9 +104,9 @@ _SIGNS = {
 _PART = r"(?:\{\s*([-+]?\s*(?:\d[\d,]{0,60}(?:\.\d{1,60})?|\.\d{1,60}))\s*\}|(\d))"
 _FRACTION = re.compile(rf"(-?)\\[dtc]?frac\s*{_PART}\s*{_PART}")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-# What is written in many ways, and how it is read below. Most texts have none of it.
+# Signs of a spelling that is brought to one form below. Most texts have none of them.
 _SPELLED = re.compile("[\\\\^_√\u2010-\u2013\u2212\u00bc-\u00be\u2150-\u215e]|\\{,\\}|[=({][ \t]?-[ \t]")
-_SPELLINGS: tuple[tuple[re.Pattern[str], Any], ...] = (
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile("[\u2010\u2011\u2012\u2013\u2212]"), "-"),
     (re.compile(r"(?<=\d)(?:\{,\}(?:\\!)?|,?\\!|\\[,;:]\s?)(?=\d{3})"), ","),
     (re.compile(r"\\([$%])"), r"\1"),
@@ -177,7 +178,7 @@ def sole_number(text: str) -> Fraction | None:
     return _value(number)
 
 
-def number_reward(column: str = "answer") -> Callable[..., Any]:
+def number_reward(column: str = "answer") -> RewardFn:
     """Score 1 where the number that a completion ends in is that of a column of the dataset, else 0.
 
     The completion is read by `final_number`, the column by `sole_number`: it may hold a number, its text, or a whole
@@ -216,13 +217,13 @@ class _NumberReward:
         """The column hides behind `**columns`."""
         return {self.column: True}
 
-    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
         return [
             None if truth is None else float(final_number(completion_text(completion)) == self._truth(truth))
             for completion, truth in zip(completions, columns[self.column], strict=True)
         ]
 
-    def check_rows(self, rows: Sequence[Mapping[str, Any]], *, argument: str = "the dataset") -> None:
+    def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if there are rows that this function cannot judge."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and sole_number(str(truth)) is None]
@@ -236,19 +237,19 @@ class _NumberReward:
                 f" {_JUDGES}"
             )
 
-    def _truth(self, value: Any) -> Fraction:
+    def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
             raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
         return truth
 
 
-# Of the same row for each completion of a group.
+# A group has one truth for all of its completions.
 _truth_of = functools.lru_cache(1024)(sole_number)
 
 
 def _answer(text: str) -> tuple[str | None, bool]:
-    """What a text marks or announces as its answer, None if nothing; and whether it is marked."""
+    """Return the answer that a text marks or announces, None if there is none; and whether it is marked."""
     marks = [(m.start(), m["line"] if m["tag"] is None else m["tag"]) for m in _MARK.finditer(text)]
     marks += _boxes(text)
     if marks:

@@ -23,7 +23,7 @@ import inspect
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from grpo_jax.rewards.contract import (
     select_inputs,
 )
 from grpo_jax.rewards.extras import NameTaken
+from grpo_jax.types import Json, Messages, RewardFn
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -76,14 +77,14 @@ def mean_of_scored(totals: np.ndarray) -> float:
 
 
 def compute_rewards(
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    reward_fns: RewardFn | Sequence[RewardFn],
     *,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
+    prompts: Sequence[str | Messages],
+    completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
     num_generations: int,
     columns: Mapping[str, Sequence[Any]] | None = None,
-    extras: Mapping[str, Any] | None = None,
+    extras: Json | None = None,
     on_error: str = "raise",
     loud_share: float = 0.1,
 ) -> tuple[np.ndarray, dict[str, float]]:
@@ -163,7 +164,7 @@ def compute_rewards(
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
-    """Return what `compute_rewards` says of rewards [B·G, K], but for faults and seconds."""
+    """Return the stats of `compute_rewards` for rewards [B·G, K], but for faults and seconds."""
     stats: dict[str, float] = {}
     for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
         scored = scores[~np.isnan(scores)]
@@ -175,10 +176,11 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def _call_all(
-    fns: Sequence[Callable[..., Any]], inputs: Mapping[str, Any], extras: Mapping[str, Any]
+    fns: Sequence[RewardFn], inputs: Mapping[str, Sequence[Any]], extras: Json
 ) -> tuple[list[Any], list[float]]:
-    """Call every function; return what each returned, or the exception it raised, and its seconds."""
-    outcomes, seconds = [], []
+    """Call every function; return the result of each, or its exception, and its seconds."""
+    outcomes: list[Any] = []
+    seconds: list[float] = []
     for fn in fns:
         started = time.perf_counter()
         try:
@@ -237,8 +239,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _explain(name: str, faults: Faults, inputs: Mapping[str, Any], num_generations: int) -> str:
-    """Return what went wrong first: the function, the fault, and the prompt and completion if it concerns one."""
+def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[Any]], num_generations: int) -> str:
+    """Describe the first fault: the function, the fault, and the prompt and completion if it concerns one."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
     if index is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,14 @@ from grpo_jax.rewards.contract import (
     select_inputs,
     split_inputs,
 )
-from grpo_jax.rewards.shipped import RewardFunction, completion_text
+from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.types import Json, Messages, RewardFn, Rewards, Row
+
+Judge = Callable[[str, Row], float | Awaitable[float | None] | None]
+"""Scores one completion, given its text and its row."""
 
 
-def from_row(fn: RewardFunction) -> RewardFunction:
+def from_row(fn: Judge) -> RewardFn:
     """Make a reward function of a function that looks at one completion and its row.
 
     Args:
@@ -52,20 +56,22 @@ def from_row(fn: RewardFunction) -> RewardFunction:
 class _FromRow:
     """The reward function that `from_row` returns."""
 
-    fn: RewardFunction
+    fn: Judge
 
     @property
     def __name__(self) -> str:
         return function_name(self.fn)
 
-    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
+    def __call__(
+        self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> Rewards | Awaitable[Rewards]:
         columns.pop("completion_ids", None)
         columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
         calls = list(zip(map(completion_text, completions), rows, strict=True))
         if is_async(self.fn):
             return self._judge_together(calls)
-        outcomes = []
+        outcomes: list[Any] = []
         for text, row in calls:
             try:
                 outcomes.append(self.fn(text, row))
@@ -73,19 +79,20 @@ class _FromRow:
                 outcomes.append(error)
         return _without_exceptions(outcomes)
 
-    async def _judge_together(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-        return _without_exceptions(await asyncio.gather(*(self.fn(*call) for call in calls), return_exceptions=True))
+    async def _judge_together(self, calls: Sequence[tuple[str, Row]]) -> list[Any]:
+        judged: list[Any] = [self.fn(text, row) for text, row in calls]
+        return _without_exceptions(await asyncio.gather(*judged, return_exceptions=True))
 
 
 def _without_exceptions(outcomes: Sequence[Any]) -> list[Any]:
     """Return outcomes if none of them is an exception; raise them together if any is."""
-    faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
     return list(outcomes)
 
 
-def weighted(fn: RewardFunction, weight: float) -> RewardFunction:
+def weighted(fn: RewardFn, weight: float) -> RewardFn:
     """Multiply the scores of a reward function: r = weight · fn.
 
     Not for the balance of whole functions, which is `reward_weights` in the config, but for parts of combined ones.
@@ -104,7 +111,7 @@ def weighted(fn: RewardFunction, weight: float) -> RewardFunction:
     return _Weighted(fn, float(weight))
 
 
-def clipped(fn: RewardFunction, low: float = -np.inf, high: float = np.inf) -> RewardFunction:
+def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
     """Bound the scores of a reward function: r = min(max(fn, low), high).
 
     An infinite score stays a fault: clipping would hide it.
@@ -125,9 +132,7 @@ def clipped(fn: RewardFunction, low: float = -np.inf, high: float = np.inf) -> R
     return _Clipped(fn, float(low), float(high))
 
 
-def gated(
-    gate: RewardFunction, fn: RewardFunction, *, threshold: float = 0.0, otherwise: float | None = 0.0
-) -> RewardFunction:
+def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
     """Score by a second function only where a first one passes: r = fn if gate > threshold, else otherwise.
 
     The second function is called with the completions that passed, and not at all if none did: a cheap check of the
@@ -154,14 +159,14 @@ def gated(
 class _Combinator:
     """A reward function made of others: it is called as `fn` is and asks for what they ask for."""
 
-    fn: RewardFunction
+    fn: RewardFn
 
     @property
     def __name__(self) -> str:
         return function_name(self.fn)
 
     @property
-    def parts(self) -> tuple[RewardFunction, ...]:
+    def parts(self) -> tuple[RewardFn, ...]:
         """The functions inside."""
         return (self.fn,)
 
@@ -174,7 +179,7 @@ class _Combinator:
                 arguments[name] = required or arguments.get(name, False)
         return arguments
 
-    def check_rows(self, rows: Sequence[Mapping[str, Any]], *, argument: str = "the dataset") -> None:
+    def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if a function inside cannot judge some rows."""
         check_rows(self.parts, rows, argument=argument)
 
@@ -185,7 +190,7 @@ class _Weighted(_Combinator):
 
     weight: float
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
         return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.weight * values, faults))
 
 
@@ -196,7 +201,7 @@ class _Clipped(_Combinator):
     low: float
     high: float
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
         return _scores_then(
             self.fn, inputs, lambda values, faults: give_scores(np.clip(values, self.low, self.high), faults)
         )
@@ -206,16 +211,16 @@ class _Clipped(_Combinator):
 class _Gated(_Combinator):
     """The reward function that `gated` returns."""
 
-    gate: RewardFunction
+    gate: RewardFn
     threshold: float
     otherwise: float | None
 
     @property
-    def parts(self) -> tuple[RewardFunction, ...]:
+    def parts(self) -> tuple[RewardFn, ...]:
         return (self.gate, self.fn)
 
-    def __call__(self, **inputs: Any) -> Any:
-        def second(gate_values: np.ndarray, gate_faults: Faults) -> Any:
+    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
+        def second(gate_values: np.ndarray, gate_faults: Faults) -> Rewards | Awaitable[Rewards]:
             otherwise = np.nan if self.otherwise is None else self.otherwise
             scores = np.where(np.isnan(gate_values), np.nan, otherwise)
             passed = np.flatnonzero(gate_values > self.threshold)
@@ -224,19 +229,22 @@ class _Gated(_Combinator):
 
             def fill(values: np.ndarray, faults: Faults) -> list[float | None]:
                 scores[passed] = values
-                return give_scores(scores, gate_faults | {int(passed[index]): fault for index, fault in faults.items()})
+                own = {None if index is None else int(passed[index]): fault for index, fault in faults.items()}
+                return give_scores(scores, {**gate_faults, **own})
 
             lists, extras = split_inputs(inputs)
-            some = {name: [values[index] for index in passed] for name, values in lists.items()}
+            some = {name: [values[index] for index in passed.tolist()] for name, values in lists.items()}
             return _scores_then(self.fn, some | extras, fill)
 
         return _scores_then(self.gate, inputs, second)
 
 
-def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[np.ndarray, Faults], Any]) -> Any:
+def _scores_then(
+    fn: RewardFn, inputs: Json, use: Callable[[np.ndarray, Faults], Rewards | Awaitable[Rewards]]
+) -> Rewards | Awaitable[Rewards]:
     """Call a function, read its scores strictly, and use them: now, or in a coroutine if the function is async."""
 
-    def finish(outcome: Any) -> Any:
+    def finish(outcome: object) -> Rewards | Awaitable[Rewards]:
         values, faults = read_outcome(outcome, len(inputs["completions"]))
         if None in faults:
             fault = faults[None]
@@ -244,7 +252,8 @@ def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[n
             raise RewardError(f"{function_name(fn)!r} {describe_fault(fault)}") from cause
         return use(values, faults)
 
-    async def later(awaitable: Awaitable[Any]) -> Any:
+    async def later(awaitable: Awaitable[Rewards]) -> Rewards:
+        outcome: object
         try:
             outcome = await awaitable
         except PartialRewards as partial:
@@ -252,8 +261,10 @@ def _scores_then(fn: RewardFunction, inputs: Mapping[str, Any], use: Callable[[n
         result = finish(outcome)
         return await result if inspect.isawaitable(result) else result
 
+    lists, extras = split_inputs(inputs)
+    outcome: object
     try:
-        outcome = fn(**select_inputs(fn, *split_inputs(inputs)))
+        outcome = fn(**select_inputs(fn, lists, extras))
     except PartialRewards as partial:
         outcome = partial
     return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.messages import nearest, raise_all, show
+from grpo_jax.messages import nearest, problems_of, raise_all, show
+from grpo_jax.types import Json, RewardFn, Rewards, Row
 
 SAMPLED = ("prompts", "completions", "completion_ids")
 
 
 EXTRAS = ("trainer_state", "log_metric", "log_extra")
-"""What TRL gives besides lists; functions that name them get them from `extras.Extras.given`."""
+"""Arguments besides lists, as in TRL; functions that name them get them from `extras.Extras.given`."""
 
 
 ON_ERROR = ("raise", "none")
@@ -33,20 +34,24 @@ class RewardError(ValueError):
     """A reward function failed, or returned something that is no list of rewards."""
 
 
+Faults = dict[int | None, BaseException | str]
+"""A fault by the index of its completion; under None one that concerns all of them."""
+
+
 class PartialRewards(RewardError):
     """Some completions could not be scored: the scores of the others, and what happened to each of these.
 
     Attributes:
       values: one float or None per completion.
-      faults: what went wrong, by the index of the completion; under None what concerns all of them.
+      faults: as `Faults`.
     """
 
-    def __init__(self, values: Sequence[float | None], faults: Mapping[Any, BaseException | str]):
+    def __init__(self, values: Rewards, faults: Faults):
         index, fault = next(iter(faults.items()))
         which = "all" if index is None else f"{len(faults)} of {len(values)}; completion {index}"
         super().__init__(f"completions without a score because of a fault: {which} {describe_fault(fault)}")
         self.values = list(values)
-        self.faults = dict(faults)
+        self.faults = faults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,7 @@ class TrainerState:
     epoch: float = 0.0
 
 
-def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[str]:
+def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
     """Return one name for each reward function, distinct, fit to be the key of a metric.
 
     Args:
@@ -86,12 +91,12 @@ def reward_names(reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) 
 
 
 def check_reward_fns(
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    reward_fns: RewardFn | Sequence[RewardFn],
     columns: Iterable[str] | None,
     *,
     extras: Iterable[str] = (),
     argument: str = "the dataset",
-    rows: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[Row] = (),
 ) -> None:
     """Raise if a reward function needs an argument that nobody gives, or says that it cannot judge some rows.
 
@@ -130,10 +135,7 @@ def check_reward_fns(
 
 
 def check_rows(
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    argument: str = "the dataset",
+    reward_fns: RewardFn | Sequence[RewardFn], rows: Sequence[Row], *, argument: str = "the dataset"
 ) -> None:
     """Raise if a reward function says that there are rows it cannot judge.
 
@@ -155,36 +157,34 @@ def check_rows(
             if check is not None:
                 check(rows, argument=argument)
         except ValueError as error:
-            problems += str(error).split("\n  ")[1:] or [str(error)]
+            problems += problems_of(error)
     if len(problems) == 1:
         raise ValueError(problems[0])
     raise_all("reward_fns", problems)
 
 
-def _signature_problems(
-    fn: Callable[..., Any], name: str, columns: list[str], extras: list[str], argument: str
-) -> Iterator[str]:
+def _signature_problems(fn: RewardFn, name: str, columns: list[str], extras: list[str], argument: str) -> Iterator[str]:
     """Yield what keeps a function from being called."""
-    given = [*SAMPLED, *columns, *extras]
+    known = [*SAMPLED, *columns, *extras]
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
         yield f"reward function {name!r} has positional-only arguments: they are given by keyword"
         return
-    unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in given]
+    unknown = [wanted for wanted, required in arguments_of(fn).items() if required and wanted not in known]
     for wanted in unknown:
-        near = nearest(wanted, given)
+        near = nearest(wanted, known)
         yield (
             f"reward function {name!r} needs the argument {wanted!r}, which is no column of {argument} "
             f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
             + (f"; did you mean {near!r}?" if near else "")
         )
-    if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*given}:
+    if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*known}:
         yield (
             f"reward function {name!r} takes nothing that it could be given "
-            f"({', '.join(given)}): if it makes a reward function, call it first: {name}(...)"
+            f"({', '.join(known)}): if it makes a reward function, call it first: {name}(...)"
         )
 
 
-def as_list(reward_fns: Any) -> list[Callable[..., Any]]:
+def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
     """Return one or several reward functions as a list, all of them callable."""
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
     for fn in fns:
@@ -270,7 +270,9 @@ def own_copy(value: Any) -> Any:
     return copy.deepcopy(value) if changeable else value
 
 
-def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> dict:
+def select_inputs(
+    fn: Callable[..., Any], inputs: Mapping[str, Sequence[Any]], extras: Json | None = None
+) -> dict[str, Any]:
     """Return the keywords to call a function with: `own_copy` of each, which the next function never sees."""
     named = arguments_of(fn)
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
@@ -283,17 +285,13 @@ def select_inputs(fn: Callable[..., Any], inputs: Mapping[str, Any], extras: Map
     return chosen | {name: value for name, value in (extras or {}).items() if name in named}
 
 
-def split_inputs(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_inputs(inputs: Json) -> tuple[dict[str, list[Any] | tuple[Any, ...]], dict[str, Any]]:
     """Part what has one entry per completion, which comes as a list, from the extras, which come as they are."""
     lists = {name: values for name, values in inputs.items() if isinstance(values, (list, tuple))}
     return lists, {name: value for name, value in inputs.items() if name not in lists}
 
 
-Faults = dict[int | None, BaseException | str]
-"""What went wrong, by the index of the completion; under None what concerns all of them."""
-
-
-def read_outcome(outcome: Any, count: int) -> tuple[np.ndarray, Faults]:
+def read_outcome(outcome: object, count: int) -> tuple[np.ndarray, Faults]:
     """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it."""
     if isinstance(outcome, PartialRewards):
         values, faults = read_outcome(outcome.values, count)

@@ -1,4 +1,4 @@
-"""What reward functions log beside their rewards: metrics of the step and columns of `completions.jsonl`."""
+"""Metrics of the step and columns of `completions.jsonl` that reward functions log beside their rewards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_metrics(logged: Iterable[str], own: Iterable[str]) -> None:
 
 
 class Extras:
-    """What reward functions are given besides lists, and what they leave there; one for each batch.
+    """The arguments of reward functions besides lists, and what functions log by them; one for each batch.
 
     Example:
       >>> from grpo_jax.rewards.calls import means_of

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-RewardFunction = Callable[..., Any]
+from grpo_jax.types import Messages, RewardFn
 
 
-def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+def completion_text(completion: str | Messages) -> str:
     """Return the text of a completion, which is text already or a list of messages.
 
     Example:
@@ -28,7 +28,7 @@ def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join(message.get("content") or "" for message in completion)
 
 
-def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFunction:
+def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
     """Score 1 where the answer in the completion is the one in a column of the dataset, else 0.
 
     Both are compared as text without surrounding white space. A row whose column is None has no truth to compare with,
@@ -64,7 +64,7 @@ class _Accuracy:
         """The column hides behind `**columns`."""
         return {self.column: True}
 
-    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
         return [
             None if truth is None else float(self._answer(completion_text(completion)) == str(truth).strip())
             for completion, truth in zip(completions, columns[self.column], strict=True)
@@ -82,7 +82,7 @@ class _Accuracy:
         return None if answer is None else answer.strip()
 
 
-def format_reward(pattern: str) -> RewardFunction:
+def format_reward(pattern: str) -> RewardFn:
     """Score 1 where the whole completion matches a regular expression, else 0.
 
     Args:
@@ -106,7 +106,7 @@ class _Format:
     pattern: re.Pattern[str]
     __name__ = "format"
 
-    def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float]:
+    def __call__(self, *, completions: Sequence[str | Messages], **_: Any) -> list[float]:
         return [float(self.pattern.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
@@ -118,7 +118,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
         raise ValueError(f"{argument} is {pattern!r}, which is no regular expression: {error}") from error
 
 
-def tag_reward(*tags: str) -> RewardFunction:
+def tag_reward(*tags: str) -> RewardFn:
     """Score the share of the marks `<tag>` and `</tag>` that stand exactly once in the completion.
 
     A graded companion of `format_reward`, for a policy that finds the whole format too seldom to learn from it; order
@@ -146,13 +146,13 @@ class _Tags:
     tags: tuple[str, ...]
     __name__ = "tags"
 
-    def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float]:
+    def __call__(self, *, completions: Sequence[str | Messages], **_: Any) -> list[float]:
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         texts = map(completion_text, completions)
         return [sum(text.count(mark) == 1 for mark in marks) / len(marks) for text in texts]
 
 
-def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Punish completions that come near the longest length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
     Args:
@@ -195,7 +195,7 @@ class _SoftOverlong:
         return [max(-tokens / max(self.cache, 1), -1.0) if tokens > 0 else 0.0 for tokens in over]
 
 
-def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
     """Punish repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
 
     Args:

@@ -51,6 +51,7 @@ from grpo_jax.rewards.processes import (
     refuse_in_worker,
     setup_of,
 )
+from grpo_jax.types import Row
 
 CALLED_BY_TRAINER = ("reset", "respond", "get_reward")
 """Methods that an environment may have, and that are no tools."""
@@ -198,7 +199,7 @@ class _IsolatedFunction:
             return np.full(count, np.nan), {None: fault_of(reply, self._limits)}
         return read_outcome(outcome, count)
 
-    def check_rows(self, rows: Sequence[Mapping[str, Any]], *, argument: str = "the dataset") -> None:
+    def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if the function inside cannot judge some rows; no worker is asked."""
         check_rows(self.fn, rows, argument=argument)
 

@@ -138,7 +138,7 @@ def evaluate(
         given |= {"most_calls": max_tool_calling_iterations, "seconds": environment_timeout}
         own = (policy.tokenizer, policy.eos_token_ids, all_rows)
         interaction = make_interaction(*own, **given, on_error=on_environment_error)
-        reward_fns = with_environments(reward_fns, interaction)
+        reward_fns = with_environments(as_list(reward_fns), interaction)
         kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
         data = encode_rows(interaction, all_rows, policy.tokenizer, **kwargs)
     check_sampler(sampler, interaction)

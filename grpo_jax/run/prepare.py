@@ -91,7 +91,7 @@ def prepare(
         every = [row for some in rows.values() for row in some or ()]
         interaction = faults.of(_interaction, policy, config, every, tools, environment_factory, sampler)
     if fns is not None:
-        fns = list(with_environments(fns, interaction))
+        fns = with_environments(fns, interaction)
         faults.of(_check_no_environments, fns, config)
         read: dict[str, Any] = {name: some for name, some in rows.items() if some} or {"dataset": None}
         for name, some in read.items():

@@ -167,5 +167,11 @@ def _encoded(interaction: Interaction, row: Row, opened: Row, token_ids: Sequenc
     """The tokens of a row's prompt, encoded anew if an environment has added to it."""
     if opened is row:
         return token_ids
-    how = {"chat_template_kwargs": interaction.template_kwargs, "argument": "with what reset returned,"}
-    return encode_rows(interaction, [opened], interaction.tokenizer, **how).token_ids[0]
+    encoded = encode_rows(
+        interaction,
+        [opened],
+        interaction.tokenizer,
+        chat_template_kwargs=interaction.template_kwargs,
+        argument="with what reset returned,",
+    )
+    return encoded.token_ids[0]

@@ -1,4 +1,4 @@
-"""Completions as text: what reward functions see."""
+"""Completions as text, for reward functions and environments."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Messages, Row
+from grpo_jax.types import Messages, Row, Tokenizer
+
+Array = jax.Array | np.ndarray
 
 CONTEXT = 8
 """Tokens of a prompt after which its completion is decoded; no character has as many."""
 
 
 def reward_inputs(
-    tokenizer: Any, rows: Sequence[Row], tokens: Any, mask: Any, *, prompt_ids: Sequence[Sequence[int]] | None = None
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    tokens: Array,
+    mask: Array,
+    *,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Return what reward functions are given for a batch of completions, as keywords of `rewards.compute_rewards`.
+    """Return the inputs of reward functions for a batch of completions, as keywords of `rewards.compute_rewards`.
 
     Args:
       tokenizer: decodes the completions.
@@ -43,7 +51,7 @@ def reward_inputs(
     }
 
 
-def completion_token_ids(tokens: Any, mask: Any) -> list[list[int]]:
+def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
     """Return the unpadded token ids of each completion, in prompt-major order.
 
     Args:
@@ -65,9 +73,9 @@ def completion_token_ids(tokens: Any, mask: Any) -> list[list[int]]:
 
 
 def decode_completions(
-    tokenizer: Any,
-    tokens: Any,
-    mask: Any,
+    tokenizer: Tokenizer,
+    tokens: Array,
+    mask: Array,
     *,
     prompts: Sequence[str | Messages] | None = None,
     prompt_ids: Sequence[Sequence[int]] | None = None,
@@ -99,15 +107,15 @@ def decode_completions(
 
 
 class Before(NamedTuple):
-    """What a completion continues: the last tokens before it and their text, and what its message begins with."""
+    """The text before a completion: its last tokens and their text, and the prefill of the completion's message."""
 
     tokens: list[int]
     text: str
     prefill: str
 
 
-def before_of(tokenizer: Any, prompt: str | Messages, ids: Sequence[int]) -> Before:
-    """Return what the completions of a prompt with these tokens continue; of a message of its own, nothing."""
+def before_of(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> Before:
+    """Return the text that the completions of a prompt with these tokens continue; none if they begin a message."""
     own = _prefill(prompt)
     last, text = list[int](), ""
     if isinstance(prompt, str) or own:
@@ -121,7 +129,7 @@ def before_of(tokenizer: Any, prompt: str | Messages, ids: Sequence[int]) -> Bef
 
 
 def continuation(before: str, both: str) -> str:
-    """Return what the text of some tokens adds to that of the first of them.
+    """Return `both` without the beginning that it shares with `before`.
 
     Example:
       >>> continuation("upon a", "upon a time"), continuation("caf\ufffd", "café!")  # half a character is completed
@@ -138,11 +146,15 @@ class Texts:
 
     short = 64
 
-    def __init__(self, tokenizer: Any):
-        decode = lambda ids, skip: tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
-        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def __init__(self, tokenizer: Tokenizer):
+        def decode(ids: bytes, skip: bool) -> str:
+            return tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
+
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
         self._decode, self._encode = decode, encode
-        self._decode_short, self._encode_short = (functools.lru_cache(4096)(x) for x in (decode, encode))
+        self._decode_short, self._encode_short = functools.lru_cache(4096)(decode), functools.lru_cache(4096)(encode)
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """The text of tokens."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.types import Messages, Prompts, Row
+from grpo_jax.types import Json, Message, Messages, Prompts, Row, Tokenizer
 
 ON_LONG_PROMPT = ("error", "drop")
 
@@ -102,11 +102,12 @@ class EncodedPrompts:
 
 def encode_prompts(
     rows: Sequence[Row],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     max_prompt_length: int | None = None,
     on_long_prompt: str = "error",
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Json | None = None,
+    tools: Sequence[list[Json] | None] | None = None,
     argument: str = "dataset",
 ) -> EncodedPrompts:
     """Tokenize the prompt of every row; a prompt that is too long is an error or is left out, never cut.
@@ -121,6 +122,7 @@ def encode_prompts(
       max_prompt_length: in tokens; None for no bound.
       on_long_prompt: "error", or "drop" to leave the row out and name it in `dropped`.
       chat_template_kwargs: further keywords for the chat template, `{"enable_thinking": False}` for instance.
+      tools: the schemas that the template shows with each row's prompt; None: with none.
       argument: what the caller calls the dataset, for the messages.
 
     Returns:
@@ -137,7 +139,7 @@ def encode_prompts(
     """
     if on_long_prompt not in ON_LONG_PROMPT:
         raise ValueError(f"on_long_prompt is {on_long_prompt!r}: choose one of {', '.join(map(repr, ON_LONG_PROMPT))}")
-    template_kwargs = dict(chat_template_kwargs or {})
+    template_kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
     for name in _OWN_TEMPLATE_KWARGS:
         if name in template_kwargs:
             raise ValueError(f"chat_template_kwargs has {name!r}, which encode_prompts sets itself: take it out")
@@ -145,11 +147,12 @@ def encode_prompts(
     if all(isinstance(prompt, str) for prompt in prompts):
         token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
     else:
+        shown = [template_kwargs | ({"tools": own} if own else {}) for own in tools or [None] * len(prompts)]
         token_ids = [
-            _encode_messages(prompt, tokenizer, template_kwargs, where=f"{argument} row {index}")
-            for index, prompt in enumerate(prompts)
+            _encode_messages(prompt, tokenizer, kwargs, where=f"{argument} row {index}")
+            for index, (prompt, kwargs) in enumerate(zip(prompts, shown, strict=True))
         ]
-        _check_shown(prompts, tokenizer, template_kwargs, argument)
+        _check_shown(prompts, tokenizer, shown, argument)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
@@ -171,7 +174,7 @@ def encode_prompts(
     )
 
 
-def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], *, where: str) -> list[int]:
+def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, where: str) -> list[int]:
     """Return the token ids of one conversation, open for the assistant to speak."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
         raise ValueError(
@@ -179,8 +182,7 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
     try:
-        # return_dict=False: transformers 5 would return a dict of ids and attention mask.
-        return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True, return_dict=False)
+        return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True)
     except ImportError:  # jinja2 is missing, and the message says so
         raise
     except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
@@ -190,15 +192,22 @@ def _encode_messages(prompt: Messages, tokenizer: Any, template_kwargs: dict[str
         ) from error
 
 
-def _apply_template(prompt: Messages, tokenizer: Any, template_kwargs: dict[str, Any], **output: bool) -> Any:
+def _apply_template(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool) -> Any:
     """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
     prefilled = prompt[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
-        list(prompt), add_generation_prompt=not prefilled, continue_final_message=prefilled, **output, **template_kwargs
+        list(prompt),
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+        tokenize=tokenize,
+        return_dict=False,  # transformers 5 would return a dict of ids and attention mask
+        **template_kwargs,
     )
 
 
-def _check_shown(prompts: Sequence[Messages], tokenizer: Any, template_kwargs: dict[str, Any], argument: str) -> None:
+def _check_shown(
+    prompts: Sequence[Messages], tokenizer: Tokenizer, template_kwargs: Sequence[Json], argument: str
+) -> None:
     """Raise if the template leaves out a message: one conversation of each order of roles is rendered with marks in it.
 
     Marks, since of the contents themselves a template may take something out on purpose: white space, earlier thoughts.
@@ -211,7 +220,8 @@ def _check_shown(prompts: Sequence[Messages], tokenizer: Any, template_kwargs: d
             continue
         seen.add(kind)
         try:
-            text = _apply_template([message for message, _ in marked], tokenizer, template_kwargs, tokenize=False)
+            messages = [message for message, _ in marked]
+            text = _apply_template(messages, tokenizer, template_kwargs[index], tokenize=False)
         except Exception:  # one that looks into the contents, which the marks have replaced
             continue
         for place, (message, mark) in enumerate(marked):
@@ -224,8 +234,8 @@ def _check_shown(prompts: Sequence[Messages], tokenizer: Any, template_kwargs: d
                 )
 
 
-def _marked(message: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], str]:
-    """Return a message whose content is a mark, and the mark; as it is, and "", if nothing would be missed of it."""
+def _marked(message: Message, mark: str) -> tuple[Message, str]:
+    """Return a message whose content is a mark, and the mark; as it is, and "", if it has no content to be shown."""
     content = message["content"]
     if message.get("tool_calls") or not content or (isinstance(content, str) and not content.strip()):
         return dict(message), ""

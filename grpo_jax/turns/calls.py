@@ -1,4 +1,4 @@
-"""Tool calls: what a turn of the policy says, how a format of calls is described, and JSON from anybody."""
+"""Tool calls: a turn of the policy as it is read, the description of a form of calls, and JSON from anybody."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from grpo_jax.messages import show
+from grpo_jax.types import Json, Message
 
 _MOST_LEVELS = 100
 
@@ -28,7 +29,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """What a turn of the policy says.
+    """A turn of the policy, read.
 
     Attributes:
       content: its text without the calls that were read and without special tokens; thinking stays, and so does what
@@ -45,9 +46,7 @@ class Parsed:
 class Parse(Protocol):
     """Reads a turn: see `Format.parse`."""
 
-    def __call__(
-        self, text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
-    ) -> Parsed: ...
+    def __call__(self, text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +100,16 @@ def read_json(text: str) -> Any:
     return value
 
 
-def _no_number(name: str) -> Any:
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number that can be given to a tool")
 
 
 def _finite(digits: str) -> float:
-    return float(digits) if math.isfinite(float(digits)) else _no_number(show(digits).strip("'"))
+    number = float(digits)
+    return number if math.isfinite(number) else _no_number(show(digits).strip("'"))
 
 
-def _check_levels(value: Any) -> None:
+def _check_levels(value: object) -> None:
     """Raise if lists and dicts are nested too deeply for whoever walks through them."""
     level = [value]
     for _ in range(_MOST_LEVELS):
@@ -139,11 +139,11 @@ def call_of(text: str) -> ToolCall:
 
 
 def problem_of(reason: str, form: str) -> str:
-    """Return what the policy is told of a call that could not be read; `form` is how calls are written."""
+    """Return the message to the policy about a call that could not be read; `form` is how calls are written."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
-def assistant_message(parsed: Parsed) -> dict[str, Any]:
+def assistant_message(parsed: Parsed) -> Message:
     """Return a turn as a message, in the form of chat templates and of TRL.
 
     Example:
@@ -152,7 +152,7 @@ def assistant_message(parsed: Parsed) -> dict[str, Any]:
       >>> assistant_message(Parsed("It is 2."))
       {'role': 'assistant', 'content': 'It is 2.'}
     """
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls
@@ -160,8 +160,8 @@ def assistant_message(parsed: Parsed) -> dict[str, Any]:
     return message
 
 
-def tool_message(name: str, text: str) -> dict[str, Any]:
-    """Return what a tool said as a message.
+def tool_message(name: str, text: str) -> Message:
+    """Return a tool's text as a message.
 
     Example:
       >>> tool_message("add", "2")

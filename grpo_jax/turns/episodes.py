@@ -1,4 +1,4 @@
-"""Episodes: what goes on between the turns of each completion of a rollout, in its environment and with its tools.
+"""Episodes: between the turns of each completion of a rollout its environment and its tools answer the policy.
 
 ```
 the policy's turn (ids) ──► text ──► calls of tools, or respond(text) ──► messages, or text ──► ids of the observation
@@ -27,13 +27,12 @@ from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.turns.calling import call_within
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.turns.interaction import Interaction, schemas_of
 from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
-from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, reset_arguments
-from grpo_jax.types import Prompts, Row
+from grpo_jax.turns.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
+from grpo_jax.types import Messages, Prompts, Row
 
 WORKERS = 64
 """Calls at a time, at most."""
@@ -48,7 +47,7 @@ class EnvironmentFault(RuntimeError):
 
 @dataclasses.dataclass
 class EpisodeCounts:
-    """What happened in one episode.
+    """Counts of one episode's events.
 
     Attributes:
       turns: of the policy.
@@ -67,33 +66,33 @@ class EpisodeCounts:
 
 
 class Played(NamedTuple):
-    """What is kept of an episode that is over; JSON has a form for all of it.
+    """The record of an episode that is over; JSON has a form for all of it.
 
     Attributes:
-      turns: what was said, as (whether the policy said it, text).
+      turns: (True if the policy wrote it, text) of each turn and observation.
       messages: the same as messages, of a conversation.
-      reward: what `get_reward` returned, as a Python number; None for "not scored".
-      counts: what happened.
+      reward: that of `get_reward`, as a Python number; None for "not scored".
+      counts: of its events.
     """
 
     turns: list[tuple[bool, str]]
-    messages: list[dict[str, Any]]
+    messages: Messages
     reward: float | str | None
     counts: EpisodeCounts
 
     def to_json(self) -> list[Any]:
-        """As lists and dicts."""
+        """Return it as lists and dicts."""
         return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts)]
 
     @classmethod
     def from_json(cls, kept: Sequence[Any]) -> Played:
-        """What `to_json` gave."""
+        """Return the record that `to_json` has written."""
         turns, messages, reward, counts = kept
         return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts))
 
 
 def _plain_number(value: Any) -> float | str | None:
-    """A number as Python's, whoever made it; None as None; anything else as a text that shows it, no number either."""
+    """Return a number as Python's, whoever made it; None as None; anything else as a text that shows it."""
     try:
         return None if value is None else show(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -101,17 +100,17 @@ def _plain_number(value: Any) -> float | str | None:
 
 
 class Episode:
-    """One completion, its environment and what was said.
+    """One completion with its environment, and all that both have said.
 
     Attributes:
       where: how messages name it.
       environment: an object of the user's, or None.
       opening: what `reset` adds to the prompt, "" for nothing.
-      turns: what was said so far, as (whether the policy said it, text).
+      turns: (True if the policy wrote it, text) of each turn and observation so far.
       messages: the same as messages, of a conversation.
-      counts: what happened.
-      over: whether an error has ended it.
-      before: what the next turn continues.
+      counts: of its events.
+      over: True once an error has ended it.
+      before: the text that the next turn continues.
     """
 
     def __init__(self, interaction: Interaction, row: Row, where: str, texts: Texts):
@@ -121,7 +120,7 @@ class Episode:
         self.tools: Mapping[str, Tool] = dict(interaction.tools)
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
-        self.messages: list[dict[str, Any]] = []
+        self.messages: Messages = []
         self.counts, self.over, self._lost = EpisodeCounts(), False, False
         self.before = Before([], "", "")
 
@@ -135,12 +134,12 @@ class Episode:
             return
         self.tools = {**self._interaction.tools, **environment_tools(self.environment)}
         if hasattr(self.environment, "reset"):
-            given = reset_arguments(self.environment.reset, row)
-            _, opening = self._guarded("reset", self.environment.reset, **own_copy(given))
+            columns = own_copy(reset_arguments(self.environment.reset, row))
+            _, opening = self._guarded("reset", self.environment.reset, **columns)
             self.opening = "" if opening is None else as_text(opening)
 
     def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
-        """The observation after a turn; None where there is nothing more to say."""
+        """Return the observation after a turn; None where the completion is over."""
         parsed = self.note(ids)
         if self.over:
             return None
@@ -148,7 +147,7 @@ class Episode:
             if self._interaction.most_calls is not None and self.counts.turns > self._interaction.most_calls:
                 self.counts.clipped = 1
                 return None
-            said: Any = self._call(parsed)
+            said: str | Messages | None = self._call(parsed)
             if self.over:
                 return None
         else:
@@ -163,7 +162,7 @@ class Episode:
         return tokens
 
     def note(self, ids: np.ndarray) -> Parsed:
-        """Take note of a turn, and return what it says; of a last one that had no room to end, this is all."""
+        """Take note of a turn, and return it parsed; for a last turn, which had no room to end, this is all."""
         self.counts.turns += 1
         text, parsed = self._read(ids)
         self._follow(ids)
@@ -173,22 +172,23 @@ class Episode:
         return parsed
 
     def reward(self) -> float | None:
-        """What the environment says the completion was worth; None for "not scored"."""
-        get = getattr(self.environment, "get_reward", None)
-        return None if get is None or self._lost else self._guarded("get_reward", get)[1]
+        """Ask the environment for the completion's reward; None for "not scored"."""
+        if self._lost or not hasattr(self.environment, "get_reward"):
+            return None
+        return self._guarded("get_reward", self.environment.get_reward)[1]
 
     def _follow(self, ids: Iterable[int]) -> None:
         """Take note of tokens that stand before the next turn, of the last of them; a message is decoded alone."""
         self.before = Before([] if self._talks else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        """The text of a turn, decoded behind what it continues."""
+        """Return the text of a turn, decoded behind the text that it continues."""
         decode, before = self._texts.decode, np.array(self.before.tokens, np.int32)
         texts = [decode(x, skip_special_tokens=skip_special_tokens) for x in (before, np.append(before, ids))]
         return self.before.prefill + continuation(*texts)
 
     def _read(self, ids: np.ndarray) -> tuple[str, Parsed]:
-        """The text of a turn, and what it says."""
+        """Return the text of a turn, and the turn parsed."""
         form, text = self._interaction.format, self._text(ids)
         if form is None or not self._talks or not self.tools:
             return text, Parsed(text, (), ())
@@ -196,44 +196,46 @@ class Episode:
         schemas = {name: tool.schema for name, tool in self.tools.items()}
         return text, form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
 
-    def _call(self, parsed: Parsed) -> list[dict[str, Any]]:
-        """What the called tools say, as messages; of one that could not be called, why."""
+    def _call(self, parsed: Parsed) -> Messages:
+        """Call the tools, and return their results as messages; of one that could not be called, why."""
         said = []
         for call in parsed.calls:
             self.counts.calls += 1
             said.append(tool_message(call.name, self._result(call)))
         for problem in parsed.problems:
-            self.counts.calls, self.counts.failures = self.counts.calls + 1, self.counts.failures + 1
-            said.append(tool_message("", f"Error: {problem}"))
+            self.counts.calls += 1
+            said.append(tool_message("", self._error(problem)))
         return said
 
     def _result(self, call: ToolCall) -> str:
-        """What a tool returned as text, or what went wrong."""
+        """Call one tool, and return its result as text, or the error."""
         tool = self.tools.get(call.name)
         if tool is None:
-            problem: Any = f"there is no tool {call.name!r}; there are {', '.join(self.tools)}"
-        else:
-            problem = bind_arguments(tool, call.arguments)
-            if not isinstance(problem, str):
-                begin = time.monotonic()
-                try:
-                    return as_text(call_within(self._interaction.seconds, tool.function, **problem))
-                except ProcessLost as lost:  # of an isolated environment, which is no more
-                    problem = lost
-                    self._fail(call.name, lost)
-                except (Exception, SystemExit) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                finally:
-                    self.counts.seconds += time.monotonic() - begin
+            return self._error(f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
+        arguments = bind_arguments(tool, call.arguments)
+        if isinstance(arguments, str):
+            return self._error(arguments)
+        begin = time.monotonic()
+        try:
+            return as_text(call_within(self._interaction.seconds, tool.function, **arguments))
+        except ProcessLost as lost:  # of an isolated environment, which is no more
+            self._fail(call.name, lost)
+            return self._error(str(lost))
+        except (Exception, SystemExit) as error:
+            return self._error(f"{type(error).__name__}: {error}")
+        finally:
+            self.counts.seconds += time.monotonic() - begin
+
+    def _error(self, problem: str) -> str:
+        """Count a failed call, and return the error for the policy."""
         self.counts.failures += 1
         return as_text(f"Error: {problem}")
 
-    def _respond(self, text: str) -> str | list[dict[str, Any]] | None:
-        """What an environment that speaks text says next."""
-        respond = getattr(self.environment, "respond", None)
-        if respond is None:
+    def _respond(self, text: str) -> str | Messages | None:
+        """Return the answer of an environment that speaks text; None at the end."""
+        if not hasattr(self.environment, "respond"):
             return None
-        done, said = self._guarded("respond", respond, text)
+        done, said = self._guarded("respond", self.environment.respond, text)
         if done and said is not None and not isinstance(said, str):
             fault = f"returned {show(said)}, a {type(said).__name__}; text is needed, or None at the end"
             self._fail("respond", fault)
@@ -243,8 +245,8 @@ class Episode:
         said = as_text(said, limit=len(said))  # half a character is none that a tokenizer takes
         return [{"role": "user", "content": said}] if self._talks else said
 
-    def _encode(self, said: str | list[dict[str, Any]], room: int, drawn: int) -> Sequence[int]:
-        """The tokens of an observation behind the EOS that was drawn; too many, where the text is far too long."""
+    def _encode(self, said: str | Messages, room: int, drawn: int) -> Sequence[int]:
+        """Return the tokens of an observation behind the EOS that was drawn; too many for a far too long text."""
         if sum(map(len, _texts(said))) > 1000 + LONGEST_TEXT * room:
             return range(room + 1)
         if isinstance(said, str):
@@ -259,7 +261,7 @@ class Episode:
         )
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[bool, Any]:
-        """Whether a call of the environment succeeded, and what it returned."""
+        """Call the environment; return whether it succeeded, and its result."""
         begin = time.monotonic()
         try:
             return True, call_within(self._interaction.seconds, function, *args, **keywords)
@@ -269,8 +271,8 @@ class Episode:
         finally:
             self.counts.seconds += time.monotonic() - begin
 
-    def _fail(self, what: str, fault: Any) -> None:
-        """An error of the environment: the end of the episode, or of the run."""
+    def _fail(self, what: str, fault: BaseException | str) -> None:
+        """Take note of an error of the environment: it ends the episode, or the run."""
         self.counts.errors, self.over = self.counts.errors + 1, True
         if isinstance(fault, ProcessLost):
             self._lost, fault = True, str(fault)
@@ -283,8 +285,8 @@ class Episode:
             ) from cause
 
 
-def _texts(said: str | list[dict[str, Any]]) -> list[str]:
-    """What was said, message by message."""
+def _texts(said: str | Messages) -> list[str]:
+    """Return an observation message by message."""
     return [said] if isinstance(said, str) else [message["content"] for message in said]
 
 
@@ -295,7 +297,7 @@ class Episodes:
     manager: its threads end with the block.
 
     Attributes:
-      own: the rows that this process plays.
+      own: range of the rows that this process plays.
       all: the B·G episodes, prompt-major; those of other rows have not begun.
     """
 
@@ -318,13 +320,13 @@ class Episodes:
         """Let all begin, and return the rows with what `reset` adds to their prompts.
 
         Raises:
-          ValueError: the completions of one prompt were told different things: they are one group.
+          ValueError: `reset` added different things for completions of one prompt, which are one group.
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._places))
         own = [self._opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
-        told = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
-        prompts = itertools.chain.from_iterable(gather_objects(told))
+        opened = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
+        prompts = itertools.chain.from_iterable(gather_objects(opened))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
@@ -337,12 +339,12 @@ class Episodes:
 
     @property
     def _places(self) -> range:
-        """The places of this process's episodes among all."""
+        """Indices of this process's episodes among all."""
         return range(self.own.start * self._group, self.own.stop * self._group)
 
     @staticmethod
     def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
-        """A row whose prompt ends with what `reset` said."""
+        """Return a row whose prompt ends with the text that `reset` returned."""
         openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
         if len(openings) > 1:
             raise ValueError(
@@ -363,13 +365,13 @@ class Episodes:
         return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
 
     def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
-        """The promise of what follows a turn; None where another process plays."""
+        """Begin to answer a turn, and return the future of its observation; None where another process plays."""
         if completion not in self._places:
             return None
         return self._pool.submit(self.all[completion].answer, turn, room)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
-        """What is kept of all, given the tokens [B·G, T] and which were sampled; environments say their rewards."""
+        """Ask for the rewards, and return the records of all; of tokens [B·G, T], `sampled` marks the policy's own."""
         for place in self._places:
             episode, ids, own = self.all[place], tokens[place], sampled[place]
             begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
@@ -385,16 +387,15 @@ class Episodes:
 
 
 def metrics_of(played: Sequence[Played]) -> dict[str, float]:
-    """What happened in the episodes of a rollout."""
+    """Return the metrics of a rollout's episodes."""
     counts = [one.counts for one in played]
-    total = lambda name: float(sum(getattr(one, name) for one in counts))
     turns = [one.turns for one in counts]
     return {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),
-        "turns/clipped_ratio": total("clipped") / len(counts),
-        "tools/calls": total("calls"),
-        "tools/failures": total("failures"),
-        "environment/errors": total("errors"),
-        "environment/seconds": total("seconds"),
+        "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
+        "tools/calls": float(sum(one.calls for one in counts)),
+        "tools/failures": float(sum(one.failures for one in counts)),
+        "environment/errors": float(sum(one.errors for one in counts)),
+        "environment/seconds": float(sum(one.seconds for one in counts)),
     }

@@ -7,12 +7,14 @@ proportion to its length; a call that cannot be read becomes a text in `Parsed.p
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.turns.calls import Format, Parsed, ToolCall, Unreadable, call_of, problem_of, read_json
+from grpo_jax.types import Json
 
 MOST_CALLS = 64
 """Calls that are read in one turn: a turn of a thousand openings is read to its end no more than this often."""
@@ -30,23 +32,17 @@ _IN_THOUGHT = "it is within the thought: close that by </think>, and call after 
 _DECODER = json.JSONDecoder()
 
 
-def _parse_hermes(
-    text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
-) -> Parsed:
+def _parse_hermes(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     return _parse_tagged(text, schemas or {}, thinking, _read_hermes, _HERMES_FORM)
 
 
-def _parse_xml(text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False) -> Parsed:
+def _parse_xml(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     known = schemas or {}
-    return _parse_tagged(text, known, thinking, lambda text, start: _read_xml(text, start, known), _XML_FORM)
+    return _parse_tagged(text, known, thinking, functools.partial(_read_xml, schemas=known), _XML_FORM)
 
 
 def _parse_tagged(
-    text: str,
-    schemas: Mapping[str, Mapping[str, Any]],
-    thinking: bool,
-    read: Callable[[str, int], tuple[ToolCall, int]],
-    form: str,
+    text: str, schemas: Mapping[str, Json], thinking: bool, read: Callable[[str, int], tuple[ToolCall, int]], form: str
 ) -> Parsed:
     """Read every call outside of thoughts; `read` takes where a call's inside begins and returns where it all ends."""
     calls: list[ToolCall] = []
@@ -85,7 +81,7 @@ def _parse_tagged(
 def _missed_call(
     text: str,
     thoughts: Sequence[tuple[int, int]],
-    schemas: Mapping[str, Mapping[str, Any]],
+    schemas: Mapping[str, Json],
     read: Callable[[str, int], tuple[ToolCall, int]],
 ) -> str:
     """Return why a turn without a call and without an answer calls nothing; "" if it means no call, or answers."""
@@ -144,7 +140,7 @@ def _skip(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[ToolCall, int]:
+def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
     """Read one function and its parameters."""
     function = _FUNCTION.match(text, start)
     if not function:
@@ -167,14 +163,14 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -
     return ToolCall(name, arguments), closing.end()
 
 
-def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _properties(schema: Json | None) -> Json:
     """Return the schemas of a tool's arguments, by their names."""
     if not schema:
         return {}
     return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
 
 
-def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
+def _value(text: str, schema: Json | None) -> Any:
     """Return what the text of a parameter stands for: text if the schema says so, else JSON where it is JSON."""
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
@@ -199,9 +195,7 @@ _TAG = "<|python_tag|>"
 _LLAMA_CALL = re.compile(r'\{"name":.{0,200}"parameters":', re.DOTALL)
 
 
-def _parse_llama(
-    text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
-) -> Parsed:
+def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     start = _end_of(text, "</think>", 0) if thinking or text.lstrip().startswith("<think>") else 0
     thought, message = text[:start], text[start:]
     before, tag, after = message.partition(_TAG)
@@ -237,9 +231,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]{1,200})")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,40})")
 
 
-def _parse_harmony(
-    text: str, *, schemas: Mapping[str, Mapping[str, Any]] | None = None, thinking: bool = False
-) -> Parsed:
+def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     calls: list[ToolCall] = []
     problems: list[str] = []
     kept: list[str] = []

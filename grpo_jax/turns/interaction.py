@@ -1,14 +1,13 @@
-"""Tools and environments as they are given to `train`, checked before anything is sampled, and their rewards."""
+"""The tools and environments that answer a policy, checked before anything is sampled, and their rewards."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.messages import raise_all, show
-from grpo_jax.rewards.contract import as_list
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calls import Format
@@ -16,58 +15,58 @@ from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
-from grpo_jax.types import Row
+from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")
-"""What reward functions are given of completions of several turns, beside the columns."""
+"""Arguments of reward functions that only completions of several turns have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interaction:
-    """What the completions of a run are answered by.
+    """Who answers the policy between its turns, and how.
 
     Attributes:
-      tokenizer: decodes turns, and encodes what is answered.
-      factories: makes an environment, by the value of the column `environment`; under None for all rows. {}: there are
+      tokenizer: decodes turns and encodes observations.
+      factories: value of the column `environment` → what makes an environment; under None for all rows. {}: there are
         only tools.
-      kinds: the class of what each factory makes.
-      own_tools: what can be called of it.
-      tools: functions that the policy may call, beside the methods of its environment.
-      format: how the chat template writes calls; None where nothing can be called.
-      hidden: special tokens that the parser is not shown, if others mark calls (`roundtrip.hidden_ids`).
-      thinking: whether a turn begins in the middle of a thought.
-      template_kwargs: of the chat template.
-      eos_token_ids: that end a turn.
-      most_calls: turns that may call tools, in each completion; None: no limit.
-      seconds: that a call may take; None: no limit.
-      on_error: "raise" or "end".
+      kinds: the class of the environments that each factory makes.
+      own_tools: the tools of each such class, its public methods.
+      tools: functions that the policy may call beside these.
+      format: the form of calls in the chat template; None where nothing can be called.
+      hidden: special tokens left out of the text that is parsed, if others mark calls (`roundtrip.hidden_ids`).
+      thinking: True if the generation prompt opens a thought, in the middle of which a turn then begins.
+      template_kwargs: further keywords of the chat template.
+      eos_token_ids: ids that end a turn.
+      most_calls: limit of turns that call tools, in each completion; None: no limit.
+      seconds: limit of one call; None: no limit.
+      on_error: "raise" or "end", if an environment fails.
     """
 
-    tokenizer: Any
-    factories: Mapping[Any, Callable[[], Any]]
-    kinds: Mapping[Any, type]
-    own_tools: Mapping[Any, Mapping[str, Tool]]
+    tokenizer: Tokenizer
+    factories: Mapping[Hashable, EnvironmentFactory]
+    kinds: Mapping[Hashable, type]
+    own_tools: Mapping[Hashable, Mapping[str, Tool]]
     tools: Mapping[str, Tool]
     format: Format | None
     thinking: bool
-    template_kwargs: Mapping[str, Any]
+    template_kwargs: Json
     eos_token_ids: tuple[int, ...]
     hidden: tuple[int, ...] | None = None
     most_calls: int | None = None
     seconds: float | None = None
     on_error: str = "raise"
 
-    def name_of(self, row: Row) -> Any:
-        """Under which name a row's factory stands."""
+    def name_of(self, row: Row) -> Hashable:
+        """Return the key of a row's factory."""
         return None if None in self.factories or not self.factories else row["environment"]
 
-    def schemas(self, name: Any) -> list[dict[str, Any]] | None:
-        """What the chat template is told of the tools of such rows."""
-        return schemas_of({**self.tools, **self.own_tools.get(name, {})})
+    def schemas(self, row: Row) -> list[Json] | None:
+        """Return the schemas that the chat template shows with a row's prompt."""
+        return schemas_of({**self.tools, **self.own_tools.get(self.name_of(row), {})})
 
 
-def schemas_of(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
-    """What the chat template is told of tools; None where there are none."""
+def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
+    """Return the schemas of tools, as the chat template takes them; None where there are no tools."""
     return [tool.schema for tool in tools.values()] or None
 
 
@@ -76,14 +75,16 @@ class EnvironmentReward:
 
     Args:
       name: of the class.
-      factories: under what names those of it and of its subclasses stand in a dict; None where one makes all.
+      factories: the keys of its factories and of those of its subclasses; None where one factory makes all.
     """
 
-    def __init__(self, name: str, factories: Collection[Any] | None = None):
+    def __init__(self, name: str, factories: Collection[Hashable] | None = None):
         self.__name__, self._factories = name, factories
 
-    def __call__(self, environment_rewards: Sequence[Any], environment: Sequence[Any] = ()) -> list[float | None]:
-        """The rewards that were asked for when the episodes ended; None for environments of another class."""
+    def __call__(
+        self, environment_rewards: Sequence[float | None], environment: Sequence[Hashable] = ()
+    ) -> list[float | None]:
+        """Return the rewards that were asked for when the episodes ended; None for environments of another class."""
         if self._factories is None:
             return list(environment_rewards)
         pairs = zip(environment, environment_rewards, strict=True)
@@ -91,23 +92,23 @@ class EnvironmentReward:
 
 
 def make_interaction(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     eos_token_ids: Sequence[int],
     rows: Sequence[Row],
     *,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+    chat_template_kwargs: Json | None = None,
     most_calls: int | None = None,
     seconds: float | None = None,
     on_error: str = "raise",
 ) -> Interaction | None:
-    """What the completions of a run are answered by, or None where there is nothing to answer.
+    """Make the `Interaction` of a run from its tools and environments; None where there are neither.
 
     Args:
       tokenizer: of the policy.
-      eos_token_ids: that end a turn.
-      rows: of the dataset.
+      eos_token_ids: ids that end a turn.
+      rows: those of the dataset.
       tools: as `train` takes them.
       environment_factory: likewise. Each factory is called once here, to see what it makes.
       chat_template_kwargs, most_calls, seconds, on_error: of the config, as `Interaction` has them.
@@ -178,75 +179,83 @@ def make_interaction(
     )
 
 
-def with_environments(reward_fns: Any, interaction: Interaction | None) -> Any:
-    """Reward functions, and one more for each class of environments that has `get_reward`."""
+def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
+    """Return reward functions, and one more for each class of environments that has `get_reward`."""
     kinds = {} if interaction is None else interaction.kinds
     own = [
         EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
         for kind in dict.fromkeys(kinds.values())
         if hasattr(kind, "get_reward")
     ]
-    return [*as_list(reward_fns), *own] if own else reward_fns
+    return [*reward_fns, *own]
 
 
-def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[Any]) -> list[float] | None:
-    """Weights of reward functions, with those of environments, which are 1, where they are left out."""
+def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
+    """Return the weights of reward functions, with a 1 for each of the environments' where these are left out."""
     own = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
 
 
 def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> list[str]:
-    """The dataset's columns, and what else reward functions are given of each completion."""
+    """Return the names of all columns that reward functions may ask for."""
     return [*columns, *(() if interaction is None else _GIVEN)]
 
 
-def encode_rows(interaction: Interaction | None, rows: Sequence[Row], tokenizer: Any, **how: Any) -> EncodedPrompts:
+def encode_rows(
+    interaction: Interaction | None,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_length: int | None = None,
+    on_long_prompt: str = "error",
+    chat_template_kwargs: Json | None = None,
+    argument: str = "dataset",
+) -> EncodedPrompts:
     """`encode_prompts`, where each row's prompt shows the tools that its completions have."""
-    if interaction is None or interaction.format is None:
-        return encode_prompts(rows, tokenizer, **how)
-    kwargs = dict(how.pop("chat_template_kwargs", None) or {})
-    names = list(dict.fromkeys(interaction.name_of(row) for row in rows))
-    at = {name: [i for i, row in enumerate(rows) if interaction.name_of(row) == name] for name in names}
-    kept: dict[int, tuple[Row, list[int]]] = {}
-    dropped: list[int] = []
-    for name in names:
-        tools = {"tools": interaction.schemas(name)}
-        own = encode_prompts([rows[i] for i in at[name]], tokenizer, chat_template_kwargs=kwargs | tools, **how)
-        left = {at[name][i] for i in own.dropped}
-        kept |= dict(
-            zip((i for i in at[name] if i not in left), zip(own.rows, own.token_ids, strict=True), strict=True)
-        )
-        dropped += left
-    order = sorted(kept)
-    return EncodedPrompts([kept[i][0] for i in order], [kept[i][1] for i in order], sorted(dropped))
+    shown = interaction is not None and interaction.format is not None
+    return encode_prompts(
+        rows,
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        on_long_prompt=on_long_prompt,
+        chat_template_kwargs=chat_template_kwargs,
+        tools=[interaction.schemas(row) for row in rows] if interaction is not None and shown else None,
+        argument=argument,
+    )
 
 
-def _factories(given: Any) -> dict[Any, Callable[[], Any]]:
-    """`environment_factory` as a table."""
+def _factories(
+    given: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+) -> dict[Hashable, EnvironmentFactory]:
+    """Return `environment_factory` as a table, in which one factory for all rows stands under None."""
     if given is None:
         return {}
-    table = dict(given) if isinstance(given, Mapping) else {None: given}
+    table: dict[Hashable, EnvironmentFactory] = dict(given.items()) if isinstance(given, Mapping) else {None: given}
     for name, factory in table.items():
         if not callable(factory):
-            where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+            where = _where(name)
             raise ValueError(f"{where} is {show(factory)}: give a class, or a function that makes an environment")
     return table
 
 
-def _made(name: Any, factory: Callable[[], Any]) -> Any:
-    """An environment, to look at."""
-    where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+def _where(name: Hashable) -> str:
+    """Return how messages name a factory."""
+    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
+
+
+def _made(name: Hashable, factory: EnvironmentFactory) -> object:
+    """Make an environment, to look at."""
     try:
         return factory()
     except Exception as error:
         raise ValueError(
-            f"{where} raised {type(error).__name__}: {error}: it is called without arguments, once for each completion"
-            " (what differs between rows comes to its method reset)"
+            f"{_where(name)} raised {type(error).__name__}: {error}: it is called without arguments, once for each"
+            " completion (what differs between rows comes to its method reset)"
         ) from error
 
 
-def _row_problems(rows: Sequence[Row], factories: Mapping[Any, Any]) -> list[str]:
-    """What the column `environment` lacks."""
+def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentFactory]) -> list[str]:
+    """Return what is wrong with the column `environment`."""
     if None in factories or not factories:
         return []
     known = ", ".join(map(repr, factories))
@@ -257,9 +266,9 @@ def _row_problems(rows: Sequence[Row], factories: Mapping[Any, Any]) -> list[str
 
 
 def _environment_problems(
-    name: Any, environment: Any, own: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
+    name: Hashable, environment: object, own: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
 ) -> list[str]:
-    """What is wrong with an environment, beside its tools."""
+    """Return what is wrong with an environment, beside its tools."""
     kind, problems = type(environment).__name__, list[str]()
     if not own and not tools and not hasattr(environment, "respond"):
         problems.append(
@@ -267,16 +276,15 @@ def _environment_problems(
             " have a second turn"
         )
     problems += [f"{kind} and tools both have {twice!r}: rename one of them" for twice in own.keys() & tools.keys()]
-    reset = getattr(environment, "reset", None)
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
-    if reset is None or row is None:
+    if not hasattr(environment, "reset") or row is None:
         return problems
-    given = reset_arguments(reset, row)
+    columns = reset_arguments(environment.reset, row)
     try:
-        inspect.signature(reset).bind(**given)
+        inspect.signature(environment.reset).bind(**columns)
     except TypeError as error:
         problems.append(
-            f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(given)}):"
+            f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(columns)}):"
             f" {error}; add **kwargs for those that it does not use"
         )
     except ValueError:

@@ -1,4 +1,4 @@
-"""What becomes of a call on its way from the policy's tokens to the parser, tried before a run with a call of our own.
+"""The road of a call from the policy's tokens to the parser, tried before a run with a call of our own.
 
 ```
 a call ── chat template ──► text ── tokenizer ──► ids ── turn_text ──► text ── Format.parse ──► the call, or a fault
@@ -8,20 +8,21 @@ a call ── chat template ──► text ── tokenizer ──► ids ──
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, read_json
-from grpo_jax.turns.templates import opens_thinking, turn_of
+from grpo_jax.turns.templates import opens_thinking, special_tokens, turn_of
+from grpo_jax.types import Json, Tokenizer
 
 Decode = Callable[..., str]
 """As a tokenizer's `decode`: (ids, skip_special_tokens=...) → text."""
 
 
-def hidden_ids(tokenizer: Any, form: Format) -> tuple[int, ...] | None:
+def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
     """Return the special tokens that a parser is not shown, where others of them mark calls and it has to see these.
 
     Args:
@@ -31,10 +32,7 @@ def hidden_ids(tokenizer: Any, form: Format) -> tuple[int, ...] | None:
     Returns:
       Ids for `turn_text`; None where no special token marks a call.
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {index: str(token) for index, token in added.items() if token.special}
-    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    special |= {index: token for index, token in named if index is not None}  # one that is in no vocabulary has none
+    special = special_tokens(tokenizer)
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
     return tuple(sorted(special.keys() - marks)) if marks else None
 
@@ -54,12 +52,12 @@ def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[in
 
 
 def call_fault(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     form: Format,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Json],
     *,
     eos_token_ids: Collection[int],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Json | None = None,
 ) -> str:
     """Return what keeps a call that the chat template has written from being read; "" if nothing does.
 
@@ -115,7 +113,7 @@ def _value(arguments: Any) -> Any:
         return arguments
 
 
-def _example(schema: Mapping[str, Any]) -> Any:
+def _example(schema: Json) -> Any:
     """Return a value that a schema of JSON allows."""
     if schema.get("enum"):
         return schema["enum"][0]

@@ -16,16 +16,60 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.messages import raise_all
+from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MARK = "Zq7"
 _PROBE = "Xw5"
-_USER = {"role": "user", "content": "Go."}
+_USER: Message = {"role": "user", "content": "Go."}
 # Stands within what looks like a special token but is part of a message: text is encoded in parts that are cut there.
 _CUT = "\U000f5ca1"
+
+
+class _Template(NamedTuple):
+    """A tokenizer's chat template, and all that it is rendered with beside the messages."""
+
+    tokenizer: Tokenizer
+    kwargs: Json
+    tools: list[Json] | None
+    eos_token_ids: tuple[int, ...]
+
+    def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
+        """Return a conversation as the template writes it."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False, **self.kwargs
+            )
+        except ImportError:  # jinja2 is missing, and the message says so
+            raise
+        except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(f"it refuses a conversation of {roles} ({type(error).__name__}: {error})") from error
+
+    def after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
+        """Return what the template writes after the last mark of a conversation that a user opens."""
+        text = self.render([_USER, *messages], generation_prompt=generation_prompt)
+        _, found, after = text.rpartition(mark)
+        if not found:
+            raise ValueError("it does not show what the assistant said before: use a template that writes its turns")
+        return after
+
+    def eos_texts(self) -> list[str]:
+        """Return the tokens that end a turn, as text."""
+        ids = self.eos_token_ids or (self.tokenizer.eos_token_id,)
+        texts = [self.tokenizer.decode([index], skip_special_tokens=False) for index in ids if index is not None]
+        if not any(texts):
+            raise ValueError("the tokenizer has no EOS: set tokenizer.eos_token, or give eos_token_ids")
+        return [text for text in texts if text]
+
+
+def _template(
+    tokenizer: Tokenizer, kwargs: Json | None, tools: Sequence[Json] | None, eos_token_ids: Collection[int] | None
+) -> _Template:
+    return _Template(tokenizer, dict(kwargs or {}), list(tools) if tools else None, tuple(sorted(eos_token_ids or ())))
 
 
 class _End(NamedTuple):
@@ -43,15 +87,15 @@ class _End(NamedTuple):
 
 
 # For each tokenizer: what does not depend on the messages.
-_ENDS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _End]] = weakref.WeakKeyDictionary()
+_ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[Any, ...], _End]] = weakref.WeakKeyDictionary()
 
 
 def observation_ids(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
     *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Json | None = None,
+    tools: Sequence[Json] | None = None,
     eos_token_ids: Collection[int] | None = None,
     drawn: int | None = None,
 ) -> list[int]:
@@ -91,14 +135,14 @@ def observation_ids(
     """
     if not messages:
         raise ValueError("messages is empty: an observation is at least one message of a tool or of the user")
-    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
+    template = _template(tokenizer, chat_template_kwargs, tools, eos_token_ids)
     mark = _MARK
     while mark in str(messages):
         mark += "q"
-    end = _end_of_turn(tokenizer, messages[0]["role"], mark, kwargs, schemas, eos_token_ids)
-    special = _special_tokens(tokenizer)
+    end = _end_of_turn(template, messages[0]["role"], mark)
+    special = sorted(special_tokens(tokenizer).values())
     guarded = [_guard(dict(message), special) for message in messages]
-    after = _after_mark(tokenizer, [_stand_in(messages[0], mark), *guarded], mark, kwargs, schemas)
+    after = template.after_mark([_stand_in(messages[0], mark), *guarded], mark)
     if not after.startswith(end.text):
         raise ValueError(
             f"the chat template ends the turn before the messages with {after[: len(end.text)]!r}, and before others "
@@ -110,11 +154,11 @@ def observation_ids(
 
 
 def check_template(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     roles: Sequence[str] = ("tool",),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Json | None = None,
+    tools: Sequence[Json] | None = None,
     eos_token_ids: Collection[int] | None = None,
 ) -> None:
     """Raise if `observation_ids` cannot be had of a tokenizer's chat template; to be called before anything is sampled.
@@ -130,8 +174,8 @@ def check_template(
       ValueError: no chat template; it refuses such messages, or does not show them; it does not show the tools; it does
         not end the policy's turn with an EOS. Of several faults, all.
     """
-    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
-    if template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) is None:
+    template = _template(tokenizer, chat_template_kwargs, tools, eos_token_ids)
+    if template_of(tokenizer, chat_template_kwargs=chat_template_kwargs, tools=tools) is None:
         raise ValueError(
             "several turns need a chat template, and the tokenizer has none: set tokenizer.chat_template, or use an "
             "instruct checkpoint"
@@ -139,10 +183,10 @@ def check_template(
     problems = []
     for role in roles:
         try:
-            _end_of_turn(tokenizer, role, _MARK, kwargs, schemas, eos_token_ids)
+            _end_of_turn(template, role, _MARK)
         except ValueError as error:
             problems.append(str(error))
-    if schemas and not problems and _shown_the_same(tokenizer, kwargs, schemas):
+    if tools and not problems and _shown_the_same(template):
         problems.append(
             "it writes the same prompt with tools and without: a template without tool support; use one that shows "
             "`tools` to the policy"
@@ -150,19 +194,16 @@ def check_template(
     raise_all("the chat template", problems)
 
 
-def _shown_the_same(tokenizer: Any, kwargs: dict[str, Any], tools: list[Any]) -> bool:
+def _shown_the_same(template: _Template) -> bool:
     """Return whether a prompt looks the same with tools and without."""
     try:
-        return _render(tokenizer, [_USER], kwargs, tools) == _render(tokenizer, [_USER], kwargs, None)
+        return template.render([_USER]) == template._replace(tools=None).render([_USER])
     except ValueError:  # a template for tools alone, which cannot be rendered without
         return False
 
 
 def template_of(
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Tokenizer, *, chat_template_kwargs: Json | None = None, tools: Sequence[Json] | None = None
 ) -> str | None:
     """Return the chat template that is used; None if there is none.
 
@@ -184,10 +225,7 @@ def template_of(
 
 
 def opens_thinking(
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Tokenizer, *, chat_template_kwargs: Json | None = None, tools: Sequence[Json] | None = None
 ) -> bool:
     """Return whether the generation prompt opens <think>, so that a turn begins in the middle of a thought.
 
@@ -196,17 +234,17 @@ def opens_thinking(
       chat_template_kwargs: as for `observation_ids`.
       tools: as for `observation_ids`.
     """
-    text = _render(tokenizer, [_USER], dict(chat_template_kwargs or {}), list(tools) if tools else None)
+    text = _template(tokenizer, chat_template_kwargs, tools, None).render([_USER])
     opening = text[text.rfind(_USER["content"]) :]
     return opening.rfind("<think>") > opening.rfind("</think>")
 
 
 def turn_of(
-    tokenizer: Any,
-    message: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    message: Message,
     *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Json | None = None,
+    tools: Sequence[Json] | None = None,
 ) -> tuple[str, bool]:
     """Return a message of the assistant as the template writes it, from where the generation prompt ends.
 
@@ -223,9 +261,9 @@ def turn_of(
     Raises:
       ValueError: the template refuses the message.
     """
-    kwargs, schemas = dict(chat_template_kwargs or {}), list(tools) if tools else None
-    opening = _render(tokenizer, [_USER], kwargs, schemas)
-    whole = _render(tokenizer, [_USER, message], kwargs, schemas, generation_prompt=False)
+    template = _template(tokenizer, chat_template_kwargs, tools, None)
+    opening = template.render([_USER])
+    whole = template.render([_USER, message], generation_prompt=False)
     if whole.startswith(opening):
         return whole[len(opening) :], True
     same = _common(opening, whole)
@@ -233,9 +271,9 @@ def turn_of(
     return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
 
-def _stand_in(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def _stand_in(message: Message, mark: str) -> Message:
     """Return the turn that stands in for the policy's: one call of a tool if a tool's message follows."""
-    turn: dict[str, Any] = {"role": "assistant", "content": mark}
+    turn: Message = {"role": "assistant", "content": mark}
     if message["role"] == "tool":
         # One call alone: some templates refuse two, and others name an answer after the first.
         function = {"name": message.get("name", "tool"), "arguments": {"value": mark}}
@@ -243,50 +281,37 @@ def _stand_in(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     return turn
 
 
-def _end_of_turn(
-    tokenizer: Any,
-    role: str,
-    mark: str,
-    kwargs: dict[str, Any],
-    tools: list[Any] | None,
-    eos_token_ids: Collection[int] | None,
-) -> _End:
+def _end_of_turn(template: _Template, role: str, mark: str) -> _End:
     """Return how the turn before a message of `role` ends, by a probe; remembered."""
+    tokenizer, kwargs, tools, eos_token_ids = template
     described = json.dumps([kwargs, tools], sort_keys=True, default=repr)
-    key = (str(tokenizer.chat_template), role, mark, described, tuple(sorted(eos_token_ids or ())))
+    key = (str(tokenizer.chat_template), role, mark, described, eos_token_ids)
     known = _ENDS.setdefault(tokenizer, {})
     if key not in known:
-        known[key] = _read_end(tokenizer, role, mark, kwargs, tools, eos_token_ids)
+        known[key] = _read_end(template, role, mark)
     return known[key]
 
 
-def _read_end(
-    tokenizer: Any,
-    role: str,
-    mark: str,
-    kwargs: dict[str, Any],
-    tools: list[Any] | None,
-    eos_token_ids: Collection[int] | None,
-) -> _End:
+def _read_end(template: _Template, role: str, mark: str) -> _End:
     """Return how the turn before a message of `role` ends; raise if it does not, or if the message is not shown."""
     probe = {"role": role, "name": "tool", "content": _PROBE} if role == "tool" else {"role": role, "content": _PROBE}
     turn = _stand_in(probe, mark)
-    after = _after_mark(tokenizer, [turn, probe], mark, kwargs, tools)
+    after = template.after_mark([turn, probe], mark)
     if _PROBE not in after:
         support = ": a template without tool support" if role == "tool" else ""
         raise ValueError(f"it does not show messages of the role {role!r}{support}; use one that writes them")
     # Up to where it goes on differently with the message and without, both are about the turn itself.
-    common = _common(_after_mark(tokenizer, [turn], mark, kwargs, tools), after)
-    ends = _eos_texts(tokenizer, eos_token_ids)
+    common = _common(template.after_mark([turn], mark), after)
+    ends, special = template.eos_texts(), sorted(special_tokens(template.tokenizer).values())
     found = _first(common, ends)
-    opening = _first(after[: after.find(_PROBE)], [*ends, *_special_tokens(tokenizer)])
+    opening = _first(after[: after.find(_PROBE)], [*ends, *special])
     if found is None and opening is not None and opening[1] in ends:
         position, closing = opening
         return _End(after[: position + len(closing)], closing, opens=True)
     if found is None:
         # gpt-oss ends a turn of the past with another token than the one that the policy draws at its end.
-        found = _first(common, _special_tokens(tokenizer))
-        last = _after_mark(tokenizer, [turn], mark, kwargs, tools, generation_prompt=False)
+        found = _first(common, special)
+        last = template.after_mark([turn], mark, generation_prompt=False)
         if found is None or not last[found[0] :].startswith(tuple(ends)):
             raise ValueError(
                 f"it does not end the turn before a message of the role {role!r} with an EOS ({', '.join(ends)}), but "
@@ -309,56 +334,11 @@ def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
     return (min(places)[0], min(places)[2]) if places else None
 
 
-def _eos_texts(tokenizer: Any, eos_token_ids: Collection[int] | None) -> list[str]:
-    """Return the tokens that end a turn, as text."""
-    ids = list(eos_token_ids or ()) or [tokenizer.eos_token_id]
-    texts = [tokenizer.decode([index], skip_special_tokens=False) for index in ids if index is not None]
-    if not any(texts):
-        raise ValueError("the tokenizer has no EOS: set tokenizer.eos_token, or give eos_token_ids")
-    return [text for text in texts if text]
-
-
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Return the text of every special token of a tokenizer."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return sorted({*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)})
-
-
-def _render(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    kwargs: dict[str, Any],
-    tools: list[Any] | None,
-    *,
-    generation_prompt: bool = True,
-) -> str:
-    """Return a conversation as the template writes it."""
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **kwargs
-        )
-    except ImportError:  # jinja2 is missing, and the message says so
-        raise
-    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
-        roles = ", ".join(str(message["role"]) for message in messages)
-        raise ValueError(f"it refuses a conversation of {roles} ({type(error).__name__}: {error})") from error
-
-
-def _after_mark(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    mark: str,
-    kwargs: dict[str, Any],
-    tools: list[Any] | None,
-    *,
-    generation_prompt: bool = True,
-) -> str:
-    """Return what the template writes after the last mark of a conversation that a user opens."""
-    text = _render(tokenizer, [_USER, *messages], kwargs, tools, generation_prompt=generation_prompt)
-    _, found, after = text.rpartition(mark)
-    if not found:
-        raise ValueError("it does not show what the assistant said before: use a template that writes its turns")
-    return after
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the text of every special token of a tokenizer, by its id."""
+    added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return added | {index: token for index, token in named if index is not None}  # one in no vocabulary has no id
 
 
 def _guard(value: Any, special: Sequence[str]) -> Any:
@@ -372,7 +352,7 @@ def _guard(value: Any, special: Sequence[str]) -> Any:
     return [_guard(item, special) for item in value] if isinstance(value, list) else value
 
 
-def _encode_after(tokenizer: Any, closing: str, text: str) -> list[int]:
+def _encode_after(tokenizer: Tokenizer, closing: str, text: str) -> list[int]:
     """Return the ids of a text that stands after a closing token."""
     first, *rest = text.split(_CUT)
     # Encoded behind the closing token, since some tokenizers treat the beginning of a text, or what follows a token, in
@@ -382,5 +362,5 @@ def _encode_after(tokenizer: Any, closing: str, text: str) -> list[int]:
     return ids + [index for part in rest for index in _encode(tokenizer, part)]
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text=text, add_special_tokens=False)["input_ids"]) if text else []

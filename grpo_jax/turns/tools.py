@@ -9,18 +9,23 @@ what the function returned ── as_text ──► an observation
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
 import json
+import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from grpo_jax.messages import nearest, raise_all, show
+from grpo_jax.rewards.calls import event_loop
 from grpo_jax.rewards.contract import own_copy
 from grpo_jax.rewards.workers import CALLED_BY_TRAINER
 from grpo_jax.turns.calls import read_json
+from grpo_jax.types import Json, Row
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TYPES: dict[str, tuple[Any, str]] = {
@@ -31,7 +36,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "array": (list, "a list"),
     "object": (dict, "an object"),
 }
-"""What a type of a schema is here, and what it is called."""
+"""A type of JSON schema → its type in Python, and its name in messages."""
 _NO_HINTS = "give every argument a type hint, such as `x: int`"
 _NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
 
@@ -49,7 +54,7 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
-    schema: dict[str, Any]
+    schema: Json
 
 
 def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") -> dict[str, Tool]:
@@ -96,7 +101,7 @@ def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") 
     return read
 
 
-def environment_tools(environment: Any) -> dict[str, Tool]:
+def environment_tools(environment: object) -> dict[str, Tool]:
     """Return the public methods of an environment as tools, by their names.
 
     Args:
@@ -137,7 +142,9 @@ def environment_tools(environment: Any) -> dict[str, Tool]:
     return methods
 
 
-def _read(function: Any, described: Any, where: str, name: str | None = None) -> tuple[Tool | None, list[str]]:
+def _read(
+    function: Callable[..., Any], described: Callable[..., Any], where: str, name: str | None = None
+) -> tuple[Tool | None, list[str]]:
     """Return a function as a tool, or what keeps it from being one; `described` is what its schema is made from."""
     if not callable(function):
         return None, [f"{where} is {show(function)}, which cannot be called: give a function"]
@@ -150,7 +157,7 @@ def _read(function: Any, described: Any, where: str, name: str | None = None) ->
     except (TypeError, ValueError):
         return None, [f"{where} has no signature: wrap it in a `def` with type hints"]
     faults = _faults_of(described, parameters)
-    schema: dict[str, Any] = {}
+    schema: Json = {}
     if not faults:
         try:
             schema = _schema(described, str(name), parameters)
@@ -160,7 +167,7 @@ def _read(function: Any, described: Any, where: str, name: str | None = None) ->
     return (None if faults else Tool(str(name), function, schema)), [f"{where}: {fault}" for fault in faults]
 
 
-def _faults_of(function: Any, parameters: Sequence[inspect.Parameter]) -> list[str]:
+def _faults_of(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> list[str]:
     """Return what is wrong with the signature and docstring of a function."""
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
@@ -183,7 +190,7 @@ def _faults_of(function: Any, parameters: Sequence[inspect.Parameter]) -> list[s
     return faults
 
 
-def _schema(function: Any, name: str, parameters: Sequence[inspect.Parameter]) -> dict[str, Any]:
+def _schema(function: Callable[..., Any], name: str, parameters: Sequence[inspect.Parameter]) -> Json:
     """Return the schema of a function, made from a stand-in that has its face and no `self`."""
     from transformers.utils import get_json_schema
 
@@ -199,8 +206,8 @@ def _schema(function: Any, name: str, parameters: Sequence[inspect.Parameter]) -
     return get_json_schema(face)
 
 
-def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The columns that `reset` is given: all but the prompt and the name of the environment where it takes neither."""
+def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
+    """Return the columns to call `reset` with: of prompt and name of the environment only what its signature takes."""
     try:
         parameters = inspect.signature(reset).parameters
     except ValueError:  # a builtin without a signature
@@ -210,7 +217,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mappin
     return {name: x for name, x in row.items() if name not in ("prompt", "environment") or name in parameters}
 
 
-def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
+def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
     """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
 
     Names are checked, that required ones are there, and that numbers, truth values and lists are such by the schema. A
@@ -253,7 +260,7 @@ def bind_arguments(tool: Tool, arguments: Any) -> dict[str, Any] | str:
     return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(bound)
 
 
-def _fitted(value: Any, schema: Mapping[str, Any]) -> tuple[Any, str | None]:
+def _fitted(value: Any, schema: Json) -> tuple[Any, str | None]:
     """Return a value of the type that a schema names, or the value as it is and what would fit.
 
     None, and a value whose schema has several types or none, are the tool's own affair.
@@ -275,20 +282,72 @@ def _fitted(value: Any, schema: Mapping[str, Any]) -> tuple[Any, str | None]:
     return value, wanted
 
 
-def _suggested(name: Any, known: Sequence[str]) -> str:
+def _suggested(name: object, known: Sequence[str]) -> str:
     """Return an unknown name with the nearest known one, or all known ones if none is near."""
     near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(known) or 'none'}"
     return f"{show(name)} ({hint})"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Return what a value of JSON is called, with its article."""
     names = {bool: "a truth value", list: "a list", int: "a number", float: "a number", str: "text"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def as_text(value: Any, *, limit: int = 20_000) -> str:
+def call_within(seconds: float | None, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call a function, sync or async, and wait for its result for so many seconds at most.
+
+    A function that takes longer goes on in its thread, which nothing can end, and what it returns is thrown away; one
+    that is awaited is cancelled.
+
+    Args:
+      seconds: None: however long it takes.
+      function: sync, then it runs in a thread of its own; or async, then on the loop that async rewards share.
+      args, keywords: its arguments.
+
+    Raises:
+      TimeoutError: it took longer.
+      Exception: whatever it raises; a `SystemExit` too, which would otherwise end only its thread.
+
+    Example:
+      >>> call_within(5.0, lambda x: x + 1, 2)
+      3
+    """
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            value = function(*args, **keywords)
+            if inspect.isawaitable(value):
+                promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
+                if not concurrent.futures.wait([promise], seconds).done:
+                    promise.cancel()
+                    return  # no outcome: it took longer, however soon the caller sees that
+                value = promise.result()
+            outcome.append((value, None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    if seconds is None:
+        work()
+    else:
+        thread = threading.Thread(target=work, daemon=True, name="grpo_jax-environment")
+        thread.start()
+        thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def as_text(value: object, *, limit: int = 20_000) -> str:
     """Return what a tool or an environment gave back as text for the policy; never raises.
 
     Text is left as it is, bytes are decoded, None is no text; lists, dicts, numbers and truth values become JSON,
@@ -313,7 +372,7 @@ def as_text(value: Any, *, limit: int = 20_000) -> str:
     return f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as text; may raise."""
     if value is None:
         return ""

@@ -300,8 +300,13 @@ def test_what_an_end_depends_on_is_remembered_apart():
 def test_what_does_not_depend_on_messages_is_rendered_once_and_forgotten_with_the_tokenizer(monkeypatch):
     tokenizer = tokenizer_of(HERMES)
     rendered = []
-    render_once = lib._render
-    monkeypatch.setattr(lib, "_render", lambda *args, **kwargs: rendered.append(1) or render_once(*args, **kwargs))
+    render = type(tokenizer).apply_chat_template
+
+    def counted(self, *args, **kwargs):
+        rendered.append(1)
+        return render(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
     first = lib.observation_ids(tokenizer, [user("a")])
     probes = len(rendered) - 1
     for _ in range(5):

@@ -1,15 +1,17 @@
-"""Tools: what may be one, what the policy reads of it, what it may be called with, and what comes back as text."""
+"""Tools: what may be one, what the policy reads of it, what it may be called with, and what comes back, if it does."""
 
 import asyncio
 import json
 import re
+import threading
+import time
 from decimal import Decimal
 from typing import Literal
 
 import numpy as np
 import pytest
 
-from grpo_jax.turns.tools import Tool, as_text, bind_arguments, environment_tools, read_tools
+from grpo_jax.turns.tools import Tool, as_text, bind_arguments, call_within, environment_tools, read_tools
 
 
 def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:
@@ -394,3 +396,79 @@ def test_long_text_is_cut_with_a_note():
     assert as_text(b"y" * 10**6, limit=3) == "yyy\n[999997 more characters were left out]"
     assert type(as_text(Sly("abc"))) is str
     assert as_text(Sly("abc"), limit=1) == "a\n[2 more characters were left out]"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seconds", [None, 10.0])
+def test_a_function_of_any_kind_returns_or_raises(seconds):
+    async def later(x, *, y):
+        await asyncio.sleep(0.001)
+        return x + y
+
+    def leaves():
+        raise SystemExit(3)
+
+    async def fails():
+        raise KeyError("gold")
+
+    assert call_within(seconds, lambda x, *, y: x + y, 1, y=2) == 3
+    assert call_within(seconds, later, 1, y=2) == 3
+    for function, error in ((leaves, SystemExit), (fails, KeyError), (lambda: 1 / 0, ZeroDivisionError)):
+        with pytest.raises(error):
+            call_within(seconds, function)
+
+
+@pytest.mark.quick
+def test_one_that_hangs_is_left_behind():
+    free, begun = threading.Event(), time.monotonic()
+
+    async def hangs():
+        await asyncio.sleep(1000)
+
+    for function in (lambda: free.wait(1000), hangs):
+        with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"):
+            call_within(0.05, function)
+    assert time.monotonic() - begun < 60
+    free.set()
+
+
+@pytest.mark.quick
+def test_many_at_a_time_on_one_loop():
+    """Async calls wait together: each waits for one that another thread begins."""
+    both = threading.Barrier(3, timeout=60)
+
+    async def meet():
+        await asyncio.to_thread(both.wait)
+        return 1
+
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(call_within(60.0, meet))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1, 1, 1]
+
+
+@pytest.mark.quick
+def test_a_promise_that_hangs_is_cancelled_and_says_so_whoever_notices_first(monkeypatch):
+    """The thread that waits for the promise may see the end of the time before its caller does."""
+    cancelled = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def late():
+        raise TimeoutError("of its own")
+
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: join(self, 10))
+    with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"):
+        call_within(0.05, forever)
+    assert cancelled.wait(10)
+    with pytest.raises(TimeoutError, match="of its own"):
+        call_within(5.0, late)
