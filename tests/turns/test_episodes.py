@@ -508,6 +508,19 @@ def test_dropped_rows_keep_their_order_beside_their_tools():
     assert data.token_ids[0] == data.token_ids[2] != plain[0]
 
 
+@pytest.mark.quick
+def test_rows_are_those_of_the_dataset_whatever_their_environments():
+    """The only row of an environment may be dropped, and a message counts all rows."""
+    tokenizer, ends = family("hermes")
+    long = {"prompt": [{"role": "user", "content": "x " * 400}], "target": 1, "environment": "b"}
+    rows = [{**CHAT, "environment": "a"}, long]
+    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
+    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
+    assert (data.rows, data.dropped) == (rows[:1], [1])
+    with pytest.raises(ValueError, match=r"1 of 2 prompts are longer; the longest, of dataset row 1, has"):
+        encode_rows(interaction, rows, tokenizer, max_prompt_length=600)
+
+
 # Before anything is sampled -----------------------------------------------------------------------------------------
 
 
