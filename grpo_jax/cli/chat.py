@@ -16,8 +16,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.types import Messages
-from grpo_jax.update.objective import sampling_of
+from grpo_jax.types import Messages, Row
 
 
 class _Shown:
@@ -83,9 +82,14 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
             said = Messages()
             continue
         said = [*said, {"role": "user", "content": prompt}] if talks else said
-        row: dict[str, Any] = {"prompt": said if talks else prompt}
-        how: dict[str, Any] = {"chat_template_kwargs": config.chat_template_kwargs, "argument": "the prompt,"}
-        ids = encode_prompts([row], policy.tokenizer, max_prompt_length=config.max_prompt_length, **how).token_ids
+        row: Row = {"prompt": said if talks else prompt}
+        ids = encode_prompts(
+            [row],
+            policy.tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            chat_template_kwargs=config.chat_template_kwargs,
+            argument="the prompt,",
+        ).token_ids
         given = make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding)
         if echo:
             print(f"> {prompt}", flush=True)
@@ -99,7 +103,10 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
                 key,
                 num_generations=1,
                 max_completion_length=config.max_completion_length,
-                **sampling_of(config)._asdict(),
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                min_p=config.min_p,
                 eos_token_ids=policy.eos_token_ids,
                 pad_token_id=policy.pad_token_id,
                 prompt_indices=np.array([drawn]),

@@ -1,4 +1,4 @@
-"""What the commands do: each reads its run and calls the Python API."""
+"""The commands: each reads its run and calls the Python API."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.named import find, is_reference
-from grpo_jax.cli.runfile import NAME, RunFile, dump_yaml, in_folder, read_file, read_run
+from grpo_jax.cli.runfile import NAME, RunFile, Wanted, in_folder, read_run
+from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
@@ -31,10 +31,11 @@ from grpo_jax.run.evaluate import evaluate as evaluate_policy
 from grpo_jax.run.evaluate import settings_of
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.train import train as train_policy
+from grpo_jax.types import Json
 from grpo_jax.watch.page import write_pictures
 from grpo_jax.watch.writer import RunWriter, plain
 
-_ALL = ("model", "data", "rewards")
+_ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 
 
 def train(arguments: Namespace) -> None:
@@ -51,7 +52,7 @@ def resume(arguments: Namespace) -> None:
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """The run of a file, in this process or as one of several; only the first of them prints."""
+    """Read the run of a file, in this process or as one of several; only the first of them prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
@@ -59,7 +60,7 @@ def _read(arguments: Namespace, path: str | Path) -> RunFile:
 
 
 def _kept_file(run_dir: Path) -> Path:
-    """The RUN.yaml that a run directory keeps."""
+    """Return the RUN.yaml that a run directory keeps."""
     if not (run_dir / NAME).is_file():
         raise FileNotFoundError(
             f"{run_dir} has no {NAME}, which grpo-jax train leaves in a run directory: give one that has, or use the"
@@ -69,17 +70,19 @@ def _kept_file(run_dir: Path) -> Path:
 
 
 def load_policy(run: RunFile) -> Policy:
-    """The policy that a run begins with."""
-    given, config = run.values["model"], run.config
+    """Load the policy that a run begins with."""
+    config = run.config
     mesh = make_mesh(config.mesh) if config.mesh else None
-    if isinstance(given, Mapping):
-        policy = _new_policy(given, run.folder, run.param_dtype)
+    if run.model is None:
+        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
+    if isinstance(run.model, Mapping):
+        policy = _new_policy(run.model, run.folder, run.param_dtype)
     else:
-        found = find(given, run.folder) if is_reference(given) else in_folder(given, run.folder)
+        found = find(run.model, run.folder) if is_reference(run.model) else in_folder(run.model, run.folder)
         found = found() if callable(found) else found
-        if isinstance(found, Policy) and run.quantize is not None:
-            raise ValueError(f"quantize = {run.quantize!r}: {given} returns a Policy; quantize it there")
         if isinstance(found, Policy):
+            if run.quantize is not None:
+                raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
             policy = found
         else:
             policy = from_pretrained(
@@ -91,17 +94,30 @@ def load_policy(run: RunFile) -> Policy:
                 quantize_embeddings=run.quantize_embeddings,
             )
     if run.lora is not None:
-        policy = add_lora(policy, jax.random.key(config.seed), **run.lora)
+        policy = add_lora(
+            policy,
+            jax.random.key(config.seed),
+            rank=run.lora.rank,
+            alpha=run.lora.alpha,
+            targets=run.lora.targets,
+            dropout=run.lora.dropout,
+        )
     return place_policy(policy, mesh)
 
 
-def _new_policy(given: Mapping[str, Any], folder: Path, dtype: str) -> Policy:
-    """A policy with fresh weights."""
-    raw, tokenizer = given["config"], load_tokenizer(in_folder(given["tokenizer"], folder))
-    if not isinstance(raw, Mapping):
-        raw = json.loads((folder / raw).read_text(encoding="utf-8"))
-    key = jax.random.key(given.get("seed") or 0)
-    return init_policy(raw, key, tokenizer=tokenizer, dtype=dtype)
+def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
+    """Make a policy with fresh weights."""
+    key = jax.random.key(model.get("seed") or 0)
+    tokenizer = load_tokenizer(in_folder(model["tokenizer"], folder))
+    return init_policy(_config_of(model, folder), key, tokenizer=tokenizer, dtype=dtype)
+
+
+def _config_of(model: Json, folder: Path) -> Json:
+    """Return the config of new weights, which stands in the file itself or in a config.json."""
+    if isinstance(model["config"], Mapping):
+        return model["config"]
+    config: Json = json.loads((folder / model["config"]).read_text(encoding="utf-8"))
+    return config
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
@@ -110,19 +126,39 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         raise ValueError(
             f"quantize = {run.quantize!r}: quantized params cannot be trained; give lora, the rank of adapters on them"
         )
-    given: dict[str, Any] = {"eval_dataset": run.eval_rows, **run.turns}
-    what = (load_policy(run), run.rows, run.rewards, run.config)
+    policy = load_policy(run)
     if dry_run:
-        rehearse(*what, **given, donate=True)
+        rehearse(
+            policy,
+            run.rows,
+            run.rewards,
+            run.config,
+            eval_dataset=run.eval_rows,
+            tools=run.tools,
+            environment_factory=run.environment_factory,
+            donate=True,
+        )
         return
     with _kept(run) as keep:
-        train_policy(*what, **given, run_dir=run.run_dir, resume=resume, callbacks=[keep], donate=True)
+        train_policy(
+            policy,
+            run.rows,
+            run.rewards,
+            run.config,
+            eval_dataset=run.eval_rows,
+            run_dir=run.run_dir,
+            resume=resume,
+            callbacks=[keep],
+            tools=run.tools,
+            environment_factory=run.environment_factory,
+            donate=True,
+        )
     if run.run_dir is not None:
         print(f"{run.run_dir}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
 
 
 @contextlib.contextmanager
-def _kept(run: RunFile) -> Iterator[Any]:
+def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Keep the RUN.yaml in the run directory, for `resume` and `export`; yields a callback.
 
     A file that is there already is that of the run there, which may refuse to go on as this one asks: it is replaced
@@ -134,12 +170,12 @@ def _kept(run: RunFile) -> Iterator[Any]:
     file, text = run.run_dir / NAME, run.text()
     new = not file.exists()
 
-    def write(step: int = 0, metrics: Any = None) -> None:
+    def write(step: int, metrics: Mapping[str, float]) -> None:
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             RunWriter(run.run_dir).replace(NAME, lambda out: out.write(text.encode()))
 
     if new:
-        write()
+        write(0, {})
     try:
         yield write
     except Exception:
@@ -153,16 +189,12 @@ def _kept(run: RunFile) -> Iterator[Any]:
 def plan(arguments: Namespace) -> None:
     """`grpo-jax plan`."""
     run = read_run(arguments.run, arguments.keys)
-    folder = run.folder
-    model: Any = run.values.get("model")
-    if model is None:
-        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
-    if isinstance(model, Mapping):
-        model = model["config"] if isinstance(model["config"], Mapping) else folder / model["config"]
-    elif is_reference(model):
+    if isinstance(run.model, Mapping):
+        model = run.model["config"] if isinstance(run.model["config"], Mapping) else run.folder / run.model["config"]
+    elif run.model is None or is_reference(run.model):
         model = load_policy(run).config
     else:
-        model = in_folder(model, folder)
+        model = in_folder(run.model, run.folder)
     found = plan_run(
         model,
         run.config,
@@ -170,7 +202,7 @@ def plan(arguments: Namespace) -> None:
         memory=None if arguments.memory is None else arguments.memory * 1e9,
         param_dtype=run.param_dtype,
         device=arguments.device,
-        lora=None if run.lora is None else {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
+        lora=None if run.lora is None else {"rank": run.lora.rank, "targets": run.lora.targets},
         quantize=run.quantize,
         quantize_embeddings=run.quantize_embeddings,
         donate=True,
@@ -189,7 +221,14 @@ def evaluate(arguments: Namespace) -> None:
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
     rows = run.rows if run.eval_rows is None else run.eval_rows
-    metrics, found = evaluate_policy(policy, rows, run.rewards, **settings_of(run.config), **run.turns)
+    metrics, found = evaluate_policy(
+        policy,
+        rows,
+        run.rewards,
+        tools=run.tools,
+        environment_factory=run.environment_factory,
+        **settings_of(run.config),
+    )
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
@@ -211,7 +250,7 @@ def export(arguments: Namespace) -> None:
     run_dir = Path(arguments.run_dir).expanduser()
     run = read_run(_kept_file(run_dir), arguments.keys, wanted=("model",))
     policy = load_policy(run)
-    if arguments.merge and run.values.get("lora") is None:
+    if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
     step, params = load_params(run_dir, policy.params, arguments.checkpoint)
     policy = policy.replace(params=params)
@@ -248,3 +287,16 @@ def from_trl(arguments: Namespace) -> None:
         Path(arguments.out).write_text(text, encoding="utf-8")
     if moved.missing:
         raise SystemExit(1)
+
+
+COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "train": train,
+    "resume": resume,
+    "plan": plan,
+    "evaluate": evaluate,
+    "chat": chat,
+    "report": report,
+    "export": export,
+    "from-trl": from_trl,
+}
+"""Name of a command → its function, which takes the parsed arguments."""

@@ -1,14 +1,12 @@
-"""The keys of a RUN.yaml: its own, and the fields of `GRPOConfig` with their groups and docs, read from its source."""
+"""The keys of a RUN.yaml: its own, and the fields of `GRPOConfig` by their groups."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import inspect
-import re
+import itertools
 import textwrap
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from grpo_jax.config.config import GRPOConfig
 
@@ -33,7 +31,7 @@ OWN = {
     "run_dir": "where the run is written (default `runs/` and the name of the file); null: nowhere",
     "folder": "what files and modules are named from (default: the folder of RUN.yaml)",
 }
-"""The keys of a run that are not fields of its config, and what each is."""
+"""Key of a run that is no field of its config → its meaning."""
 
 ELSEWHERE = {
     "model_name_or_path": "use model",
@@ -47,42 +45,33 @@ ELSEWHERE = {
     "use_peft": "use lora",
     "config": "its fields stand beside model, data and rewards",
 }
-"""Names that people bring, and what to do."""
+"""Name that people bring from elsewhere → what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """A field of the config: its group, what it is, and the values that it takes where they are few."""
+FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+"""The fields of `GRPOConfig` by name, in their order."""
 
-    name: str
-    group: str
-    doc: str
-    default: Any
-    choices: tuple[str, ...]
+_FIRST = {
+    "num_generations": "Sampling",
+    "per_device_train_batch_size": "Batches",
+    "reward_weights": "Rewards and advantages",
+    "loss_type": "The policy loss",
+    "entropy_coef": "Entropy bonus",
+    "beta": "KL and the reference",
+    "learning_rate": "Optimizer",
+    "gradient_checkpointing": "Memory and devices",
+    "eval_steps": "Evaluation, logging, checkpoints",
+    "report_to": "Trackers and the hub",
+}
+# As the comments of `GRPOConfig` have them: the first field of each group, and its title.
 
-
-@functools.cache
-def fields() -> dict[str, Field]:
-    """The fields of `GRPOConfig` by name, in their order and with the groups of the source."""
-    source = textwrap.dedent(inspect.getsource(GRPOConfig))
-    titles = {n: line for n, line in enumerate(source.splitlines(), 1) if re.match(r"    # [A-Z].*\.$", line)}
-    (body,) = ast.parse(source).body
-    assert isinstance(body, ast.ClassDef)
-    of_class = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-    found: dict[str, Field] = {}
-    after: Any
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        title = titles[max(n for n in titles if n < node.lineno)]
-        group = re.sub(r" \(.*\)", "", title.strip("# ."))
-        field, doc = of_class[node.target.id], inspect.cleandoc(str(ast.literal_eval(after.value)))
-        found[field.name] = Field(field.name, group, doc, field.default, choices(field.type))
-    return found
+_TITLES = itertools.accumulate(FIELDS, lambda title, name: _FIRST.get(name, title), initial="")
+GROUPS = dict.fromkeys(OWN, "The run") | dict(zip(FIELDS, itertools.islice(_TITLES, 1, None), strict=True))
+"""Every key → the title of its group, in their order."""
 
 
-def choices(kind: Any) -> tuple[str, ...]:
-    """The values that an annotation names.
+def choices(kind: object) -> tuple[str, ...]:
+    """Return the values that an annotation names.
 
     Example:
       >>> choices(Literal["a", "b"] | None), choices(bool), choices(int)
@@ -98,7 +87,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def explain(name: str) -> str:
-    """What a key is, for `--help KEY`.
+    """Return the help of one key: its default, its choices and its doc.
 
     Example:
       >>> print(explain("beta"))
@@ -107,6 +96,10 @@ def explain(name: str) -> str:
     """
     if name in OWN:
         return f"{name}\n{textwrap.indent(textwrap.fill(OWN[name], 90), '  ')}"
-    field = fields()[name]
-    of = f", one of {', '.join(field.choices)}" if field.choices else ""
-    return f"{name} (default {field.default!r}{of})\n{textwrap.indent(field.doc, '  ')}"
+    import docstring_parser  # the fields' docs are docstrings, which are no attributes of anything at run time
+
+    docs = {param.arg_name: param.description for param in docstring_parser.parse_from_object(GRPOConfig).params}
+    named = choices(FIELDS[name].type)
+    one_of = f", one of {', '.join(named)}" if named else ""
+    doc = inspect.cleandoc(docs[name] or "")
+    return f"{name} (default {FIELDS[name].default!r}{one_of})\n{textwrap.indent(doc, '  ')}"

@@ -1,33 +1,39 @@
-"""What a RUN.yaml names: functions and classes by `module:name` or `file.py:name`, and the shipped reward functions."""
+"""Objects that a RUN.yaml names: by `module:name` or `file.py:name`, shipped reward functions, rows of a dataset."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from grpo_jax import rewards
 from grpo_jax.messages import nearest
+from grpo_jax.text.rows import load_rows
+from grpo_jax.text.sources import is_hub_name
+from grpo_jax.text.templates import Columns, Template
+from grpo_jax.types import RewardFn, Row
 
-SHIPPED = (
-    "accuracy_reward",
-    "number_reward",
-    "format_reward",
-    "tag_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-)
-"""Factories of `grpo_jax.rewards`, which make a reward function of their arguments."""
+SHIPPED: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": rewards.accuracy_reward,
+    "number_reward": rewards.number_reward,
+    "format_reward": rewards.format_reward,
+    "tag_reward": rewards.tag_reward,
+    "get_repetition_penalty_reward": rewards.get_repetition_penalty_reward,
+    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment,
+}
+"""Factories that come with the package, each of which makes a reward function of its arguments."""
 
 _FORM = "write module:name or file.py:name"
 
 
-def is_reference(text: Any) -> bool:
-    """Whether a text names something in a module or in a file of Python.
+def is_reference(text: object) -> TypeGuard[str]:
+    """Return whether a text names something in a module or in a file of Python.
 
     Example:
       >>> [is_reference(text) for text in ("my.rewards:right", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
@@ -36,8 +42,8 @@ def is_reference(text: Any) -> bool:
     return isinstance(text, str) and re.fullmatch(r"(?:[\w.]+|.+\.py):[A-Za-z_][\w.]*", text) is not None
 
 
-def find(text: Any, folder: Path) -> Any:
-    """The object that `module:name` or `file.py:name` names.
+def find(text: object, folder: Path) -> Any:
+    """Return the object that `module:name` or `file.py:name` names.
 
     Args:
       text: the reference.
@@ -50,29 +56,26 @@ def find(text: Any, folder: Path) -> Any:
         raise ValueError(f"names nothing in a module: {_FORM}")
     where, _, name = text.rpartition(":")
     try:
-        module = _of_file(folder / where) if where.endswith(".py") else _of_name(where, folder)
-        found: Any = module
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        names = [other for other in vars(module) if not other.startswith("_")]
-        close = nearest(name, names)
-        hint = f"did you mean {close}?" if close else "name one that it defines"
-        raise ValueError(f"{where} has no {name}; {hint}") from None
+        module = _import_file(folder / where) if where.endswith(".py") else _import_name(where, folder)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
-    return found
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        close = nearest(name, [other for other in vars(module) if not other.startswith("_")])
+        hint = f"did you mean {close}?" if close else "name one that it defines"
+        raise ValueError(f"{where} has no {name}; {hint}") from None
 
 
-def _of_name(module: str, folder: Path) -> ModuleType:
-    """A module, installed or in the folder."""
+def _import_name(module: str, folder: Path) -> ModuleType:
+    """Return a module, installed or in the folder."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return importlib.import_module(module)
 
 
-def _of_file(path: Path) -> ModuleType:
-    """The module of a file: by its name, so that worker processes find it too, unless another module has that name."""
+def _import_file(path: Path) -> ModuleType:
+    """Return the module of a file, by its own name, so that worker processes find it, unless another has that name."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
@@ -92,8 +95,8 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def reward_function(entry: Any, folder: Path) -> Any:
-    """The reward function of an entry of `rewards`.
+def reward_function(entry: object, folder: Path) -> RewardFn:
+    """Return the reward function of an entry of `rewards`.
 
     Args:
       entry: a reference or a shipped name; or `{either: arguments}`, which calls it: a mapping is keywords, a list
@@ -101,7 +104,7 @@ def reward_function(entry: Any, folder: Path) -> Any:
       folder: as in `find`.
 
     Raises:
-      ValueError: what is wrong with the entry.
+      ValueError: the fault of the entry.
 
     Example:
       >>> reward_function({"number_reward": "solution"}, Path())(completions=["4", "5"], solution=["4", "4"])
@@ -111,30 +114,72 @@ def reward_function(entry: Any, folder: Path) -> Any:
         if len(entry) != 1:
             raise ValueError("names more than one function; write each as an entry of its own, behind a dash")
         ((name, given),) = entry.items()
-        factory = _function(name, folder)
-        keywords = given if isinstance(given, dict) else {}
-        arguments = [] if isinstance(given, dict) else given if isinstance(given, list) else [given]
+        made = _call(_function(name, folder), name, given)
+    elif isinstance(entry, str) and entry in SHIPPED:
         try:
-            made = factory(*arguments, **keywords)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} refuses its arguments ({error})") from error
+            made = SHIPPED[entry]()
+        except TypeError as error:
+            raise ValueError(f"{error}; write its arguments behind it, as {{{entry}: ...}}") from error
     else:
         made = _function(entry, folder)
-        if entry in SHIPPED:
-            try:
-                made = made()
-            except TypeError as error:
-                raise ValueError(f"{error}; write its arguments behind it, as {{{entry}: ...}}") from error
     if not callable(made):
         raise ValueError(f"is a {type(made).__name__}, and no function")
-    return made
+    function: RewardFn = made
+    return function
 
 
-def _function(name: Any, folder: Path) -> Any:
-    if name in SHIPPED:
-        return getattr(rewards, name)
+def _call(factory: Callable[..., Any], name: object, given: object) -> Any:
+    """Return what a factory makes of the arguments behind its name."""
+    try:
+        if isinstance(given, dict):
+            return factory(**given)
+        return factory(*given) if isinstance(given, list) else factory(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} refuses its arguments ({error})") from error
+
+
+def _function(name: object, folder: Path) -> Callable[..., Any]:
+    """Return a shipped function, or the one that a reference names."""
+    if isinstance(name, str) and name in SHIPPED:
+        return SHIPPED[name]
     if not is_reference(name):
         close = nearest(name, SHIPPED)
         hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
         raise ValueError(f"no such reward function; {hint}")
-    return find(name, folder)
+    found: Callable[..., Any] = find(name, folder)
+    return found
+
+
+def rows_of(
+    source: Any, folder: Path, *, argument: str = "data", columns: Columns | None = None, prompt: Template | None = None
+) -> list[Row]:
+    """Return the rows of a source, as `train` takes them.
+
+    Args:
+      source: the value under `data`: whatever `load_rows` reads, or a reference to it, or to a function of it.
+      folder: what files and modules are named from.
+      argument: the key, for the messages.
+      columns, prompt: as in `load_rows`.
+
+    Raises:
+      ValueError: as `find` and `load_rows`.
+      FileNotFoundError: no such file.
+    """
+    if isinstance(source, Mapping) and "path" in source:
+        source = {**source, "path": _located(source["path"], folder, argument)}
+    elif isinstance(source, str) and is_hub_name(source) and not (folder / source).exists():
+        source = {"name": source}
+    else:
+        source = _located(source, folder, argument)
+    return load_rows(source, columns=columns, prompt=prompt, argument=argument)
+
+
+def _located(source: Any, folder: Path, argument: str) -> Any:
+    """Return what a reference names, or the path of a file named from the folder; anything else as it is."""
+    if is_reference(source):
+        try:
+            found = find(source, folder)
+            return found() if callable(found) else found
+        except ValueError as error:
+            raise ValueError(f"{argument} = {source!r}: {error}") from error
+    return folder / Path(source).expanduser() if isinstance(source, str) else source

@@ -30,7 +30,7 @@ from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.text.rows import read_rows
+from grpo_jax.text.sources import read_rows
 from grpo_jax.update.state import TrainState
 
 _EMPTY = [{"role": "user", "content": ""}]

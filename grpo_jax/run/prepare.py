@@ -32,7 +32,8 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.collect import Task
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import is_stream, load_rows
+from grpo_jax.text.rows import load_rows
+from grpo_jax.text.sources import is_stream
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.messages import show
+from grpo_jax.text.sources import Dataset, read_rows
+from grpo_jax.text.templates import Columns, Template, check_templates, fill
+from grpo_jax.types import Row
 
-Row = dict[str, Any]
-
-
-Messages = list[dict[str, Any]]
-
-
-_MOST_ROWS = 10**9
-_MOST_READ = 10**7  # of what does not say how many there are
 _PICTURES = ("image", "images")
 _PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 
 
-def load_rows(dataset: Any, *, argument: str = "dataset", most: int | None = None) -> list[Row]:
+def load_rows(
+    dataset: Dataset,
+    *,
+    columns: Columns | None = None,
+    prompt: Template | None = None,
+    argument: str = "dataset",
+    most: int | None = None,
+) -> list[Row]:
     """Turn a dataset into a list of dict rows, each with a `prompt` and all with the same columns.
 
     Args:
       dataset: a list of dicts; anything with `len` and integer indexing that gives dicts (`datasets.Dataset`, a grain
         source or `MapDataset`); a pandas DataFrame or a pyarrow Table; what can be iterated over (a generator,
-        `datasets.IterableDataset`, in the order in which it shuffles itself); or the path of a JSONL file. All become
-        the same list, so that order, epochs and resuming are the same for all.
-      argument: what the caller calls it, for the messages.
+        `datasets.IterableDataset`, in the order in which it shuffles itself); the path of a file (JSONL, .csv,
+        .parquet); the name of a dataset on the hub, whose split "train" is read; or a mapping of `path` or `name`, and
+        of `config`, `split` and `rows` (only the first). All become the same list, so that order, epochs and resuming
+        are the same for all.
+      columns: new name → present name of columns; `reward_model.ground_truth` takes one out of a nested column.
+      prompt: a template that makes the column `prompt`: text, or a list of messages, in which `{question}` is the
+        row's column `question`.
+      argument: the caller's name for `dataset`, for the messages.
       most: rows that are read of what can only be iterated over, which may have no end; None: to its end.
 
     Returns:
@@ -41,14 +45,23 @@ def load_rows(dataset: Any, *, argument: str = "dataset", most: int | None = Non
 
     Raises:
       ValueError: no rows; a row that is no dict; no `prompt`, or one that is neither text nor messages; rows whose
-        columns differ; a line of the file that is not JSON; without `most` a stream of more than ten million rows.
+        columns differ; a column that `columns` or `prompt` names and a row does not have; a file in another form than
+        its name says; a dataset that the hub does not give; without `most` a stream of more than ten million rows.
       FileNotFoundError: the path does not exist.
 
     Example:
       >>> load_rows({"prompt": p, "answer": a} for p, a in [("1+1=", "2"), ("2+2=", "4")])[1]
       {'prompt': '2+2=', 'answer': '4'}
+      >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
+      [{'question': '1+1', 'prompt': 'What is 1+1?'}]
     """
+    check_templates(columns, prompt)
     rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument, most)]
+    if columns is not None or prompt is not None:
+        rows = [
+            fill(row, f"{argument} row {i}", columns, prompt) if isinstance(row, Mapping) else row
+            for i, row in enumerate(rows)
+        ]
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
@@ -90,11 +103,6 @@ def _surrogate_fault(row: Mapping[Any, Any]) -> str:
     return ""
 
 
-def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset is an `IterableDataset`, of `datasets` or of PyTorch, which may have no end."""
-    return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
-
-
 def _row_fault(row: Any, first: Any) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
@@ -133,99 +141,6 @@ def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
             "columns, None where there is no value"
         )
     return ""
-
-
-def read_rows(dataset: Any, argument: str, most: int | None = None) -> list[Any]:
-    """Read whatever stands for a dataset into a list, whose rows are not looked at yet."""
-    if isinstance(dataset, (str, os.PathLike)):
-        return _read_jsonl(dataset, argument)
-    if isinstance(dataset, Mapping):
-        raise ValueError(
-            f"{argument} is a dict with the keys {sorted(map(str, dataset))}: give a list of rows, each a dict "
-            "(of a dataset with splits, choose one: dataset['train'])"
-        )
-    package = type(dataset).__module__.partition(".")[0]
-    if package == "pandas" and hasattr(dataset, "to_dict"):
-        return dataset.to_dict("records")
-    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
-        return dataset.to_pylist()
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        if len(dataset) > _MOST_ROWS:
-            raise ValueError(
-                f"{argument} says that it has {len(dataset)} rows, as a source does that repeats for ever: give it "
-                "without its repetition (num_train_epochs and max_steps say how long to train)"
-            )
-        # By index, not by iteration: random-access sources need not be iterable.
-        try:
-            rows = [dataset[index] for index in range(len(dataset))]
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
-                f"({type(error).__name__}: {error}): give a list of dicts"
-            ) from error
-        if package == "grain":
-            rows = [row for row in rows if row is not None]  # which is how grain says that a filter left one out
-        return rows
-    if isinstance(dataset, Iterable):
-        return _read_stream(dataset, argument, most)
-    raise ValueError(
-        f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts or the path "
-        "of a JSONL file"
-    )
-
-
-def read_lines(path: str | os.PathLike[str], argument: str) -> Iterator[str]:
-    """Read the lines of a file of text in UTF-8, with their ends.
-
-    Raises:
-      ValueError: bytes that are no UTF-8, with the line that they are in.
-    """
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # some programs begin with a byte-order mark
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{argument}: line {number} of {os.fspath(path)!r} is no text in UTF-8 (byte {error.start} of it is"
-                    f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, where it"
-                    " is Latin-1), or read it yourself (Parquet: datasets.load_dataset) and give its rows"
-                ) from error
-
-
-def _read_stream(dataset: Iterable[Any], argument: str, most: int | None) -> list[Any]:
-    """Read rows one after another: `most` of them, or all, of which there may not be too many."""
-    rows = list(itertools.islice(dataset, _MOST_READ + 1 if most is None else most))
-    if most is None and len(rows) > _MOST_READ:
-        raise ValueError(
-            f"{argument} goes on after {_MOST_READ:,} rows, as a stream does that has no end: give a part of it, such"
-            " as dataset.take(1000) or itertools.islice(dataset, 1000)"
-        )
-    return rows
-
-
-def _read_jsonl(path: str | os.PathLike[str], argument: str) -> list[Any]:
-    """Read one JSON value from each non-empty line."""
-    rows: list[Any] = []
-    name = os.fspath(path)
-    if not os.path.isfile(path):
-        what = "a directory" if os.path.isdir(path) else "no file"
-        raise FileNotFoundError(f"{argument} is {name!r}, which is {what}: give the path of a JSONL file")
-    for number, line in enumerate(read_lines(path, argument), start=1):
-        if not line.strip():
-            continue
-        where = f"{argument}: line {number} of {name!r}"
-        try:
-            row = json.loads(line.strip())
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on each line"
-            ) from error
-        if isinstance(row, list) and not rows:
-            raise ValueError(f"{where} holds a JSON list: write one object on each line, or give json.load of the file")
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
-        rows.append(row)
-    return rows
 
 
 def _prompt_fault(prompt: Any) -> str:

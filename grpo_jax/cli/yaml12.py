@@ -1,0 +1,101 @@
+"""YAML with the scalars of its version 1.2: `1e-6` is a number, `no` and `off` are text; and `None` is null."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_jax.cli.keys import FIELDS
+from grpo_jax.config.fields import read
+from grpo_jax.devices.sharding import parse_mesh
+from grpo_jax.messages import show
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the scalars of YAML 1.2, and refuses a key that stands there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back as it was: text that looks like one of its scalars is quoted."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|None|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Return keys and values as a text that `parse_yaml` reads back.
+
+    Example:
+      >>> print(dump_yaml({"run_name": "1e-6", "learning_rate": 1e-6}), end="")
+      run_name: '1e-6'
+      learning_rate: 1.0e-06
+    """
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a text in YAML.
+
+    Example:
+      >>> parse_yaml("{learning_rate: 1e-6, eval_steps: None, run_name: off}")
+      {'learning_rate': 1e-06, 'eval_steps': None, 'run_name': 'off'}
+    """
+    return yaml.load(text, _Loader)
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Return the value that a key has on the command line: YAML, or the text where the key takes only that.
+
+    Example:
+      >>> parse_value("learning_rate", "1e-6"), parse_value("run_name", "7"), parse_value("mesh", "data=2,fsdp=4")
+      (1e-06, '7', {'data': 2, 'fsdp': 4})
+    """
+    if name == "mesh" and "=" in text:
+        return parse_mesh(text)
+    if name == "prompt" and not text.startswith("["):  # a colon in a template makes no mapping
+        return text
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError:
+        return text
+    if name not in FIELDS:
+        return value
+    kind = FIELDS[name].type
+    return text if read(kind, value)[1] and not read(kind, text)[1] else value
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a file.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: no YAML, or no mapping.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file; give a RUN.yaml")
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {show(values)}, and not keys with values, such as model: Qwen/Qwen3-0.6B")
+    return {str(name): value for name, value in values.items()}

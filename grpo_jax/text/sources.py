@@ -1,0 +1,208 @@
+"""Reading whatever holds rows: lists, tables, streams, files (JSONL, CSV, Parquet) and datasets of the hub."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_jax.messages import one_line, show
+
+_MOST_ROWS = 10**9
+_MOST_READ = 10**7  # of what does not say how many there are
+_KEYS = ("config", "name", "path", "rows", "split")
+_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+class RandomAccess(Protocol):
+    """Rows by number, such as a `datasets.Dataset` or a grain source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Dataset = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | RandomAccess
+"""What `load_rows` reads."""
+
+
+def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[Any]:
+    """Read whatever stands for a dataset into a list, whose rows are not looked at yet; see `load_rows`."""
+    if isinstance(dataset, Mapping):
+        return _read_described(dataset, argument)
+    if isinstance(dataset, str | os.PathLike):
+        return _read_name(dataset, argument)
+    package = type(dataset).__module__.partition(".")[0]
+    if package == "pandas" and hasattr(dataset, "to_dict"):
+        return dataset.to_dict("records")
+    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
+        return dataset.to_pylist()
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return _read_by_number(dataset, argument, package)
+    if isinstance(dataset, Iterable):
+        return _read_stream(dataset, argument, most)
+    raise ValueError(
+        f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
+        f" ({', '.join(_KINDS)}) or the name of a dataset on the hub"
+    )
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text could be the name of a dataset on the hub, and is not like that of a file.
+
+    Example:
+      >>> [is_hub_name(text) for text in ("openai/gsm8k", "gsm8k", "rows.jsonl", "./rows", "a/b/c")]
+      [True, True, False, False, False]
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether a dataset is an `IterableDataset`, of `datasets` or of PyTorch, which may have no end."""
+    return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
+
+
+def _read_name(name: str | os.PathLike[str], argument: str) -> list[Any]:
+    """Read a file, or, where a text names none, the split "train" of the hub's dataset."""
+    if isinstance(name, str) and is_hub_name(name) and not os.path.exists(name):
+        return list(_hub_dataset(name, None, "train", argument))
+    return _read_file(Path(name), argument)
+
+
+def _read_described(source: Mapping[str, Any], argument: str) -> list[Any]:
+    """Read the first `rows` of a `path`, or of the `split` of the hub's dataset `name` in its `config`."""
+    given = sorted(map(str, source))
+    if not given or (not {"path", "name"} & source.keys() and not set(given).issubset(_KEYS)):
+        raise ValueError(
+            f"{argument} is a dict with the keys {given}: give a list of rows, each a dict "
+            "(of a dataset with splits, choose one: dataset['train'])"
+        )
+    unknown = [name for name in given if name not in _KEYS]
+    if unknown:
+        raise ValueError(f"{argument}.{unknown[0]}: no such key; {argument} has {', '.join(_KEYS)}")
+    if ("path" in source) == ("name" in source):
+        raise ValueError(
+            f"{argument} = {show(dict(source))}: give it a path, or the name of a dataset on the hub, and not both"
+        )
+    count = source.get("rows")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ValueError(f"{argument}.rows = {show(count)}: use a whole number from 1 up, or leave it out for all")
+    if "path" in source:
+        return read_rows(source["path"], argument, count)[:count]
+    found = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
+    return list(itertools.islice(found, count))
+
+
+def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[Any]:
+    """Return a split of a dataset on the hub, by the package `datasets`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{argument} = {name!r}: is no file, and datasets of the hub are read by the package datasets: pip install"
+            " datasets"
+        ) from error
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # of the network, of the hub and of the dataset itself
+        reason = one_line(error, limit=None)
+        raise ValueError(f"{argument} = {name!r}: is no file, and the hub did not give it ({reason})") from error
+
+
+def _read_by_number(dataset: RandomAccess, argument: str, package: str) -> list[Any]:
+    """Read rows by their index, since what has random access need not be iterable."""
+    if len(dataset) > _MOST_ROWS:
+        raise ValueError(
+            f"{argument} says that it has {len(dataset)} rows, as a source does that repeats for ever: give it "
+            "without its repetition (num_train_epochs and max_steps say how long to train)"
+        )
+    try:
+        rows = [dataset[index] for index in range(len(dataset))]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{argument} is of type {type(dataset).__name__}, whose rows cannot be had by number "
+            f"({type(error).__name__}: {error}): give a list of dicts"
+        ) from error
+    # None is how grain says that a filter left a row out.
+    return [row for row in rows if row is not None] if package == "grain" else rows
+
+
+def _read_stream(dataset: Iterable[Any], argument: str, most: int | None) -> list[Any]:
+    """Read rows one after another: `most` of them, or all, of which there may not be too many."""
+    rows = list(itertools.islice(dataset, _MOST_READ + 1 if most is None else most))
+    if most is None and len(rows) > _MOST_READ:
+        raise ValueError(
+            f"{argument} goes on after {_MOST_READ:,} rows, as a stream does that has no end: give a part of it, such"
+            " as dataset.take(1000) or itertools.islice(dataset, 1000)"
+        )
+    return rows
+
+
+def _read_file(path: Path, argument: str) -> list[Any]:
+    """Read the rows of a file by the end of its name: .csv, .parquet, and any other as JSONL."""
+    if not path.is_file():
+        what = "a directory" if path.is_dir() else "no file"
+        raise FileNotFoundError(f"{argument} is {str(path)!r}, which is {what}: give a file ({', '.join(_KINDS)})")
+    if path.suffix == ".csv":
+        return _read_csv(path, argument)
+    if path.suffix != ".parquet":
+        return _read_jsonl(path, argument)
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{argument} is {str(path)!r}: Parquet is read by the package pyarrow: pip install pyarrow"
+        ) from error
+    return parquet.read_table(path).to_pylist()
+
+
+def _read_lines(path: Path, argument: str) -> Iterator[str]:
+    """Read the lines of a file of text in UTF-8, with their ends; bytes that are none are refused with their line."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # some programs begin with a byte-order mark
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{argument}: line {number} of {str(path)!r} is no text in UTF-8 (byte {error.start} of it is"
+                    f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, where it"
+                    " is Latin-1)"
+                ) from error
+
+
+def _read_csv(path: Path, argument: str) -> list[dict[str, str]]:
+    """Read the rows of a CSV file, whose fields may be of any length."""
+    limit = csv.field_size_limit(2**31 - 1)  # of the whole process: 131,072 characters, unless somebody sets it
+    reader = csv.DictReader(_read_lines(path, argument))
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{argument}: line {reader.line_num} of {str(path)!r} is no CSV ({error})") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_jsonl(path: Path, argument: str) -> list[dict[str, Any]]:
+    """Read one JSON object from each non-empty line."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_read_lines(path, argument), start=1):
+        if not line.strip():
+            continue
+        where = f"{argument}: line {number} of {str(path)!r}"
+        try:
+            row = json.loads(line.strip())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on each line"
+            ) from error
+        if isinstance(row, list) and not rows:
+            raise ValueError(f"{where} holds a JSON list: write one object on each line, or give json.load of the file")
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
+        rows.append(row)
+    return rows
