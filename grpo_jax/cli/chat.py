@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +15,13 @@ from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.types import Messages, Row
+from grpo_jax.types import Messages, Row, Tokenizer
 
 
 class _Shown:
     """Prints the text of a completion as its tokens come: what is there already stays, and a cut character waits."""
 
-    def __init__(self, tokenizer: Any, before: Before | None = None):
+    def __init__(self, tokenizer: Tokenizer, before: Before | None = None):
         self._tokenizer, self._before, self._text = tokenizer, before or Before([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
@@ -40,12 +39,12 @@ class _Shown:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text so far."""
         return self._text
 
 
 def typed() -> Iterator[str]:
-    """The lines of standard input; at a terminal with a cue."""
+    """Yield the lines of standard input; at a terminal with a cue."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -90,7 +89,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
             chat_template_kwargs=config.chat_template_kwargs,
             argument="the prompt,",
         ).token_ids
-        given = make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding)
+        encoded = make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding)
         if echo:
             print(f"> {prompt}", flush=True)
         for number in range(samples):
@@ -99,7 +98,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
             completions = generate(
                 model,
                 policy.params,
-                given,
+                encoded,
                 key,
                 num_generations=1,
                 max_completion_length=config.max_completion_length,

@@ -42,25 +42,32 @@ class _Help(argparse.Action):
         raise SystemExit(0)
 
 
+def _width() -> int:
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=_width())
+
+
 def _add_command(
     commands: argparse._SubParsersAction[_Parser], name: str, usage: str, about: str, keys: Sequence[str] = ()
 ) -> _Parser:
     """Add a command, which takes the keys of RUN.yaml as `--KEY VALUE`, listed by group at the end of its help."""
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(GROUPS[key], []).append(key)
     lines = ["keys of RUN.yaml, each as --KEY VALUE too; what one is: --help KEY"] * bool(keys)
     for group, names in groups.items():
-        lines += textwrap.wrap(f"{group}: {' '.join(names)}", width, initial_indent="  ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"{group}: {' '.join(names)}", _width(), initial_indent="  ", subsequent_indent="    ")
     parser = commands.add_parser(
         name,
         prog=f"grpo-jax {name}",
         usage=f"grpo-jax {name} {usage}" + " [--KEY VALUE ...]" * bool(keys),
         help=about,
-        description="\n".join(textwrap.wrap(about, width)),
+        description="\n".join(textwrap.wrap(about, _width())),
         epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_formatter,
         add_help=False,
         allow_abbrev=False,
     )
@@ -217,8 +224,9 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     """Parse a command line; of one that no command understands say which option is near."""
     arguments, unknown = parser.parse_known_args([_spelt(argument) for argument in argv])
     if unknown:
-        close = nearest(unknown[0].partition("=")[0].lstrip("-").replace("-", "_"), GROUPS)
-        hint = f"; did you mean --{close}?" if close and unknown[0].startswith("--") else ""
+        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+        close = None if name in GROUPS or not unknown[0].startswith("--") else nearest(name, GROUPS)
+        hint = f"; did you mean --{close}?" if close else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 

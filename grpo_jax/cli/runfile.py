@@ -120,62 +120,61 @@ def read_run(
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
     values |= {name: _from_here(name, parse_value(name, text)) for name, text in (overrides or {}).items()}
-    given = {name: value for name, value in values.items() if value is not None}
+    stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems(_key_problems(values, wanted))
-    run_dir = values.get("run_dir", f"runs/{path.stem}")
     run = RunFile(
         values=values,
         folder=folder,
         config=problems.of("", _config, values) or GRPOConfig(),
-        run_dir=None if run_dir is None else Path(run_dir).expanduser(),
-        model=given.get("model"),
-        lora=problems.of("lora", read_lora, given.get("lora")),
-        param_dtype=problems.of("param_dtype", _param_dtype, given.get("param_dtype", "float32")) or "",
-        quantize=given.get("quantize"),
-        quantize_embeddings=given.get("quantize_embeddings", False),
+        run_dir=problems.of("run_dir", _run_dir, values.get("run_dir", f"runs/{path.stem}")),
+        model=stated.get("model"),
+        lora=problems.of("lora", read_lora, stated.get("lora")),
+        param_dtype=problems.of("param_dtype", _param_dtype, stated.get("param_dtype", "float32")) or "",
+        quantize=stated.get("quantize"),
+        quantize_embeddings=stated.get("quantize_embeddings", False),
     )
     problems.of("", _check_quantize, run.quantize, run.quantize_embeddings, run.model)
-    if "model" in wanted and "model" in given:
-        problems.of("model", _check_model, given["model"], folder)
+    if "model" in wanted and "model" in stated:
+        problems.of("model", _check_model, stated["model"], folder)
     if "rewards" in wanted:
-        run = _with_functions(run, given, problems)
+        run = _with_functions(run, stated, problems)
     if "data" in wanted:
-        run = _with_rows(run, given, problems)
+        run = _with_rows(run, stated, problems)
     if not problems and run.rows and not (run.tools or run.environment_factory):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], extras=EXTRAS, argument="data", rows=run.rows)
     raise_all(str(path), problems)
     return run
 
 
-def _with_functions(run: RunFile, given: Mapping[str, Any], problems: _Problems) -> RunFile:
+def _with_functions(run: RunFile, stated: Mapping[str, Any], problems: _Problems) -> RunFile:
     """Find the reward functions, the tools and the environments."""
-    tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(given.get("tools"))]
+    tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(stated.get("tools"))]
     rewards = [
         problems.of(f"rewards[{i}]", reward_function, entry, run.folder)
-        for i, entry in enumerate(_listed(given.get("rewards")))
+        for i, entry in enumerate(_listed(stated.get("rewards")))
     ]
     environments = None
-    if "environment_factory" in given:
-        environments = problems.of("environment_factory", _environments, given["environment_factory"], run.folder)
+    if "environment_factory" in stated:
+        environments = problems.of("environment_factory", _environments, stated["environment_factory"], run.folder)
     return dataclasses.replace(
         run,
         rewards=[function for function in rewards if function is not None],
-        tools=tools if "tools" in given else None,
+        tools=[tool for tool in tools if tool is not None] if "tools" in stated else None,
         environment_factory=environments,
     )
 
 
-def _with_rows(run: RunFile, given: Mapping[str, Any], problems: _Problems) -> RunFile:
+def _with_rows(run: RunFile, stated: Mapping[str, Any], problems: _Problems) -> RunFile:
     """Read the rows to train on and to evaluate on."""
-    columns, prompt = given.get("columns"), given.get("prompt")
+    columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
         columns, prompt = None, "any"  # what is wrong with the data itself is said at the same time
     rows = {
-        key: problems.of("", rows_of, given[key], run.folder, argument=key, columns=columns, prompt=prompt)
+        key: problems.of("", rows_of, stated[key], run.folder, argument=key, columns=columns, prompt=prompt)
         for key in ("data", "eval_data")
-        if key in given
+        if key in stated
     }
     return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
 
@@ -210,6 +209,12 @@ def _environments(given: Any, folder: Path) -> EnvironmentFactory | dict[str, En
         return {name: find(one, folder) for name, one in given.items()}
     found: EnvironmentFactory = find(given, folder)
     return found
+
+
+def _run_dir(name: object) -> Path | None:
+    if name is None or isinstance(name, str):
+        return None if name is None else Path(name).expanduser()
+    raise ValueError("give the path of a directory, or null for none")
 
 
 def _param_dtype(name: object) -> str:

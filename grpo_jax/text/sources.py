@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from grpo_jax.messages import one_line, show
 
@@ -42,7 +42,7 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         return dataset.to_dict("records")
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
         return dataset.to_pylist()
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if _has_rows_by_number(dataset):
         return _read_by_number(dataset, argument, package)
     if isinstance(dataset, Iterable):
         return _read_stream(dataset, argument, most)
@@ -76,13 +76,13 @@ def _read_name(name: str | os.PathLike[str], argument: str) -> list[Any]:
 
 def _read_described(source: Mapping[str, Any], argument: str) -> list[Any]:
     """Read the first `rows` of a `path`, or of the `split` of the hub's dataset `name` in its `config`."""
-    given = sorted(map(str, source))
-    if not given or (not {"path", "name"} & source.keys() and not set(given).issubset(_KEYS)):
+    keys = sorted(map(str, source))
+    if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
         raise ValueError(
-            f"{argument} is a dict with the keys {given}: give a list of rows, each a dict "
+            f"{argument} is a dict with the keys {keys}: give a list of rows, each a dict "
             "(of a dataset with splits, choose one: dataset['train'])"
         )
-    unknown = [name for name in given if name not in _KEYS]
+    unknown = [name for name in keys if name not in _KEYS]
     if unknown:
         raise ValueError(f"{argument}.{unknown[0]}: no such key; {argument} has {', '.join(_KEYS)}")
     if ("path" in source) == ("name" in source):
@@ -112,6 +112,10 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     except Exception as error:  # of the network, of the hub and of the dataset itself
         reason = one_line(error, limit=None)
         raise ValueError(f"{argument} = {name!r}: is no file, and the hub did not give it ({reason})") from error
+
+
+def _has_rows_by_number(dataset: object) -> TypeGuard[RandomAccess]:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def _read_by_number(dataset: RandomAccess, argument: str, package: str) -> list[Any]:

@@ -3,7 +3,8 @@
 import pytest
 from cli_files import run
 
-from grpo_jax.cli.runfile import parse_yaml, read_run
+from grpo_jax.cli.runfile import read_run
+from grpo_jax.cli.yaml12 import parse_yaml
 
 SCRIPT = """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct

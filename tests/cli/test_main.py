@@ -11,20 +11,29 @@ from pathlib import Path
 import pytest
 from cli_files import run, write_run
 
-from grpo_jax.cli import keys
-from grpo_jax.cli.main import COMMANDS, make_parser
+from grpo_jax.cli.keys import GROUPS, OWN, explain
+from grpo_jax.cli.main import _parse, keys_of, make_parser
 from grpo_jax.devices import distributed
 
 ROOT = Path(__file__).parents[2]
 WIDTH, HEIGHT = 100, 45
 
 
+KEYS = "\n\nkeys of RUN.yaml, each as --KEY VALUE too"
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    return next(action for action in make_parser()._actions if action.dest == "command").choices
+
+
+COMMANDS = [*parsers()]
+
+
 def help_of(command: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(WIDTH))
-        parser = make_parser()
-        every = next(action for action in parser._actions if action.dest == "command")
-        return every.choices[command].format_help() if command else parser.format_help()
+        return parsers()[command].format_help() if command else make_parser().format_help()
 
 
 @pytest.mark.quick
@@ -67,30 +76,40 @@ def test_help_fits_a_screen_and_says_all(command):
     assert len(lines) <= HEIGHT
     assert max(map(len, lines)) <= WIDTH
     if command:
-        about, positionals, options, which = COMMANDS[command]
-        text = " ".join(" ".join(lines).split())
-        assert about in text
-        for name, said in [*positionals, *((name, settings["help"]) for name, settings in options)]:
-            assert f"{name.strip('[]')} " in text
-            assert said in text
-        if which == "all":
+        parser, text = parsers()[command], " ".join(" ".join(lines).split())
+        assert " ".join(parser.description.split()) in text
+        for action in parser._actions:
+            if action.help is not argparse.SUPPRESS:
+                assert f"{action.option_strings[0] if action.option_strings else action.metavar} " in text
+                assert action.help in text
+        if command in ("train", "resume", "plan", "evaluate"):
             named = [name for line in lines for name in re.findall(r"\w+", line)]
-            assert not {*keys.OWN, *keys.fields()} - set(named)
+            assert not GROUPS.keys() - set(named)
 
 
 @pytest.mark.quick
-def test_the_groups_are_those_of_the_config_in_their_order():
-    groups = list(dict.fromkeys(field.group for field in keys.fields().values()))
+def test_the_groups_are_shown_in_their_order():
     shown = re.findall(r"^  ([A-Z][\w, ]+): ", help_of("train"), flags=re.M)
-    assert shown == ["The run", *groups]
+    assert shown == list(dict.fromkeys(GROUPS.values()))
+
+
+@pytest.mark.quick
+def test_every_command_has_its_function():
+    from grpo_jax.cli.commands import COMMANDS as FUNCTIONS
+
+    assert list(FUNCTIONS) == COMMANDS
 
 
 @pytest.mark.quick
 def test_the_page_has_the_help_of_every_command():
     page = (ROOT / "docs" / "cli.md").read_text()
+    every = help_of("train").partition(KEYS)[2]
     for command in COMMANDS:
-        assert f"```text\n{help_of(command)}```" in page, f"put the output of grpo-jax {command} --help there"
-    for name, about in keys.OWN.items():
+        own, head, keys = help_of(command).partition(KEYS)
+        shown = own.rstrip() if command != "train" and keys == every else (own + head + keys).rstrip()
+        assert f"```text\n{shown}\n```" in page, f"put the output of grpo-jax {command} --help there"
+    assert page.count(every) == 1, "the list of all keys stands there once"
+    for name, about in OWN.items():
         assert f"| `{name}` | {about} |" in page
 
 
@@ -100,7 +119,7 @@ def test_help_of_a_key_says_what_it_is(capsys):
         with pytest.raises(SystemExit) as ended:
             run("train", "--help", asked)
         assert ended.value.code in (None, 0)
-    assert keys.explain("learning_rate") == "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
+    assert explain("learning_rate") == "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
 
 
 @pytest.mark.quick
@@ -108,7 +127,12 @@ def test_help_of_a_key_says_what_it_is(capsys):
     ("argv", "message"),
     [
         (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
-        (["train", "a.yaml", "--bta", "1"], "grpo-jax: unrecognized arguments: --bta 1; see grpo-jax --help\n"),
+        (
+            ["train", "a.yaml", "--bta", "1"],
+            "grpo-jax: unrecognized arguments: --bta 1; did you mean --beta?; see grpo-jax --help\n",
+        ),
+        (["train", "a.yaml", "--xyz"], "grpo-jax: unrecognized arguments: --xyz; see grpo-jax --help\n"),
+        (["export", "a", "b", "--beta=1"], "grpo-jax: unrecognized arguments: --beta=1; see grpo-jax --help\n"),
         (["trian"], "grpo-jax: argument COMMAND: invalid choice: 'trian'"),
     ],
 )
@@ -123,20 +147,20 @@ def test_a_wrong_command_line_is_one_line(argv, message, capsys):
 
 @pytest.mark.quick
 def test_fields_may_be_spelt_with_hyphens_and_values_are_texts():
-    from grpo_jax.cli.main import _spelt
-
     argv = ["train", "a.yaml", "--learning-rate", "1e-5", "--max_steps=3", "--run-dir", "x", "--dry-run"]
-    arguments = make_parser().parse_args([_spelt(argument) for argument in argv])
-    assert arguments.keys == {"learning_rate": "1e-5", "max_steps": "3", "run_dir": "x"}
+    arguments = _parse(make_parser(), argv)
+    assert keys_of(arguments) == {"learning_rate": "1e-5", "max_steps": "3", "run_dir": "x"}
     assert arguments.dry_run
-    assert make_parser().parse_args(["report", "runs/x"]).keys == {}
+    arguments = _parse(make_parser(), ["chat", "runs/x", "--model", "y"])
+    assert (arguments.model, keys_of(arguments)) == ("runs/x", {"model": "y"})
+    assert keys_of(_parse(make_parser(), ["report", "runs/x"])) == {}
 
 
 @pytest.mark.quick
 def test_several_processes_have_the_flags_of_the_api():
     parser = argparse.ArgumentParser(add_help=False)
     distributed.add_flags(parser)
-    ours = {tuple(action.option_strings): action for action in make_parser()._actions[-1].choices["train"]._actions}
+    ours = {tuple(action.option_strings): action for action in parsers()["train"]._actions}
     for action in parser._actions:
         mine = ours[tuple(action.option_strings)]
         assert (mine.dest, mine.type, mine.choices) == (action.dest, action.type, action.choices)

@@ -1,14 +1,17 @@
 """Functions by their names: modules, files, shipped reward functions, and what is said where there is no such thing."""
 
+import json
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import SHIPPED, find, reward_function
+from grpo_jax.cli.named import SHIPPED, find, reward_function, rows_of
 from grpo_jax.rewards import isolated
 
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
 
 @pytest.fixture
@@ -17,6 +20,9 @@ def folder(tmp_path):
     (tmp_path / "my_own_judges.py").write_text(CODE)
     (tmp_path / "json.py").write_text(CODE)
     (tmp_path / "broken_judges.py").write_text("1 / 0")
+    (tmp_path / "empty_judges.py").write_text("None.right")
+    (tmp_path / "rows_of_my_own.py").write_text(f"ROWS = {ROWS!r}\ndef make():\n    yield from ROWS\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     yield tmp_path
     sys.path[:] = path
     for name in {*sys.modules} - modules:
@@ -34,8 +40,6 @@ def test_a_function_of_a_module_and_of_a_file(folder):
 
 @pytest.mark.quick
 def test_a_file_does_not_hide_a_module_of_its_name(folder):
-    import json
-
     assert find("json.py:right", folder)(["a"], ["a"]) == [1.0]
     assert sys.modules["json"] is json
     assert find("json:dumps", folder) is json.dumps
@@ -54,6 +58,7 @@ def test_a_function_of_a_file_runs_in_a_worker(folder):
         ("my_own_judges:rihgt", "my_own_judges has no rihgt; did you mean right?"),
         ("nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
         ("nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py is no file"),
+        ("empty_judges:right", r"empty_judges cannot be imported \(AttributeError: 'NoneType' object has no"),
         ("broken_judges:right", r"broken_judges cannot be imported \(ZeroDivisionError: division by zero\)"),
     ],
 )
@@ -89,8 +94,40 @@ def test_shipped_names_are_all_factories_of_the_room():
         ({"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
         ({"a:b": 1, "c:d": 2}, "names more than one function"),
         ("os:sep", "is a str, and no function"),
+        (["number_reward"], r"no such reward function; did you mean number_reward\?"),
     ],
 )
 def test_entries_that_make_no_function_are_refused(folder, entry, said):
     with pytest.raises(ValueError, match=said):
         reward_function(entry, folder)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "source", ["rows.jsonl", "rows_of_my_own.py:ROWS", "rows_of_my_own:make", {"path": "rows_of_my_own:make"}]
+)
+def test_rows_are_those_of_a_file_in_the_folder_or_of_a_reference(folder, source):
+    wanted = [{"prompt": row["question"], "solution": row["solution"]} for row in ROWS]
+    assert rows_of(source, folder, columns={"prompt": "question"}) == wanted
+    described = source if isinstance(source, dict) else {"path": source}
+    assert rows_of({**described, "rows": 1}, folder, columns={"prompt": "question"}) == wanted[:1]
+
+
+@pytest.mark.quick
+def test_a_name_of_the_hub_is_no_file_of_the_folder(folder, monkeypatch):
+    hub = SimpleNamespace(load_dataset=lambda *names, split: [{"prompt": f"{names} {split}"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.chdir(folder)
+    (folder / "squad").mkdir()
+    (folder / "project").mkdir()
+    assert rows_of("squad", folder / "project") == [{"prompt": "('squad', None) train"}]
+    with pytest.raises(FileNotFoundError, match=r"data is '.*squad', which is a directory"):
+        rows_of("squad", folder)
+    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is no file"):
+        rows_of({"path": "none"}, folder)
+
+
+@pytest.mark.quick
+def test_a_reference_to_rows_that_are_not_there_is_said(folder):
+    with pytest.raises(ValueError, match=r"data = 'rows_of_my_own.py:mke': .* has no mke; did you mean make\?"):
+        rows_of("rows_of_my_own.py:mke", folder)

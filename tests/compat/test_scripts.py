@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.cli.named import reward_function
-from grpo_jax.cli.runfile import dump_yaml, read_run
+from grpo_jax.cli.runfile import read_run
+from grpo_jax.cli.yaml12 import dump_yaml
 from grpo_jax.compat.scripts import from_trl_script
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.text import completions as completions_module
 from grpo_jax.text import prompts as lib
 from grpo_jax.text import rows as rows_module
+from grpo_jax.text import sources
 
 TEMPLATE = (
     "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -217,7 +218,7 @@ def test_of_a_stream_as_many_rows_are_read_as_are_asked_for(monkeypatch):
     assert [row["prompt"] for row in rows_module.load_rows(stream(), most=3)] == ["0", "1", "2"]
     assert taken == [0, 1, 2], "and no more, which may be slow to make"
     assert len(rows_module.load_rows(ROWS, most=1)) == len(ROWS), "what says how many there are is read whole"
-    monkeypatch.setattr(rows_module, "_MOST_READ", 100)
+    monkeypatch.setattr(sources, "_MOST_READ", 100)
     with pytest.raises(ValueError, match="dataset goes on after 100 rows, as a stream does that has no end"):
         rows_module.load_rows(stream())
     assert len(rows_module.load_rows({"prompt": "p"} for _ in range(100))) == 100
