@@ -189,9 +189,13 @@ def test_a_conversation_goes_on_until_a_line_is_empty(monkeypatch, capsys):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
     seen = []
     template = tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        tokenizer, "apply_chat_template", lambda said, **how: seen.append(said) or template(said, **how)
-    )
+
+    def spy(said, **keywords):
+        if said[0]["content"] in ("one", "three"):  # the template is tried out with other words, too
+            seen.append(said)
+        return template(said, **keywords)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", spy)
     config = read_run(None, {"max_completion_length": "4"}).config
     commands.talk(tiny_policy().replace(tokenizer=tokenizer), config, ["one", "two", "", "three"])
     assert [[message["role"] for message in said] for said in seen] == [
