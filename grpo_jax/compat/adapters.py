@@ -49,7 +49,7 @@ Module = tuple[tuple[str, ...], ...]
 
 
 def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True) -> Policy:
-    """The policy with fresh adapters as a `LoraConfig` asks for them.
+    """Return the policy with fresh adapters as a `LoraConfig` asks for them.
 
     Names and regular expressions are matched as by PEFT, against the names of the checkpoint's modules
     (`model.layers.0.self_attn.q_proj`). A module that is several projections here (Phi-3's `qkv_proj`) gets an adapter

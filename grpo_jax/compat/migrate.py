@@ -1,19 +1,19 @@
-"""The way over from TRL: what of its `GRPOConfig` carries over, what says the rest here, and what is missing."""
+"""Translation of TRL's `GRPOConfig`: what carries over, what says the rest here, and what is missing."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import OTHER_NAMES
 from grpo_jax.messages import nearest, raise_all
+from grpo_jax.types import Json
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
-# Of PyTorch alone: how a model is laid out and run is said otherwise, or not at all.
+# Arguments that say how PyTorch lays a model out and runs it: here otherwise, or not at all.
 _PYTORCH_KWARGS = {
     "attn_implementation",
     "device_map",
@@ -31,8 +31,8 @@ _CORRECTION = {
     "clip_min": "sampler_correction_min",
     "cap": "sampler_correction_max",
 }
-# Of one meaning here, whatever TRL's default for them: the values that ask for nothing, dumped ones too.
-_NOTHING: dict[str, tuple[Any, ...]] = {
+# The values beside TRL's default that ask for nothing here, such as those of a dump.
+_NOTHING: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
     "bf16": (None, False),
     "model_init_kwargs": (None, {}),
@@ -48,9 +48,9 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Migration:
-    """What became of a TRL config.
+    """A TRL config, translated: the fields that carry over, and a note on each of the others.
 
     Attributes:
       values: fields for `GRPOConfig`.
@@ -63,16 +63,16 @@ class Migration:
         there was none.
     """
 
-    values: dict[str, Any]
-    run_dir: str | None
-    same: list[str]
-    translated: dict[str, str]
-    left_out: dict[str, str]
-    missing: dict[str, str]
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run_dir: str | None = None
+    same: list[str] = dataclasses.field(default_factory=list)
+    translated: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
     dtype: str | None = None
 
     def config(self) -> GRPOConfig:
-        """The config of what carries over.
+        """Return the config of the fields that carry over.
 
         Raises:
           ValueError: a value that `GRPOConfig` does not take, such as another scheduler.
@@ -84,14 +84,14 @@ class Migration:
         return "\n".join(same + self.notes()) or "nothing to carry over: every value is TRL's default"
 
     def notes(self) -> list[str]:
-        """The lines on what was translated, left out and is missing."""
+        """Return the lines on the fields that were translated, were left out, or are missing."""
         lines: list[str] = []
         for title, notes in (("translated", self.translated), ("left out", self.left_out), ("NOT HERE", self.missing)):
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
         return lines
 
 
-def from_trl(values: Mapping[str, Any]) -> Migration:
+def from_trl(values: Json) -> Migration:
     """Translate the fields of a TRL GRPO config.
 
     Args:
@@ -109,7 +109,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     ours = {field.name for field in dataclasses.fields(GRPOConfig)}
-    moved, unknown = Migration({}, None, [], {}, {}, {}), list[str]()
+    moved, unknown = Migration(), list[str]()
     for name, value in values.items():
         if name in ours:
             moved.values[name] = value
@@ -123,7 +123,7 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
     raise_all("the TRL config", unknown)
     for name, value in values.items():
         if name in ELSEWHERE:
-            moved = _elsewhere(moved, name, value)
+            _translate(moved, name, value)
     _translate_evaluation(moved, values)
     _translate_correction(moved, values)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
@@ -132,17 +132,17 @@ def from_trl(values: Mapping[str, Any]) -> Migration:
     return moved
 
 
-def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
-    """Note one field that is none here."""
+def _translate(moved: Migration, name: str, value: Any) -> None:
+    """Translate or note one field that is none here."""
     default, kind, advice = ELSEWHERE[name]
     if name == "output_dir" and value is not None:
+        moved.run_dir = str(value)
         moved.translated[name] = f"run_dir={str(value)!r} of train"
-        return dataclasses.replace(moved, run_dir=str(value))
-    if name in ("bf16", "fp16") and value:
+    elif name in ("bf16", "fp16") and value:
         moved.values["compute_dtype"] = "bfloat16"
         moved.translated[name] = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
     elif name == "model_init_kwargs" and value:
-        return _model_init_kwargs(moved, value)
+        _translate_model(moved, value)
     elif name in _STEPS and (value == "no" or value not in ("steps", default)):
         _translate_strategy(moved, name, value)
     elif name == "activation_checkpointing" and value is not None:
@@ -157,10 +157,9 @@ def _elsewhere(moved: Migration, name: str, value: Any) -> Migration:
     else:
         notes = moved.missing if kind == "other name" else moved.left_out
         notes[name] = advice.removeprefix("leave it out: ")
-    return moved
 
 
-def _translate_strategy(moved: Migration, name: str, value: Any) -> None:
+def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     """Note when there is a line of metrics, an evaluation or a checkpoint, where it is not simply by steps."""
     steps = _STEPS[name]
     if value != "no":
@@ -175,16 +174,16 @@ def _translate_strategy(moved: Migration, name: str, value: Any) -> None:
             moved.same.remove(steps)
 
 
-def _model_init_kwargs(moved: Migration, kwargs: Mapping[str, Any]) -> Migration:
-    """Note what `from_pretrained` of transformers was to be called with: the dtype, and what only PyTorch asks."""
+def _translate_model(moved: Migration, kwargs: Json) -> None:
+    """Translate the arguments of `from_pretrained` in transformers: the dtype, and those that only PyTorch has."""
     name, kwargs = "model_init_kwargs", {key: value for key, value in kwargs.items() if value not in (None, False)}
-    given = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
+    asked = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
     kwargs.pop("torch_dtype", None)
-    dtype = _DTYPES.get(given)
-    if dtype is None and given != "None":
-        moved.missing[name] = f"dtype {given!r}: use float32, bfloat16 or auto"
+    moved.dtype = dtype = _DTYPES.get(asked)
+    if dtype is None and asked != "None":
+        moved.missing[name] = f"dtype {asked!r}: use float32, bfloat16 or auto"
     if dtype is not None:
-        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + " (no float16)" * (given == "float16")
+        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + " (no float16)" * (asked == "float16")
     if dtype == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
         moved.values["compute_dtype"] = dtype
     unknown = sorted(set(kwargs) - _PYTORCH_KWARGS)
@@ -192,10 +191,9 @@ def _model_init_kwargs(moved: Migration, kwargs: Mapping[str, Any]) -> Migration
         moved.missing[name] = f"{', '.join(unknown)}: from_pretrained takes dtype, param_dtype and mesh"
     elif kwargs:
         moved.left_out[name] = f"{', '.join(sorted(kwargs))}: how a model is run, PyTorch's part of it"
-    return dataclasses.replace(moved, dtype=dtype)
 
 
-def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
+def _translate_evaluation(moved: Migration, values: Json) -> None:
     """Give evaluations the steps and the names that they have in TRL."""
     evaluates = values.get("eval_strategy") == "steps"
     if evaluates and moved.values.get("eval_steps") is None:
@@ -226,7 +224,7 @@ def _translate_evaluation(moved: Migration, values: Mapping[str, Any]) -> None:
     moved.same.remove(name)
 
 
-def _translate_correction(moved: Migration, values: Mapping[str, Any]) -> None:
+def _translate_correction(moved: Migration, values: Json) -> None:
     """Give the correction for vLLM the names that the one for a `sampler` has."""
     of = {name: values.get(f"{_VLLM}{name}", ELSEWHERE[f"{_VLLM}{name}"].default) for name in _CORRECTION}
     # The cap is the older name, and where it is set it is what TRL takes.
@@ -243,7 +241,7 @@ def _translate_correction(moved: Migration, values: Mapping[str, Any]) -> None:
 
 
 def field_table() -> str:
-    """The table of `docs/coming_from_trl.md`: every field of TRL's, and what it is here.
+    """Return the table of `docs/coming_from_trl.md`: every field of TRL's, and its place here.
 
     Example:
       >>> field_table().splitlines()[2]

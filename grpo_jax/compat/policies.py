@@ -21,7 +21,7 @@ _OF_A_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "
 
 
 def with_tokenizer(policy: Policy, tokenizer: Any = None) -> Policy:
-    """The policy with another tokenizer, or its own, whose EOS ends completions as well.
+    """Return the policy with another tokenizer, or its own, whose EOS ends completions as well.
 
     As in TRL, a completion ends with any EOS of generation_config.json and with the tokenizer's; a warning says so
     where the files do not name it.

@@ -15,7 +15,7 @@ _RETURNED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class RolloutSampler:
-    """A `run.sampler.Sampler` that asks a `rollout_func`.
+    """A `run.sampler.Sampler` that calls a `rollout_func` of TRL's.
 
     It is called as in TRL 1.16, with a list of B·G prompts (each repeated for its completions) and the trainer, whose
     `policy` has the present params then. It returns a dict of lists B·G long: `prompt_ids`, `completion_ids`,
@@ -24,7 +24,7 @@ class RolloutSampler:
 
     Args:
       rollout_func: the function.
-      trainer: what it is given.
+      trainer: its second argument.
       data: the encoded rows, by which the text of a prompt is found.
     """
 
@@ -61,8 +61,11 @@ class RolloutSampler:
         tokens, l = np.zeros(mask.shape, np.int32), np.zeros(mask.shape, np.float32)
         tokens[mask] = [i for ids in found for i in ids]
         l[mask] = [np.nan if x is None else x for some in log_probs for x in some]
-        arrays: Any = (tokens, mask, l, ended)
-        return Completions(*(x.reshape(*shape, *x.shape[1:]) for x in arrays))
+
+        def grouped(x: np.ndarray) -> Any:
+            return x.reshape(*shape, *x.shape[1:])
+
+        return Completions(grouped(tokens), grouped(mask), grouped(l), grouped(ended))
 
     def fields(self, completion_ids: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
         """The further fields of just these completions; none of others, such as an evaluation's."""
@@ -70,7 +73,7 @@ class RolloutSampler:
         return fields if [list(some) for some in completion_ids] == ids else {}
 
     def _read(self, output: Any, count: int) -> tuple[list[Any], list[list[int]], list[list[Any]]]:
-        """What the function returned, if it is B·G long, and its fields kept."""
+        """Return prompt ids, completion ids and log-probs of an output that is B·G long, and keep its other fields."""
         missing = [name for name in _RETURNED if name not in output] if isinstance(output, dict) else [*_RETURNED]
         if missing:
             raise ValueError(f"rollout_func returned no {', '.join(missing)}: return a dict that has them")
@@ -96,22 +99,23 @@ class RolloutSampler:
 
 
 def with_fields(fn: Callable[..., Any], sampler: RolloutSampler, columns: Iterable[str]) -> Callable[..., Any]:
-    """A reward function that is given the fields of a `rollout_func` beside the columns, as keyword lists."""
+    """Return a reward function that takes the fields of a `rollout_func` beside the columns, as keyword lists."""
     known = {*SAMPLED, *EXTRAS, *columns}
 
-    def chosen(given: dict[str, Any]) -> dict[str, Any]:
-        extras = {name: given.pop(name) for name in EXTRAS if name in given}
-        inputs = select_inputs(fn, given | sampler.fields(given["completion_ids"]), extras)
+    def inputs_of(completion_ids: list[list[int]], keywords: dict[str, Any]) -> dict[str, Any]:
+        extras = {name: keywords.pop(name) for name in EXTRAS if name in keywords}
+        columns = {"completion_ids": completion_ids, **keywords, **sampler.fields(completion_ids)}
+        inputs = select_inputs(fn, columns, extras)
         missing = [name for name, required in arguments_of(fn).items() if required and name not in inputs]
         if missing:
             raise ValueError(f"it needs {', '.join(missing)}, which rollout_func did not return for these completions")
         return inputs
 
-    async def later(completion_ids: Any, **given: Any) -> Any:
-        return await fn(**chosen({"completion_ids": completion_ids, **given}))
+    async def later(completion_ids: list[list[int]], **keywords: Any) -> Any:
+        return await fn(**inputs_of(completion_ids, keywords))
 
-    def now(completion_ids: Any, **given: Any) -> Any:
-        return fn(**chosen({"completion_ids": completion_ids, **given}))
+    def now(completion_ids: list[list[int]], **keywords: Any) -> Any:
+        return fn(**inputs_of(completion_ids, keywords))
 
     wrapped: Any = later if is_async(fn) else now
     wrapped.__name__ = function_name(fn)
