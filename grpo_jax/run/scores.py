@@ -51,12 +51,21 @@ def score_own(
     inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own], prompt_ids=ids)
     if sampled.episodes is not None:
         if is_conversation(rows[0]["prompt"]):
-            inputs["completions"] = [episode.messages for episode in sampled.episodes[places]]
-        inputs["columns"]["environment_rewards"] = [episode.reward for episode in sampled.episodes[places]]
+            inputs = inputs._replace(completions=[episode.messages for episode in sampled.episodes[places]])
+        inputs.columns["environment_rewards"] = [episode.reward for episode in sampled.episodes[places]]
     if sampled.environments is not None:
-        inputs["columns"]["environments"] = list(sampled.environments[places])
-    rewards, stats = compute_rewards(reward_fns, num_generations=g, on_error=on_error, extras=extras.given(), **inputs)
-    texts = inputs["completions"]
+        inputs.columns["environments"] = list(sampled.environments[places])
+    rewards, stats = compute_rewards(
+        reward_fns,
+        prompts=inputs.prompts,
+        completions=inputs.completions,
+        completion_ids=inputs.completion_ids,
+        columns=inputs.columns,
+        num_generations=g,
+        on_error=on_error,
+        extras=extras.given(),
+    )
+    texts = list(inputs.completions)
     return Scores(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
 
 

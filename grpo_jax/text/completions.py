@@ -18,6 +18,23 @@ CONTEXT = 8
 """Tokens of a prompt after which its completion is decoded; no character has as many."""
 
 
+class RewardInputs(NamedTuple):
+    """The lists that reward functions take, each B·G long, in prompt-major order.
+
+    Attributes:
+      prompts: text or messages. Where a conversation ends in a prefill, this is the beginning of the completion's
+        message and not the end of the prompt, so that prompt + completion is the conversation.
+      completions: text or messages.
+      completion_ids: token ids without padding.
+      columns: every other column of the rows, by its name.
+    """
+
+    prompts: list[str | Messages]
+    completions: Sequence[str | Messages]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
 def reward_inputs(
     tokenizer: Tokenizer,
     rows: Sequence[Row],
@@ -25,8 +42,8 @@ def reward_inputs(
     mask: Array,
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
-) -> dict[str, Any]:
-    """Return the inputs of reward functions for a batch of completions, as keywords of `rewards.compute_rewards`.
+) -> RewardInputs:
+    """Return the inputs of reward functions for a batch of completions.
 
     Args:
       tokenizer: decodes the completions.
@@ -34,21 +51,15 @@ def reward_inputs(
       tokens: [B, G, T] int completion tokens.
       mask: [B, G, T] bool, True on the tokens of a completion.
       prompt_ids: as for `decode_completions`.
-
-    Returns:
-      A dict of `prompts`, `completions`, `completion_ids` (lists of B·G in prompt-major order) and `columns` (every
-      other column of the rows, repeated likewise). Where a conversation ends in a prefill, the prefill is the beginning
-      of the completion's message and not the end of the prompt, so that prompt + completion is the conversation.
     """
     group = range(np.shape(tokens)[1])
     prompts = [row["prompt"] for row in rows]
-    names = [name for name in rows[0] if name != "prompt"]
-    return {
-        "prompts": [_without_prefill(prompt) for prompt in prompts for _ in group],
-        "completions": decode_completions(tokenizer, tokens, mask, prompts=prompts, prompt_ids=prompt_ids),
-        "completion_ids": completion_token_ids(tokens, mask),
-        "columns": {name: [row[name] for row in rows for _ in group] for name in names},
-    }
+    return RewardInputs(
+        prompts=[_without_prefill(prompt) for prompt in prompts for _ in group],
+        completions=decode_completions(tokenizer, tokens, mask, prompts=prompts, prompt_ids=prompt_ids),
+        completion_ids=completion_token_ids(tokens, mask),
+        columns={name: [row[name] for row in rows for _ in group] for name in rows[0] if name != "prompt"},
+    )
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:

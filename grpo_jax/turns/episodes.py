@@ -198,14 +198,9 @@ class Episode:
 
     def _call(self, parsed: Parsed) -> Messages:
         """Call the tools, and return their results as messages; of one that could not be called, why."""
-        said = []
-        for call in parsed.calls:
-            self.counts.calls += 1
-            said.append(tool_message(call.name, self._result(call)))
-        for problem in parsed.problems:
-            self.counts.calls += 1
-            said.append(tool_message("", self._error(problem)))
-        return said
+        self.counts.calls += len(parsed.calls) + len(parsed.problems)
+        said = [tool_message(call.name, self._result(call)) for call in parsed.calls]
+        return said + [tool_message("", self._error(problem)) for problem in parsed.problems]
 
     def _result(self, call: ToolCall) -> str:
         """Call one tool, and return its result as text, or the error."""

@@ -94,9 +94,7 @@ def completed(tokenizer, prompt, prompt_ids, ids):
     """What a reward function is given of one completion."""
     tokens = np.array([[[*ids, tokenizer.eos_token_id]]])
     row = {"prompt": prompt}
-    return reward_inputs(tokenizer, [row], tokens, np.ones(tokens.shape, bool), prompt_ids=[prompt_ids])["completions"][
-        0
-    ]
+    return reward_inputs(tokenizer, [row], tokens, np.ones(tokens.shape, bool), prompt_ids=[prompt_ids]).completions[0]
 
 
 @pytest.mark.quick

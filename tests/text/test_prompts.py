@@ -497,10 +497,10 @@ def test_reward_inputs_of_text_prompts():
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"p{n}", "answer": n, "tags": [n, n]} for n in range(3)]
     inputs = completions_module.reward_inputs(tokenizer, rows, *padded_batch(tokenizer, TEXTS))
-    assert inputs["prompts"] == ["p0", "p0", "p1", "p1", "p2", "p2"]
-    assert inputs["completions"] == ["one", "two!", "three", "4", "", "sechs"]
-    assert inputs["columns"] == {"answer": [0, 0, 1, 1, 2, 2], "tags": [[0, 0]] * 2 + [[1, 1]] * 2 + [[2, 2]] * 2}
-    assert inputs["completion_ids"][3] == [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
+    assert inputs.prompts == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert inputs.completions == ["one", "two!", "three", "4", "", "sechs"]
+    assert inputs.columns == {"answer": [0, 0, 1, 1, 2, 2], "tags": [[0, 0]] * 2 + [[1, 1]] * 2 + [[2, 2]] * 2}
+    assert inputs.completion_ids[3] == [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
 
 
 @pytest.mark.quick
@@ -509,8 +509,8 @@ def test_reward_inputs_of_conversations_join_to_the_conversation():
     parts = [{"type": "text", "text": "So"}]
     rows = [{"prompt": p} for p in ([user("a")], [user("b"), assistant("<t>")], [user("c"), assistant(parts)])]
     inputs = completions_module.reward_inputs(tokenizer, rows, *padded_batch(tokenizer, TEXTS))
-    assert inputs["completions"] == [[assistant(text)] for text in ("one", "two!", "<t>three", "<t>4", "So", "Sosechs")]
-    assert inputs["prompts"] == [[user("a")]] * 2 + [[user("b")]] * 2 + [[user("c")]] * 2
+    assert inputs.completions == [[assistant(text)] for text in ("one", "two!", "<t>three", "<t>4", "So", "Sosechs")]
+    assert inputs.prompts == [[user("a")]] * 2 + [[user("b")]] * 2 + [[user("c")]] * 2
     assert rows[1]["prompt"] == [user("b"), assistant("<t>")]  # the dataset is as it was
 
 
