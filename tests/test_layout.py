@@ -220,6 +220,7 @@ TESTED_ELSEWHERE = {
     "turns.calls": "turns/test_formats.py",
     "devices.program": "run/test_ahead.py",
     "rollout.draw": "rollout/test_decode.py",
+    "rollout.rollout": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",

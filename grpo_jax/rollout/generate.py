@@ -31,25 +31,15 @@ from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
 from grpo_jax.rollout.decode import decode, prefill
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys, draw, is_eos, step_uniforms
-from grpo_jax.rollout.layout import Call, Layout, places
+from grpo_jax.rollout.layout import Layout, places
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
 """What is called with tokens and mask [B, G, T] of what has been drawn so far."""
 
 
-def _generate_in_bursts(
-    model: CachedModel,
-    params: Params,
-    prompts: Prompts,
-    keys: jax.Array,
-    *,
-    settings: DecodeSettings,
-    length: int,
-    at_once: int,
-    interrupt: Callable[[], None],
-    watch: Watch | None,
-) -> Completions:
+def _generate_in_bursts(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
     """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
 
     At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
@@ -59,24 +49,13 @@ def _generate_in_bursts(
     Returns:
       `Completions` in NumPy's arrays.
     """
-    b, g = keys.shape
-    if mesh_of(params) is not None and at_once < b:
-        wave = functools.partial(
-            _generate_in_bursts,
-            model,
-            params,
-            settings=settings,
-            length=length,
-            at_once=at_once,
-            interrupt=interrupt,
-            watch=watch,
-        )
-        waves = [jax.tree.map(lambda x, i=i: x[i : i + at_once], (prompts, keys)) for i in range(0, b, at_once)]
-        return jax.tree.map(lambda *x: np.concatenate(x), *(wave(*some) for some in waves))
-    call = Call.of(model, params, prompts, keys, settings, length, interrupt)
-    layout, table = Layout.of(call, at_once), call.table
+    (b, g), table = rollout.keys.shape, rollout.table
+    if rollout.mesh is not None and at_once < b:
+        waves = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
+        return jax.tree.map(lambda *x: np.concatenate(x), *(_generate_in_bursts(x, at_once, watch) for x in waves))
+    layout = Layout.of(rollout, at_once)
     while True:
-        interrupt()
+        rollout.interrupt()
         if watch is not None:
             watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
         if layout.prompts_wait and layout.has_places:
@@ -232,12 +211,6 @@ def generate(
         return fetch(completions) if on_host else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return _generate_in_one(as_argument(model), params, prompts, keys, settings=settings, length=length)
-    completions = _generate_in_bursts(
-        *(model, params, prompts, keys),
-        settings=settings,
-        length=length,
-        at_once=places(len(keys), num_generations, batch_size, shards),
-        interrupt=interrupt,
-        watch=watch,
-    )
+    rollout = Rollout.of(model, params, prompts, keys, settings, length, interrupt)
+    completions = _generate_in_bursts(rollout, places(len(keys), num_generations, batch_size, shards), watch)
     return completions if on_host else jax.tree.map(jnp.asarray, completions)

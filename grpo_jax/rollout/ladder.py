@@ -161,9 +161,14 @@ def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: i
     by a quarter than as many completions each with a prompt of its own; else such completions, down to the fewest in
     equal strides; where prompts cost nearly all, fewer groups.
     """
-    cost = lambda shape: step.cost(shape[0] // shards, shape[1])
-    holds = lambda shape: FEWEST <= shape[0] * shape[1] < groups * width
-    worth = lambda shape: holds(shape) and cost(shape) <= WORTH_A_MOVE * cost((groups, width))
+
+    def cost(shape: tuple[int, int]) -> float:
+        return step.cost(shape[0] // shards, shape[1])
+
+    def worth(shape: tuple[int, int]) -> bool:
+        holds = FEWEST <= shape[0] * shape[1] < groups * width
+        return holds and cost(shape) <= WORTH_A_MOVE * cost((groups, width))
+
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:
         return narrow if worth(narrow) else None

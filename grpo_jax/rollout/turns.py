@@ -32,11 +32,12 @@ import numpy as np
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, shard_count, split
 from grpo_jax.devices.streams import run_in_streams
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.rollout.decode import Drawn, decode, move, on_cpu, prefill, read_chunk
+from grpo_jax.rollout.decode import Drawn, on_cpu
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.generate import check_request
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
-from grpo_jax.rollout.layout import Call, decode_step, places, stream_count
+from grpo_jax.rollout.layout import decode_step, places, stream_count
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.types import Completions, Model, Params, Prompts, is_cached
 
 LEAD = 16
@@ -79,26 +80,19 @@ class _OtherFailed(Exception):
 class _Play:
     """The completions of one stream, from their prompts to their ends."""
 
-    def __init__(self, call: Call, answers: Answers, groups: np.ndarray):
-        self.call, self.table, self.answers = call, call.table, answers
-        self.completions = call.numbers(groups)
-        g, p, length = call.keys.shape[1], call.prompts.tokens.shape[1], call.table.length
-        step = decode_step(call.model, call.params, p, length, cpu=on_cpu(call.params, call.mesh))
-        self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(call.mesh))
+    def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray):
+        self.rollout, self.table, self.answers = rollout, rollout.table, answers
+        self.completions = rollout.numbers(groups)
+        g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
+        step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
+        self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh))
         # The slot is the next one of those whose turn has not ended.
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
         self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host
         self.waiting: dict[int, Promise | None] = {}
         self.more = 0  # bursts drawn since enough have come to wait
-        self.begins = np.zeros(len(call.table.lengths), int)  # of each completion's present turn
-        prompts, keys = split(call.inputs(groups), call.mesh)
-        self.stream, drawn = prefill(
-            *(call.model, call.params, prompts, keys, LEAD),
-            settings=call.settings,
-            slots=self.slots,
-            turns=True,
-            mesh=call.mesh,
-        )
+        self.begins = np.zeros(len(rollout.table.lengths), int)  # of each completion's present turn
+        self.stream, drawn = rollout.prefill(groups, LEAD, slots=self.slots, turns=True)
         self._take(self.completions, drawn)
 
     def run(self) -> None:
@@ -121,23 +115,17 @@ class _Play:
 
     def _draw(self) -> None:
         """A burst of all turns; who ends one is answered while the others go on."""
-        call, table, active = self.call, self.table, self.active
-        call.interrupt()
+        table, active = self.table, self.active
+        self.rollout.interrupt()
         lengths = table.lengths[self.completions]
         least = min(int(lengths[active].max()) - 1 + BURST, table.length)
         if least > self.slots:  # the ring is full
             self._align(np.zeros_like(lengths), least=least)
             active, lengths = self.active, table.lengths[self.completions]
         room = np.where(active, table.length - lengths, 0).astype(np.int32)
-        ended, room = split((~active, room), call.mesh)
-        (cache, token, _), drawn = decode(
-            *(call.model, call.variables, self.stream.cache),
-            *(self.stream.replace(cache=(), ended=ended), self.slot, room),
-            settings=call.settings,
-            steps=BURST,
-            mesh=call.mesh,
-        )
-        self.stream = self.stream.replace(cache=cache, token=token)
+        ended, room = split((~active, room), self.rollout.mesh)
+        stream = self.stream.replace(ended=ended)
+        self.stream, drawn = self.rollout.decode(stream, self.slot, room, steps=BURST)
         self.slot += self._take(self.completions, drawn)
 
     def _take(self, completions: np.ndarray, drawn: Drawn) -> int:
@@ -150,7 +138,7 @@ class _Play:
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
-        ended = table.draw(completions, drawn, self.call.settings.eos_token_ids)
+        ended = table.draw(completions, drawn, self.rollout.settings.eos_token_ids)
         for completion in map(int, completions[ended]):
             length = int(table.lengths[completion])
             turn = table.tokens[completion, self.begins[completion] : length]
@@ -163,7 +151,7 @@ class _Play:
         """The observations of those who waited and go on; for the others the last turn was the last."""
         table, observed = self.table, dict[int, Sequence[int]]()
         own = [(number, promise) for number, promise in self.waiting.items() if promise is not None]
-        kept = [(number, _wait(promise, self.call.interrupt)) for number, promise in own]
+        kept = [(number, _wait(promise, self.rollout.interrupt)) for number, promise in own]
         if jax.process_count() > 1:
             plain = [(number, None if tokens is None else [int(token) for token in tokens]) for number, tokens in kept]
             kept = [(number, tokens) for part in gather_objects(plain) for number, tokens in part]
@@ -182,7 +170,7 @@ class _Play:
         """Read the observations, behind the tokens that ended the turns, and draw the first tokens of the next."""
         if not observed:
             return
-        call, table = self.call, self.table
+        table = self.table
         texts = {i: [int(table.tokens[i, table.lengths[i] - 1]), *tokens] for i, tokens in observed.items()}
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
@@ -205,16 +193,10 @@ class _Play:
             text = texts[int(self.completions[at])]
             tokens[at][width - len(text) :] = text
         for start in range(0, width, size):
-            chunk, there = split((tokens[..., start : start + size], real[..., start : start + size]), call.mesh)
-            cache, token, log_prob = read_chunk(
-                *(call.model, call.variables, self.stream.cache, self.stream.replace(cache=())),
-                *(first + start, chunk, there),
-                settings=call.settings,
-                mesh=call.mesh,
-            )
-            self.stream = self.stream.replace(cache=cache)
+            chunk, there = tokens[..., start : start + size], real[..., start : start + size]
+            self.stream, token, log_prob = self.rollout.read(self.stream, first + start, chunk, there)
         self.slot = first + width
-        self.stream = self.stream.replace(token=jnp.where(split(back, call.mesh), token, self.stream.token))
+        self.stream = self.stream.replace(token=jnp.where(split(back, self.rollout.mesh), token, self.stream.token))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._take(np.where(back, self.completions, -1), drawn)
 
@@ -247,16 +229,15 @@ class _Play:
 
         In fewer places, where few enough completions are left.
         """
-        chosen, shape, mesh = self._next_layout(), self.completions.shape, self.call.mesh
+        chosen, shape = self._next_layout(), self.completions.shape
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = everything if chosen is None else chosen
         self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._slots(least))
         self.completions, more = (x[groups[:, None], order] for x in (self.completions, more))
         filled = np.where(self.completions >= 0, self.table.lengths[self.completions] - 1, 0)
         self.starts, self.slot = self.slots - more - filled, self.slots
-        order, starts = (x.astype(np.int32) for x in (order, self.starts))
-        every = groups.astype(np.int32) if mesh is None else None
-        (self.stream,) = move((self.stream,), every, order, starts, slots=self.slots, mesh=mesh)
+        at = (x.astype(np.int32) for x in (groups, order, self.starts))
+        (self.stream,) = self.rollout.move((self.stream,), *at, slots=self.slots)
 
 
 def _wait(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
@@ -347,7 +328,7 @@ def generate_turns(
         if failed.is_set():
             raise _OtherFailed
 
-    call = Call.of(model, params, prompts, keys, settings, int(max_completion_length), interrupted)
+    rollout = Rollout.of(model, params, prompts, keys, settings, int(max_completion_length), interrupted)
     at_once = places(b, num_generations, batch_size, shards)
     # Several processes tell each other the answers, all in the same order.
     alone = mesh is not None or jax.process_count() > 1
@@ -357,7 +338,7 @@ def generate_turns(
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Play(call, answers, np.arange(first, first + size)).run()
+                _Play(rollout, answers, np.arange(first, first + size)).run()
         except _OtherFailed:
             return  # the other one says why
         except BaseException:
@@ -365,4 +346,4 @@ def generate_turns(
             raise
 
     run_in_streams(play, range(streams))
-    return call.table.completions(b, turns=True)
+    return rollout.table.completions(b, turns=True)

@@ -21,6 +21,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import ladder as ladder_module
 from grpo_jax.rollout import layout as layout_module
+from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.types import as_argument
@@ -140,7 +141,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
-        monkeypatch.setattr(layout_module, "decode_variables", lambda *_: variables)
+        monkeypatch.setattr(rollout_module, "decode_variables", lambda *_: variables)
         return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
 
     by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
@@ -205,7 +206,7 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
         steps.append((drawn[0].shape[:2], np.asarray(arguments[3].start)))
         return new, drawn
 
-    monkeypatch.setattr(layout_module, "decode", decode)
+    monkeypatch.setattr(rollout_module, "decode", decode)
     completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
     assert_same(completions, expected)
     assert len(steps) > 2 * 90 // ladder_module.BURST
@@ -229,7 +230,7 @@ def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
         if len(asked) == 3:
             raise Enough
 
-    monkeypatch.setattr(layout_module, "decode", decode)
+    monkeypatch.setattr(rollout_module, "decode", decode)
     with pytest.raises(Enough):
         sample(interrupt=third_time)
     assert asked[:2] == [0, 0], "before the prompts are read, and before the first burst"
@@ -328,6 +329,24 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     # Nine tokens per row: five slots on average.
     work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
     assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
+
+
+def test_on_the_host_they_are_the_same_arrays_of_numpys():
+    found = sample(on_host=True)
+    assert {type(x) for x in jax.tree.leaves(found)} == {np.ndarray}
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(sampled()))
+    jax.tree.map(np.testing.assert_array_equal, found, sampled())
+    _, params = model_and_params()
+    uncached = generate(
+        Bare(),
+        params,
+        make_prompts(PROMPTS),
+        jax.random.key(7),
+        num_generations=1,
+        max_completion_length=2,
+        on_host=True,
+    )
+    assert {type(x) for x in jax.tree.leaves(uncached)} == {np.ndarray}
 
 
 @pytest.mark.parametrize(

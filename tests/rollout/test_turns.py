@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_params
+from tiny import random_params, scored
 
 from grpo_jax.devices.sharding import make_mesh, place
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.cache import slots_of
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
-from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout import turns
+from grpo_jax.rollout import rollout, turns
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
@@ -79,6 +77,27 @@ def played():
     return play()
 
 
+@pytest.mark.quick
+def test_the_table_takes_what_was_drawn_and_no_more():
+    """Two bursts of three completions, one of them nobody's: an end, a limit, and an observation between."""
+    table = rollout.Table(2, 4, PAD)
+    at = np.array([[1, -1, 0]])
+    drawn = (np.array([[[5, 9, 6], [8, 8, 8], [7, 7, 7]]]), np.full((1, 3, 3), -0.5, np.float32))
+    ended = table.draw(at, (*drawn, np.array([[[1, 1, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
+    assert ended.tolist() == [[True, False, False]]
+    table.observe(1, [3])
+    ended = table.draw(at, (*drawn, np.array([[[1, 0, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
+    assert not ended.any()
+    assert table.tokens.tolist() == [[7, 7, 7, 7], [5, 9, 3, 5]]
+    assert table.mask.tolist() == [[True] * 4, [True, True, False, True]]
+    assert table.log_probs.tolist() == [[-0.5] * 4, [-0.5, -0.5, 0.0, -0.5]]
+    assert table.lengths.tolist() == [4, 4]
+    one, several = table.completions(2), table.completions(2, turns=True)
+    assert one.present is None
+    assert several.present.all()
+    assert several.tokens.shape == (2, 1, 4)
+
+
 def turns_of(completions, i):
     """(tokens, whether they were drawn) of the i-th completion, run after run."""
     tokens, drawn = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
@@ -117,23 +136,19 @@ def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
 
 def test_log_probs_are_those_of_the_whole_row_read_once():
     completions, _ = played()
-    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
-    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
-    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
-    sizes, original = set(), turns.decode
+    sizes, original = set(), rollout.decode
     monkeypatch.setattr(turns, "TOGETHER", share)
     spy = lambda *args, **how: sizes.add(slots_of(args[2])) or original(*args, **how)
-    monkeypatch.setattr(turns, "decode", spy)
+    monkeypatch.setattr(rollout, "decode", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
-    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
-    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
-    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
@@ -145,8 +160,8 @@ def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch
     monkeypatch.setattr(turns, "PATIENCE", patience)
 
     def watch(name):
-        original = getattr(turns, name)
-        monkeypatch.setattr(turns, name, lambda *args, **how: happened.append(name) or original(*args, **how))
+        original = getattr(rollout, name)
+        monkeypatch.setattr(rollout, name, lambda *args, **how: happened.append(name) or original(*args, **how))
 
     watch("decode")
     watch("read_chunk")
@@ -170,14 +185,12 @@ class Echo(Script):
 
 def test_turns_in_step_move_no_keys(monkeypatch):
     """Where every token ends a turn nothing is aligned; where only some do, something is."""
-    moved, original = [], turns.move
-    monkeypatch.setattr(turns, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
+    moved, original = [], rollout.move
+    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
     completions, _ = play(Echo(), eos_token_ids=range(SHAPE.vocab_size))
     assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
     assert not moved
-    given = (MODEL, PARAMS, PROMPTS, completions.tokens, completions.mask)
-    log_probs, *_ = score_completions(*given, sampling=Sampling(), with_entropy=False)
-    np.testing.assert_allclose(log_probs, completions.log_probs, atol=1e-5)
+    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
 
     play(Echo(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
     assert moved, "turns of different lengths are aligned"
@@ -187,11 +200,11 @@ def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
     model, settings = as_argument(MODEL), DecodeSettings()
-    stream, _ = turns.prefill(model, PARAMS, PROMPTS, keys, turns.LEAD, slots=16, turns=True, settings=settings)
+    stream, _ = rollout.prefill(model, PARAMS, PROMPTS, keys, turns.LEAD, slots=16, turns=True, settings=settings)
     full = jax.tree.map(lambda x: x + 1.0, stream.cache)
     active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
     given = (jax.tree.map(jnp.copy, full), stream.replace(cache=(), ended=~active), 10, jnp.full((4, 3), 99))
-    (cache, _, _), _ = turns.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
+    (cache, _, _), _ = rollout.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
     changed = [
         np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
     ]
@@ -284,18 +297,18 @@ def test_an_answer_of_no_tokens_goes_on_and_one_that_just_fits_leaves_a_token():
 @pytest.mark.quick
 def test_an_observation_is_read_in_one_program_and_not_token_by_token():
     calls = []
-    original = turns.read_chunk
+    original = rollout.read_chunk
 
     class Counted:
         def __call__(self, *args, **kwargs):
             calls.append(args[5].shape)
             return original(*args, **kwargs)
 
-    turns.read_chunk = Counted()
+    rollout.read_chunk = Counted()
     try:
         play(lambda i, turn, room: promise([9] * 11 if room > 30 else None))
     finally:
-        turns.read_chunk = original
+        rollout.read_chunk = original
     assert calls, "something was observed"
     assert all(shape[-1] == 16 for shape in calls), "the token that ended the turn and eleven more, in one go"
 
