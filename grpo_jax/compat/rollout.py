@@ -104,8 +104,8 @@ def with_fields(fn: Callable[..., Any], sampler: RolloutSampler, columns: Iterab
 
     def inputs_of(completion_ids: list[list[int]], keywords: dict[str, Any]) -> dict[str, Any]:
         extras = {name: keywords.pop(name) for name in EXTRAS if name in keywords}
-        columns = {"completion_ids": completion_ids, **keywords, **sampler.fields(completion_ids)}
-        inputs = select_inputs(fn, columns, extras)
+        lists = {"completion_ids": completion_ids, **keywords, **sampler.fields(completion_ids)}
+        inputs = select_inputs(fn, lists, extras)
         missing = [name for name, required in arguments_of(fn).items() if required and name not in inputs]
         if missing:
             raise ValueError(f"it needs {', '.join(missing)}, which rollout_func did not return for these completions")

@@ -112,10 +112,11 @@ def _setting(config: GRPOConfig, name: str) -> str:
 
 def batch_problems(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
     """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
-    names = ["num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"]
-    if any(name in wrong for name in [*names, "steps_per_generation", "generation_batch_size"]):
+    sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
+    if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
         return
-    group, micro, accumulated = (getattr(config, name) for name in names)
+    group, micro = config.num_generations, config.per_device_train_batch_size
+    accumulated = config.gradient_accumulation_steps
 
     def whole_groups(size: int) -> bool:
         return (size % group == 0 or group % size == 0) and size * accumulated % group == 0

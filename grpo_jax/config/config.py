@@ -48,7 +48,7 @@ class GRPOConfig(Settings):
     max_prompt_length: Count | None = None
     """Tokens; None: bounded by the model's context only. Ours."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """What happens to a row whose prompt is longer than `max_prompt_length`: never cut; "drop" counts it. Ours."""
+    """A row whose prompt is longer than `max_prompt_length` is an error, or dropped and counted; never cut. Ours."""
     temperature: Annotated[float, In("(0, inf)", "sampling needs more than 0 (greedy is for evaluation)")] = 1.0
     """Logits are divided by it, in sampling and in every log-prob of the loss alike."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
@@ -94,7 +94,7 @@ class GRPOConfig(Settings):
     shuffle_dataset: bool = True
     """Shuffle the prompts, anew in every epoch."""
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
-    """Of every key of the run: sampling, shuffling."""
+    """Seed of every key of the run: of sampling and of shuffling."""
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, readers.weights] = None
@@ -116,7 +116,7 @@ class GRPOConfig(Settings):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
     """Surrogate and reduction, see `losses`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
-    """Of the ratio: a token's own, the completion's geometric mean (GSPO, arXiv 2507.18071) or its product (ours)."""
+    """Level of the ratio: the token's own, a completion's geometric mean (GSPO, arXiv 2507.18071) or product (ours)."""
     epsilon: Positive = 0.2
     """Lower clip: ratios below 1 − ε."""
     epsilon_high: Positive | None = None
@@ -143,7 +143,7 @@ class GRPOConfig(Settings):
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )
-    """Of a `sampler` given to `train`: how the weights π_old / π_sampler are made and bounded; None: none. Ours."""
+    """Form of the weights π_old / π_sampler where `train` is given a `sampler`; None: no weights. Ours."""
     sampler_correction_max: Positive | None = 3.0
     """Upper bound of those weights, see `maths.correction`; None: no bound. Ours."""
     sampler_correction_min: NotNegative | None = None
@@ -218,11 +218,11 @@ class GRPOConfig(Settings):
     gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
         "nothing_saveable"
     )
-    """What is kept of a layer even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
+    """Part of a layer kept even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
     with weights, or those of attention too; each takes more memory and less time. Ours."""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], readers.compute_dtype] = "auto"
-    """Of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs and on
-    GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
+    """Dtype of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs
+    and on GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
     master_params: bool = True
     """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
     its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
@@ -274,9 +274,9 @@ class GRPOConfig(Settings):
     """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
     installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
     run_name: str | None = setting(None, resume="free")
-    """Of the run in the trackers; None: they choose one."""
+    """Name of the run in the trackers; None: they choose one."""
     project: str = setting("huggingface", resume="free")
-    """In trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
+    """Project in trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
     push_to_hub: bool = setting(False, resume="free")
     """Push the policy to the Hugging Face hub at every checkpoint, in the background, and at the end, waited for."""
     hub_model_id: str | None = setting(None, resume="free")
