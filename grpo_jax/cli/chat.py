@@ -75,7 +75,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
         raise ValueError(f"--samples {samples}: use a whole number from 1 up")
     model = with_settings(policy.model, config, jax.devices()[:1])
     key, drawn = jax.random.key(config.seed), 0
-    talks, said = getattr(policy.tokenizer, "chat_template", None) is not None, Messages()
+    talks, said = policy.tokenizer.chat_template is not None, Messages()
     for prompt in prompts:
         if not prompt.strip():
             said = Messages()

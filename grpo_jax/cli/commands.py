@@ -190,7 +190,7 @@ def plan(arguments: Namespace) -> None:
     """`grpo-jax plan`."""
     run = read_run(arguments.run, arguments.keys)
     if isinstance(run.model, Mapping):
-        model = run.model["config"] if isinstance(run.model["config"], Mapping) else run.folder / run.model["config"]
+        model = _config_of(run.model, run.folder)
     elif run.model is None or is_reference(run.model):
         model = load_policy(run).config
     else:

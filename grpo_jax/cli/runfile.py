@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -100,7 +100,7 @@ Wanted = Literal["model", "data", "rewards"]
 
 
 def read_run(
-    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Iterable[Wanted] = ()
+    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Collection[Wanted] = ()
 ) -> RunFile:
     """Read a run and check what can be checked without its model's weights.
 
@@ -184,7 +184,7 @@ def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
-def _key_problems(values: Mapping[str, Any], wanted: Iterable[Wanted]) -> Iterator[str]:
+def _key_problems(values: Mapping[str, Any], wanted: Collection[Wanted]) -> Iterator[str]:
     """Yield the error lines of keys that do not exist, and of those that are missing."""
     for name in values:
         if name not in GROUPS:
@@ -270,6 +270,8 @@ def _check_model(given: object, folder: Path) -> None:
             raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
         if not isinstance(given["config"], dict) and not (folder / str(given["config"])).is_file():
             raise ValueError(f"config = {show(given['config'])} is no file; give a config.json, or what one holds")
+        if not isinstance(given["tokenizer"], str) or not isinstance(given.get("seed") or 0, int):
+            raise ValueError("the tokenizer of new weights is a name or a directory, and their seed a whole number")
     elif is_reference(given):
         find(given, folder)
     elif isinstance(given, str):

@@ -79,7 +79,7 @@ def train(
     Args:
       policy: what `from_pretrained` returns; its params are copied, not changed, unless `donate` says otherwise.
       dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which reward functions get
-        under their own names.
+        under their own names: a list, a dataset, a file or a name on the hub, whatever `text.load_rows` reads.
       reward_fns: one or more reward functions with TRL's contract.
       config: the settings.
       eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last.

@@ -89,6 +89,9 @@ def _read_described(source: Mapping[str, Any], argument: str) -> list[Any]:
         raise ValueError(
             f"{argument} = {show(dict(source))}: give it a path, or the name of a dataset on the hub, and not both"
         )
+    beside = [name for name in ("config", "split") if "path" in source and name in source]
+    if beside:
+        raise ValueError(f"{argument}.{beside[0]}: only a dataset on the hub has one, which is given by its name")
     count = source.get("rows")
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(f"{argument}.rows = {show(count)}: use a whole number from 1 up, or leave it out for all")

@@ -106,6 +106,22 @@ def test_what_is_missing_is_said_and_environments_may_be_the_only_reward(folder)
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"config": {}}, "new weights take config, tokenizer and seed"),
+        ({"config": "none.json", "tokenizer": "model"}, r"config = 'none\.json' is no file"),
+        ({"config": {}, "tokenizer": 7}, "the tokenizer of new weights is a name or a directory"),
+        ({"config": {}, "tokenizer": "model", "seed": "x"}, "and their seed a whole number"),
+        (7, "give a name on the hub, a directory, module:function, or a mapping"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(folder, model, said):
+    with pytest.raises(ValueError, match=rf"model = .*{said}"):
+        read_run(write_run(folder, model=model), wanted=("model",))
+
+
+@pytest.mark.quick
 def test_a_reward_function_that_asks_for_a_column_that_is_not_there_is_refused_before_the_model_is_loaded(folder):
     path = write_run(folder, rewards=[{"accuracy_reward": "solution"}])
     with pytest.raises(ValueError, match="solution"):

@@ -70,6 +70,7 @@ def test_names_of_the_hub_are_not_like_files():
         ({"split": "test"}, "give it a path, or the name of a dataset on the hub, and not both"),
         ({"name": "a/b", "path": "rows.jsonl"}, "give it a path, or the name of a dataset on the hub, and not both"),
         ({}, r"data is a dict with the keys \[\]: give a list of rows"),
+        ({"path": "rows.jsonl", "split": "test"}, "data.split: only a dataset on the hub has one, which is given by"),
         ({"path": "rows.jsonl", "rows": 0}, "data.rows = 0: use a whole number from 1 up"),
         (7, "data is 7: give a list of dicts, .* or the name of a dataset on the hub"),
         ("rows.jsonl", "data row 0 has no 'prompt'; its columns are"),
