@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -100,7 +100,7 @@ Wanted = Literal["model", "data", "rewards"]
 
 
 def read_run(
-    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Collection[Wanted] = ()
+    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Sequence[Wanted] = ()
 ) -> RunFile:
     """Read a run and check what can be checked without its model's weights.
 
@@ -184,7 +184,7 @@ def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
-def _key_problems(values: Mapping[str, Any], wanted: Collection[Wanted]) -> Iterator[str]:
+def _key_problems(values: Mapping[str, Any], wanted: Sequence[Wanted]) -> Iterator[str]:
     """Yield the error lines of keys that do not exist, and of those that are missing."""
     for name in values:
         if name not in GROUPS:
