@@ -222,6 +222,7 @@ TESTED_ELSEWHERE = {
     "rollout.draw": "rollout/test_decode.py",
     "rollout.rollout": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
+    "run.run": "run/test_collect.py",
     "config.checks": "config/test_config.py",
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",

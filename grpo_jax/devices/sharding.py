@@ -289,8 +289,8 @@ def shard_count(mesh: Mesh | None) -> int:
 
 
 def split(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays [B, ...] cut along B; whole on every device where B does not divide, as they are without a mesh."""
-    return tree if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
+    """Arrays [B, ...] on the devices, cut along B; whole on each where B does not divide, on one without a mesh."""
+    return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
 def split_sharding(tree: Any, mesh: Mesh) -> Any:

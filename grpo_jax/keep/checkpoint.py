@@ -137,7 +137,7 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = {"batch": batch, **jax.tree.map(jnp.asarray, {"ahead": ahead, "told": transcript})}
+        pending = {"batch": batch, "ahead": ahead, "told": transcript}
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: shapes_of(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
@@ -291,7 +291,7 @@ class Checkpoints:
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
-            loaded.get("batch"),
+            fetch(loaded.get("batch")),
             fetch(loaded.get("ahead")),
             fetch(loaded.get("told")),
         )

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 
-from grpo_jax.devices.sharding import abstract, place_of
 from grpo_jax.devices.streams import beside
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.run.prepare import Run
+from grpo_jax.run.run import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -26,17 +25,17 @@ from grpo_jax.update.state import TrainState
 
 def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and lowering of each program whose turn depends on what the policy does, the least likely first."""
-    task, config, sizes = run.task, run.task.config, run.sizes
+    config, sizes = run.config, run.sizes
     params = state.params if state.old_params is None else state.old_params
     batch = abstract_batch(run, state)
     programs = [*run.updater.lower_all(state, batch)]
-    if task.sampler is None and task.interaction is None:  # what is read between turns has no size known before
+    if run.sampler is None and run.interaction is None:  # what is read between turns has no size known before
         rollout = RolloutShapes.of(
-            *(task.model, params, sizes.prompts, task.prompt_length),
+            *(run.policy.model, params, sizes.prompts, run.prompt_length),
             num_generations=config.num_generations,
             max_completion_length=config.max_completion_length,
             batch_size=config.rollout_batch_size,
-            settings=DecodeSettings(tuple(task.eos_token_ids), task.pad_token_id, sampling_of(config)),
+            settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
         )
         of_rollout = () if rollout is None else rollout.programs()
         programs = [*((program.name, program.lower) for program in of_rollout), *programs]
@@ -44,22 +43,20 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
 
 
 def abstract_batch(run: Run, state: TrainState) -> Batch:
-    """The shapes of a minibatch."""
+    """The shapes of a minibatch, which comes from the host."""
     shape: Any = jax.ShapeDtypeStruct
-    task, config = run.task, run.task.config
-    b, g, t = run.sizes.prompts_per_update, config.num_generations, config.max_completion_length
-    floats = shape((b, g, t), "float32")
-    scored = shape((b, g, t), "float32", sharding=None if run.mesh else place_of(abstract(state.params)))
+    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.config.max_completion_length
+    log_probs = shape((b, g, t), "float32")
     return Batch(
-        prompts=Prompts(shape((b, task.prompt_length), "int32"), shape((b,), "int32")),
+        prompts=Prompts(tokens=shape((b, run.prompt_length), "int32"), lengths=shape((b,), "int32")),
         tokens=shape((b, g, t), "int32"),
         mask=shape((b, g, t), "bool"),
         advantages=shape((b, g), "float32"),
-        sampling_log_probs=floats,
-        ref_log_probs=None if state.ref_params is None else scored,
-        initial_log_probs=None if state.initial_params is None else scored,
-        counted=shape((b,), "bool") if config.dynamic_sampling else None,
-        old_log_probs=None if task.sampler is None else floats,
+        sampling_log_probs=log_probs,
+        ref_log_probs=None if state.ref_params is None else log_probs,
+        initial_log_probs=None if state.initial_params is None else log_probs,
+        counted=shape((b,), "bool") if run.config.dynamic_sampling else None,
+        old_log_probs=None if run.sampler is None else log_probs,
     )
 
 

@@ -17,77 +17,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import TrainerState, reward_names
+from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
+from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
-from grpo_jax.run.sampler import Sampler, mismatch, sample_by
+from grpo_jax.run.sampler import Request, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
-from grpo_jax.text.prompts import EncodedPrompts, make_prompts, prompt_indices
-from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Batch, Completions, Model, Params, Prompts
+from grpo_jax.text.prompts import prompt_indices
+from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.updater import Updater
 
-Phase = Callable[[str], AbstractContextManager[Any]]
+Phase = Callable[[str], AbstractContextManager[None]]
 
-_advantages = jax.jit(compute_advantages, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation"))
-_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What a run trains on; nothing in it changes.
-
-    Attributes:
-      model: the model.
-      tokenizer: decodes completions for the reward functions.
-      eos_token_ids: token ids that end a completion.
-      pad_token_id: what stands after the end.
-      data: the encoded dataset.
-      prompt_length: P, one for all batches, so that nothing is compiled twice.
-      reward_fns: K reward functions.
-      config: the run's settings.
-      interaction: what completions of several turns are answered by; None: they have one.
-      sampler: another engine in the place of `generate`, as `run.sampler` wants it; None for that.
-    """
-
-    model: Model
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    data: EncodedPrompts
-    prompt_length: int
-    reward_fns: Sequence[Callable[..., Any]]
-    config: GRPOConfig
-    interaction: Interaction | None = None
-    sampler: Sampler | None = None
-
-    def trainer_state(self, step: int, cursor: int) -> TrainerState:
-        """What reward functions may know of the run after so many optimizer steps and sampled prompts."""
-        rows = len(self.data.rows)
-        return TrainerState(step, self.config.total_steps(rows), cursor / rows)
+_jit_advantages = jax.jit(
+    compute_advantages, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation")
+)
+_jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """A batch and what a person wants to know of it.
+    """A batch, and the metrics and lines in which a person sees it.
 
     Attributes:
-      batch: the whole iteration's `Batch`, [B, G, T].
+      batch: the whole iteration's `Batch`, [B, G, T], in NumPy's arrays.
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
         and `num_tokens`, faults and seconds of all rounds.
@@ -112,15 +79,16 @@ class _Groups(NamedTuple):
 
     def take(self, groups: np.ndarray) -> _Groups:
         """Only these groups, in this order."""
-        pick = lambda x: np.asarray(x)[groups]
-        return _Groups([self.rows[b] for b in groups], *jax.tree.map(pick, self[1:]))
+        prompts, completions, rewards = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
+        return _Groups([self.rows[b] for b in groups], prompts, completions, rewards)
 
     def join(self, other: _Groups) -> _Groups:
         """These groups and then the others."""
-        both = lambda x, y: np.concatenate([np.asarray(x), np.asarray(y)])
         mine, theirs = _equally_long(self.prompts, other.prompts)
-        arrays = jax.tree.map(both, (mine, *self[2:]), (theirs, *other[2:]))
-        return _Groups(self.rows + other.rows, *arrays)
+        prompts, completions, rewards = jax.tree.map(
+            lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:])
+        )
+        return _Groups(self.rows + other.rows, prompts, completions, rewards)
 
 
 class _Round(NamedTuple):
@@ -137,7 +105,8 @@ class _Round(NamedTuple):
 class _Rollouts:
     """Rollouts of `count` prompts each, as `collect` was asked for them."""
 
-    task: Task
+    run: Run
+    request: Request
     params: Params
     key: jax.Array
     step: int
@@ -145,23 +114,21 @@ class _Rollouts:
     phase: Phase
     look_ahead: bool
     interrupt: Callable[[], None]
-    updater: Updater
 
     def rounds(
         self, cursor: int, ahead: Ahead | None, begin: Callable[[Prompts, Completions], Batch] | None
     ) -> Iterator[_Round]:
         """Round after round: the device's work is begun first, and then the rewards are computed."""
-        task = self.task
-        names = reward_names(task.reward_fns)
+        run, config = self.run, self.run.config
+        names = reward_names(run.reward_fns)
         while True:
             start, cursor = cursor, cursor + self.count
             if ahead is None:
                 with self.phase("rollout"):
                     sampled = self.sample(start)
             else:
-                rows, _, token_ids = self.prompts(start)
-                sampled = ahead.sampled(rows, token_ids, **self._room)
-            if task.config.rollout_ahead:  # so that no iteration knows more than one whose completions have waited
+                sampled = ahead.sampled(run.data, self.numbers(start), self.request)
+            if config.rollout_ahead:  # so that no iteration knows more than one whose completions have waited
                 sampled = sampled._replace(environments=None)
             batch = None
             if begin is not None:
@@ -170,57 +137,66 @@ class _Rollouts:
 
             def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return Ahead.of(self.sample(cursor), self.prompts(cursor)[0])
+                return Ahead.of(self.sample(cursor), run.data, self.numbers(cursor))
 
             with beside(sample_next) if self.look_ahead else contextlib.nullcontext() as coming:
                 with self.phase("rewards"):
-                    how: dict[str, Any] = {"on_error": task.config.on_reward_error}
-                    how["extras"] = Extras(task.trainer_state(self.step, start))
-                    own = score_own(task.tokenizer, task.reward_fns, sampled, **how)
+                    own = score_own(
+                        run.policy.tokenizer,
+                        run.reward_fns,
+                        sampled,
+                        on_error=config.on_reward_error,
+                        extras=Extras(run.trainer_state(self.step, start)),
+                    )
                 with self.phase("rollout"):
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
-                scores = of_all_processes(own, task.reward_fns)
-            lines, g = completion_rows(scores, names, sampled, advantage=None), scores.rewards.shape[1]
+                scores = of_all_processes(own, run.reward_fns)
+            lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards)
-            metrics = scores.stats | _rollout_metrics(task.config, groups, sampled.present) | sampled.metrics
+            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
 
-    def prompts(self, cursor: int) -> tuple[list[dict[str, Any]], list[int], list[list[int]]]:
-        """The next rows of the dataset, their numbers in it, and the tokens of their prompts."""
-        data, config = self.task.data, self.task.config
-        how: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset}
-        at = [row for _, row in prompt_indices(cursor, self.count, num_rows=len(data.rows), **how)]
-        return [data.rows[row] for row in at], at, [data.token_ids[row] for row in at]
+    def numbers(self, cursor: int) -> list[int]:
+        """The rows of the dataset that come next, by their indices."""
+        config, num_rows = self.run.config, len(self.run.data.rows)
+        indices = prompt_indices(
+            cursor, self.count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset
+        )
+        return [row for _, row in indices]
 
     def sample(self, cursor: int) -> Sampled:
         """Completions of the next prompts."""
-        task, config = self.task, self.task.config
-        rows, numbers, token_ids = self.prompts(cursor)
-        how: dict[str, Any] = {
-            "num_generations": config.num_generations,
-            "max_completion_length": config.max_completion_length,
-            "eos_token_ids": task.eos_token_ids,
-            "pad_token_id": task.pad_token_id,
-            "prompt_indices": cursor + np.arange(self.count),
-            "batch_size": config.rollout_batch_size,
-            "interrupt": self.interrupt,
-            **sampling_of(config)._asdict(),
-        }
-        if task.sampler is not None:
-            prompts = make_prompts(token_ids, length=task.prompt_length)
-            given = (task.model, self.params, prompts, self.key)
-            return Sampled(rows, prompts, sample_by(task.sampler, self.updater, *given, **how))
-        how |= {"numbers": numbers, **self._room}
-        return sample(task.model, self.params, rows, token_ids, self.key, **how)
+        return sample(
+            self.run.policy.model,
+            self.params,
+            self.run.data,
+            self.numbers(cursor),
+            self.key,
+            self.request,
+            prompt_indices=cursor + np.arange(self.count),
+            interrupt=self.interrupt,
+            updater=self.run.updater,
+        )
 
-    @property
-    def _room(self) -> dict[str, Any]:
-        """Who answers, and how long prompts are."""
-        task = self.task
-        return {"interaction": task.interaction, "prompt_length": task.prompt_length, "padding": task.config.padding}
+
+def request_of(run: Run) -> Request:
+    """How a run asks for the completions that it learns from."""
+    config = run.config
+    return Request(
+        num_generations=config.num_generations,
+        max_completion_length=config.max_completion_length,
+        sampling=sampling_of(config),
+        eos_token_ids=run.policy.eos_token_ids,
+        pad_token_id=run.policy.pad_token_id,
+        prompt_length=run.prompt_length,
+        padding=config.padding,
+        batch_size=config.rollout_batch_size,
+        interaction=run.interaction,
+        sampler=run.sampler,
+    )
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
@@ -236,7 +212,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     taken = [next(rounds)]
     groups = taken[0].groups
     while True:
-        kept = ~np.asarray(_zero_signal(groups.rewards, **_aggregation(config)))
+        kept = ~_zero_signal(groups.rewards, config)
         if kept.sum() >= count or len(taken) > config.max_refills:
             break
         taken.append(next(rounds))
@@ -250,18 +226,21 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     return last._replace(groups=groups.take(order), metrics=metrics), kept[order]
 
 
-def _aggregation(config: GRPOConfig) -> dict[str, Any]:
-    return {"weights": config.reward_weights, "multi_objective_aggregation": config.multi_objective_aggregation}
+def _zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
+    """[B] groups whose rewards are all equal."""
+    found = _jit_zero_signal(
+        rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
+    )
+    return np.asarray(found)
 
 
 def collect(
-    task: Task,
+    run: Run,
     state: TrainState,
     cursor: int,
     *,
     count: int,
-    updater: Updater,
-    phase: Phase = contextlib.nullcontext,
+    phase: Phase = lambda name: contextlib.nullcontext(),
     ahead: Ahead | None = None,
     look_ahead: bool = False,
     interrupt: Callable[[], None] = lambda: None,
@@ -269,29 +248,36 @@ def collect(
     """Sample, score and weigh one iteration's completions.
 
     Args:
-      task: what the run trains on.
+      run: the run.
       state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.
-      updater: computes the reference's log-probs, and the old ones of another engine's completions.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
 
     Returns:
-      `Experience`. Its arrays are cut as the updater asks for it.
+      `Experience`. Its arrays are on the host, cut as the updater asks for it.
     """
-    config = task.config
-    begin = functools.partial(_begin, task, state, updater)
+    config = run.config
+    begin = functools.partial(_begin, run, state)
 
-    def watched(name: str) -> AbstractContextManager[Any]:
+    def watched(name: str) -> AbstractContextManager[None]:
         interrupt()
         return phase(name)
 
-    params = state.params if state.old_params is None else state.old_params
-    key = jax.random.fold_in(state.key, 0)
-    rollouts = _Rollouts(task, params, key, int(state.step), count, watched, look_ahead, interrupt, updater)
+    rollouts = _Rollouts(
+        run=run,
+        request=request_of(run),
+        params=state.params if state.old_params is None else state.old_params,
+        key=jax.random.fold_in(state.key, 0),
+        step=int(state.step),
+        count=count,
+        phase=watched,
+        look_ahead=look_ahead,
+        interrupt=interrupt,
+    )
     if config.dynamic_sampling:
         last, counts_in = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
@@ -300,65 +286,63 @@ def collect(
         last, counts_in = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
     groups, metrics, batch, cursor, ahead = last
     # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
-    rewards = np.where(counts_in[:, None, None], groups.rewards, np.nan)
-    advantages = _advantages(rewards, scale_rewards=config.scale_rewards, **_aggregation(config))
+    advantages = _jit_advantages(
+        np.where(counts_in[:, None, None], groups.rewards, np.nan),
+        weights=config.reward_weights,
+        multi_objective_aggregation=config.multi_objective_aggregation,
+        scale_rewards=config.scale_rewards,
+    )
     assert batch is not None, "begun by the round, or after all of them"
     with watched("reference"):
-        batch = jax.block_until_ready(batch.replace(advantages=advantages))
+        batch = fetch(batch.replace(advantages=advantages))
     interrupt()
     metrics |= mismatch(batch, config)
-    lines = zip((row for group in groups.rows for row in group), np.asarray(advantages).reshape(-1), strict=True)
-    return Experience(batch, cursor, metrics, [row | {"advantage": float(a)} for row, a in lines], ahead)
+    lines = zip((row for group in groups.rows for row in group), batch.advantages.reshape(-1), strict=True)
+    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
 
 
 def _begin(
-    task: Task,
-    state: TrainState,
-    updater: Updater,
-    prompts: Prompts,
-    completions: Completions,
-    counts_in: np.ndarray | None = None,
+    run: Run, state: TrainState, prompts: Prompts, completions: Completions, counts_in: np.ndarray | None = None
 ) -> Batch:
     """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
-    config = task.config
-    t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
-    mask = completions.mask[:, :, :t]
+    t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
+    tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
     if counts_in is not None:
         mask = mask & counts_in[:, None, None]
-    if config.mask_truncated_completions:
+    if run.config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
-    inputs: Any = (jax.tree.map(jnp.asarray, prompts), jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(mask))
-    score_by = lambda params: None if params is None else updater.score(params, *inputs)
-    prompts, tokens, mask = inputs
+
+    def scored_by(params: Params | None) -> jax.Array | None:
+        return None if params is None else run.updater.score(params, prompts, tokens, mask)
+
     return Batch(
         prompts=prompts,
         tokens=tokens,
         mask=mask,
-        advantages=jnp.zeros(mask.shape[:2]),
-        sampling_log_probs=jnp.asarray(completions.log_probs[:, :, :t]),
-        ref_log_probs=score_by(state.ref_params),
-        initial_log_probs=score_by(state.initial_params),
-        counted=None if counts_in is None else jnp.asarray(counts_in),
-        old_log_probs=None if completions.old_log_probs is None else jnp.asarray(completions.old_log_probs[:, :, :t]),
+        advantages=np.zeros(mask.shape[:2], np.float32),
+        sampling_log_probs=completions.log_probs[:, :, :t],
+        ref_log_probs=scored_by(state.ref_params),
+        initial_log_probs=scored_by(state.initial_params),
+        counted=counts_in,
+        old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )
 
 
 def _equally_long(*prompts: Prompts) -> list[Prompts]:
     """Prompts of several rollouts, padded to the longest: environments may have added to some."""
     longest = max(some.tokens.shape[1] for some in prompts)
-    pad = lambda tokens: np.pad(np.asarray(tokens), ((0, 0), (0, longest - tokens.shape[1])))
-    return [some.replace(tokens=pad(some.tokens)) for some in prompts]
+    return [some.replace(tokens=np.pad(some.tokens, ((0, 0), (0, longest - some.tokens.shape[1])))) for some in prompts]
 
 
 def _rollout_metrics(config: GRPOConfig, groups: _Groups, present: np.ndarray) -> dict[str, float]:
-    """What TRL logs of a rollout, under TRL's names."""
+    """Rewards and lengths of a rollout, under TRL's names."""
     lengths = present.sum(axis=-1)
     rewards = total_rewards(groups.rewards, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
     return {
         "reward": mean_of_scored(rewards),
         "reward_std": float(np.mean(spread)) if spread else float("nan"),
-        "frac_reward_zero_std": float(np.asarray(_zero_signal(groups.rewards, **_aggregation(config))).mean()),
+        "frac_reward_zero_std": float(_zero_signal(groups.rewards, config).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),

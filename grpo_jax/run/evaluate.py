@@ -11,12 +11,13 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.sample import sample
-from grpo_jax.run.sampler import Sampler, check_sampler
+from grpo_jax.run.sampler import Request, Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
@@ -150,37 +151,28 @@ def evaluate(
     count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
     longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()
+    request = Request(
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        sampling=Sampling(temperature, top_k, top_p, min_p),
+        eos_token_ids=policy.eos_token_ids,
+        pad_token_id=policy.pad_token_id,
+        prompt_length=longest,
+        padding=pad_to_multiple_of,
+        interaction=interaction,
+        sampler=sampler,
+    )
+    key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
     batch_size *= shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
         at = [min(i, count - 1) for i in range(start, start + batch_size)]
-        sampled = sample(
-            policy.model,
-            params,
-            [data.rows[i] for i in at],
-            [data.token_ids[i] for i in at],
-            jax.random.fold_in(jax.random.key(seed), EVALUATION),
-            interaction=interaction,
-            sampler=sampler,
-            numbers=at,
-            prompt_length=longest,
-            padding=pad_to_multiple_of,
-            num_generations=num_generations,
-            max_completion_length=max_completion_length,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            eos_token_ids=policy.eos_token_ids,
-            pad_token_id=policy.pad_token_id,
-            prompt_indices=np.array(at),
-            interrupt=interrupt,
-        )
+        sampled = sample(policy.model, params, data, at, key, request, prompt_indices=np.array(at), interrupt=interrupt)
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        how: dict[str, Any] = {"on_error": on_reward_error, "extras": Extras(trainer_state)}
-        scored.append(of_all_processes(score_own(policy.tokenizer, reward_fns, sampled, **how), reward_fns))
+        own = score_own(policy.tokenizer, reward_fns, sampled, on_error=on_reward_error, extras=Extras(trainer_state))
+        scored.append(of_all_processes(own, reward_fns))
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
         found += completion_rows(scored[-1], names, sampled)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import optax
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.devices.streams import devices_of
@@ -29,8 +27,8 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.run.cautions import warn_of_prompts
-from grpo_jax.run.collect import Task
-from grpo_jax.run.sampler import Sampler, check_sampler
+from grpo_jax.run.run import Arguments, Run
+from grpo_jax.run.sampler import check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_stream
@@ -45,126 +43,98 @@ from grpo_jax.turns.interaction import (
 from grpo_jax.types import Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
-from grpo_jax.update.updater import Updater, choose_updater
+from grpo_jax.update.updater import choose_updater
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """All that a run needs and never changes. That one exists means that its arguments have been checked."""
+def prepare(arguments: Arguments) -> Run:
+    """Check the arguments of a run, each by itself and against the others, and derive what follows from them.
 
-    policy: Policy
-    mesh: jax.sharding.Mesh | None
-    task: Task
-    eval_data: EncodedPrompts | None
-    sizes: Sizes
-    total_steps: int
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None
-    updater: Updater
-
-
-def prepare(
-    policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    config: GRPOConfig,
-    *,
-    eval_dataset: Any = None,
-    optimizer: optax.GradientTransformation | None = None,
-    tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
-    sampler: Sampler | None = None,
-) -> Run:
-    """Check the arguments of `train` against each other, and derive what follows from them."""
+    Raises:
+      ValueError: anything that is wrong with them, all of it at once.
+    """
+    policy, config = arguments.policy, arguments.config
     if isinstance(policy, Policy):
         policy.check_held()  # without params nothing can be said of the rest
     faults = Faults()
     faults.of(_check_config, config)
     faults.of(_check_policy, policy)
-    faults.of(_check_optimizer, optimizer)
-    faults.of(check_sampler, sampler)
-    fns = faults.of(_functions, reward_fns)
-    rows = {"dataset": faults.of(training_rows, dataset, policy, config)}
-    if eval_dataset is not None:
-        rows["eval_dataset"] = faults.of(load_rows, eval_dataset, argument="eval_dataset")
-    interaction = None
-    if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
-        every = [row for some in rows.values() for row in some or ()]
-        interaction = faults.of(_interaction, policy, config, every, tools, environment_factory, sampler)
+    faults.of(_check_optimizer, arguments.optimizer)
+    faults.of(check_sampler, arguments.sampler)
+    fns = faults.of(_functions, arguments.reward_fns)
+    rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
+    if arguments.eval_dataset is not None:
+        rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
+    known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
+    interaction = faults.of(_interaction, arguments, rows) if known else None
     if fns is not None:
         fns = with_environments(fns, interaction)
         faults.of(_check_no_environments, fns, config)
-        read: dict[str, Any] = {name: some for name, some in rows.items() if some} or {"dataset": None}
+        read = {name: some for name, some in rows.items() if some} or {"dataset": []}
         for name, some in read.items():
-            what = "the dataset" if name == "dataset" else name
-            columns = reward_columns(some[0], interaction) if some else None
-            faults.of(check_reward_fns, fns, columns, extras=EXTRAS, argument=what, rows=some or ())
-    if isinstance(policy, Policy) and isinstance(config, GRPOConfig):
-        mesh, config = faults.of(_mesh, policy, config) or (None, config)
-        config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, fns or ()))
-        given = (config, interaction)
-        encoded = {name: faults.of(_encode, policy, some, *given, name) for name, some in rows.items() if some}
-        data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
-        devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
-        config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
-        model = with_settings(policy.model, config, devices, mesh)
-        shape = model.config if isinstance(model, Transformer | LoraModel) else None
-        longest = max(map(len, data.token_ids)) if data else 1
-        longest_of_all = max([longest, *(len(ids) for ids in (eval_data.token_ids if eval_data else ()))])
-        lines = run_problems(
-            config,
-            num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
-            num_rows=len(data.rows) if data else 1,
-            num_reward_fns=len(fns) if fns else 1,
-            num_eval_rows=None if eval_dataset is None else len(eval_data.rows) if eval_data else 1,
-            longest_prompt=longest_of_all,
-            context_length=None if shape is None else shape.max_position_embeddings,
-            num_experts=0 if shape is None else shape.num_experts,
-        )
-    else:
-        lines = []
-    faults.raise_together("this run", lines)
-    assert data is not None, "what has no data has faults"
-    for name, some in (("dataset", data), ("eval_dataset", eval_data)):
-        if some is not None:
-            warn_of_prompts(some, policy.tokenizer, fns or (), name)
-    policy = place_policy(policy.replace(model=model), mesh)
-    run = _run(policy, config, mesh, data, eval_data, fns, longest, optimizer)
-    return dataclasses.replace(run, task=dataclasses.replace(run.task, interaction=interaction, sampler=sampler))
+            faults.of(
+                check_reward_fns,
+                fns,
+                reward_columns(some[0], interaction) if some else None,
+                extras=EXTRAS,
+                argument="the dataset" if name == "dataset" else name,
+                rows=some,
+            )
+    if not known:
+        faults.raise_together("this run")
+    return _encoded_run(arguments, faults, rows, fns or [], interaction)
 
 
-def _run(
-    policy: Policy,
-    config: GRPOConfig,
-    mesh: jax.sharding.Mesh | None,
-    data: EncodedPrompts,
-    eval_data: EncodedPrompts | None,
-    reward_fns: Any,
-    longest: int,
-    own_optimizer: optax.GradientTransformation | None,
+def _encoded_run(
+    arguments: Arguments,
+    faults: Faults,
+    rows: Mapping[str, Sequence[Row] | None],
+    reward_fns: Sequence[Callable[..., Any]],
+    interaction: Interaction | None,
 ) -> Run:
-    """The run of checked arguments, whose longest prompt has so many tokens."""
+    """The run of a policy, a config and rows that have been read, unless there are faults."""
+    policy, config = arguments.policy, arguments.config
+    mesh, config = faults.of(_mesh, policy, config) or (None, config)
+    config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
+    encoded = {name: faults.of(_encode, policy, some, config, interaction, name) for name, some in rows.items() if some}
+    data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+    devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
+    config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
+    policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
+    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    longest, longest_of_eval = (max(map(len, some.token_ids)) if some else 1 for some in (data, eval_data))
+    problems = run_problems(
+        config,
+        num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
+        num_rows=len(data.rows) if data else 1,
+        num_reward_fns=len(reward_fns) or 1,
+        num_eval_rows=None if "eval_dataset" not in rows else len(eval_data.rows) if eval_data else 1,
+        longest_prompt=max(longest, longest_of_eval),
+        context_length=None if shape is None else shape.max_position_embeddings,
+        num_experts=0 if shape is None else shape.num_experts,
+    )
+    faults.raise_together("this run", problems)
+    assert data is not None, "what has no data has faults"
+    for name, some in encoded.items():
+        if some is not None:
+            warn_of_prompts(some, policy.tokenizer, reward_fns, name)
+    policy = place_policy(policy, mesh)
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
-    optimizer = make_optimizer(config, total_steps) if own_optimizer is None else own_optimizer
+    optimizer = make_optimizer(config, total_steps) if arguments.optimizer is None else arguments.optimizer
     micro = (sizes.micro_prompts, sizes.micro_completions)
     return Run(
         policy=policy,
-        mesh=mesh,
-        task=Task(
-            model=policy.model,
-            tokenizer=policy.tokenizer,
-            eos_token_ids=policy.eos_token_ids,
-            pad_token_id=policy.pad_token_id,
-            data=data,
-            prompt_length=-(-longest // config.padding) * config.padding,
-            reward_fns=reward_fns,
-            config=config,
-        ),
+        config=config,
+        data=data,
         eval_data=eval_data,
+        prompt_length=-(-longest // config.padding) * config.padding,
+        reward_fns=reward_fns,
+        interaction=interaction,
+        sampler=arguments.sampler,
+        mesh=mesh,
         sizes=sizes,
         total_steps=total_steps,
         optimizer=optimizer,
-        schedule=make_schedule(config, total_steps) if own_optimizer is None else None,
+        schedule=make_schedule(config, total_steps) if arguments.optimizer is None else None,
         updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh),
     )
 
@@ -268,14 +238,13 @@ def _check_no_environments(fns: list[Callable[..., Any]], config: Any) -> None:
             )
 
 
-def _interaction(
-    policy: Policy, config: GRPOConfig, rows: list[dict[str, Any]], tools: Any, environment_factory: Any, sampler: Any
-) -> Interaction | None:
-    """What completions of several turns are answered by."""
-    if not tools and environment_factory is None:
+def _interaction(arguments: Arguments, rows: Mapping[str, Sequence[Row] | None]) -> Interaction | None:
+    """The tools and environments that answer completions of several turns."""
+    policy, config = arguments.policy, arguments.config
+    if not arguments.tools and arguments.environment_factory is None:
         return None
     for wrong, why in (
-        (sampler is not None, "sampler samples completions of one turn: give one or the other"),
+        (arguments.sampler is not None, "sampler samples completions of one turn: give one or the other"),
         (not is_cached(policy.model), "policy.model has no cache: several turns need a model of this package"),
     ):
         if wrong:
@@ -283,9 +252,9 @@ def _interaction(
     return make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,
-        rows,
-        tools=tools,
-        environment_factory=environment_factory,
+        [row for some in rows.values() for row in some or ()],
+        tools=arguments.tools,
+        environment_factory=arguments.environment_factory,
         chat_template_kwargs=config.chat_template_kwargs,
         most_calls=config.max_tool_calling_iterations,
         seconds=config.environment_timeout,
@@ -294,7 +263,7 @@ def _interaction(
 
 
 def _encode(
-    policy: Policy, rows: list[dict[str, Any]], config: GRPOConfig, interaction: Interaction | None, argument: str
+    policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
 ) -> EncodedPrompts | None:
     """The tokens of a dataset's prompts, which the model has to know."""
     if policy.tokenizer is None:
@@ -320,7 +289,7 @@ def _encode(
 
 def new_state(run: Run, *, donate: bool = False) -> TrainState:
     """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
-    config = run.task.config
+    config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
     state = create_state(
         run.policy.params,
@@ -340,18 +309,17 @@ def new_state(run: Run, *, donate: bool = False) -> TrainState:
 
 
 def about(run: Run, state: TrainState) -> dict[str, Any]:
-    """What the run is begun with, for its checkpoints."""
-    task = run.task
+    """The settings, data and model that a run begins with, as its checkpoints describe them."""
     return describe(
-        task.config,
-        data=task.data,
-        reward_fns=task.reward_fns,
-        model=task.model,
+        run.config,
+        data=run.data,
+        reward_fns=run.reward_fns,
+        model=run.policy.model,
         state=state,
         total_steps=run.total_steps,
-        eos_token_ids=task.eos_token_ids,
+        eos_token_ids=run.policy.eos_token_ids,
         eval_data=run.eval_data,
-        interaction=task.interaction,
+        interaction=run.interaction,
         own_optimizer=run.schedule is None,
-        own_sampler=task.sampler is not None,
+        own_sampler=run.sampler is not None,
     )

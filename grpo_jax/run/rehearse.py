@@ -23,7 +23,8 @@ from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import Experience, collect
-from grpo_jax.run.prepare import Run, new_state, prepare
+from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.types import as_argument
 from grpo_jax.update.diagnosis import diagnose
@@ -40,7 +41,7 @@ SLOW_REWARD = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What a dry run found.
+    """The findings of a dry run.
 
     Attributes:
       sizes: what the sizes of the run come to, in words.
@@ -126,28 +127,38 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        given: dict[str, Any] = {"eval_dataset": eval_dataset, "optimizer": optimizer, "sampler": sampler}
-        given |= {"tools": tools, "environment_factory": environment_factory}
-        run = prepare(policy, dataset, reward_fns, config, **given)
-    config = run.task.config  # with the mesh that the policy is on, and the dtype of its devices
+        run = prepare(
+            Arguments(
+                policy=policy,
+                dataset=dataset,
+                reward_fns=reward_fns,
+                config=config,
+                eval_dataset=eval_dataset,
+                optimizer=optimizer,
+                tools=tools,
+                environment_factory=environment_factory,
+                sampler=sampler,
+            )
+        )
+    config = run.config  # with the mesh that the policy is on, and the dtype of its devices
     with phase("state"):
         state = jax.block_until_ready(new_state(run, donate=donate))
         run.policy.empty()
         if donate:
             policy.empty()
-    data = run.task.data
     sizes = describe_run(
         config,
-        num_rows=len(data.rows),
+        num_rows=len(run.data.rows),
         num_parameters=count_parameters(state.params),
         state_bytes=_bytes(state),
         device=jax.devices()[0].device_kind,
     )
     # One group, whatever its rewards are: refills would hide that they are all the same.
-    task = dataclasses.replace(run.task, config=dataclasses.replace(config, dynamic_sampling=False))
-    how: dict[str, Any] = {"optimizer": run.optimizer, "mesh": run.mesh, "micro": (1, run.sizes.micro_completions)}
-    updater = choose_updater(task.model, task.config, **how)
-    experience = collect(task, state, 0, count=1, updater=updater, phase=phase)
+    config = dataclasses.replace(config, dynamic_sampling=False)
+    micro = (1, run.sizes.micro_completions)
+    updater = choose_updater(run.policy.model, config, micro=micro, optimizer=run.optimizer, mesh=run.mesh)
+    of_group = dataclasses.replace(run, config=config, updater=updater)
+    experience = collect(of_group, state, 0, count=1, phase=phase)
     with phase("update"):
         after, measured = updater.update(state, experience.batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
@@ -180,15 +191,15 @@ def _bytes(tree: Any) -> int:
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
-    config, sizes, task = run.task.config, run.sizes, run.task
+    config = run.config
     rollout = None
-    if task.sampler is None:
+    if run.sampler is None:
         rollout = RolloutShapes.of(
-            *(task.model, state.params, sizes.prompts, task.prompt_length),
+            *(run.policy.model, state.params, run.sizes.prompts, run.prompt_length),
             num_generations=config.num_generations,
             max_completion_length=config.max_completion_length,
             batch_size=config.rollout_batch_size,
-            settings=DecodeSettings(tuple(task.eos_token_ids), task.pad_token_id, sampling_of(config)),
+            settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
         )
     batch = abstract_batch(run, state)
     update = run.updater.lower(state, batch)
@@ -206,8 +217,8 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
 
 
 def _of_the_data(run: Run) -> Iterator[str]:
-    """What looks wrong about the data and the settings."""
-    data, config, sizes = run.task.data, run.task.config, run.sizes
+    """Doubtful data and settings, a sentence each."""
+    data, config, sizes = run.data, run.config, run.sizes
     if data.dropped:
         total = len(data.rows) + len(data.dropped)
         yield (
@@ -221,19 +232,20 @@ def _of_the_data(run: Run) -> Iterator[str]:
         yield f"an iteration takes {sizes.prompts} prompts and the dataset has {len(data.rows)}: it wraps around"
     if config.learning_rate == 0:
         yield "learning_rate is 0: nothing will be learnt"
-    for name, weight in zip(reward_names(run.task.reward_fns), config.reward_weights or (), strict=False):
+    for name, weight in zip(reward_names(run.reward_fns), config.reward_weights or (), strict=False):
         if weight == 0:
             yield f"reward function {name!r} has the weight 0 in reward_weights: it is called and counts nowhere"
 
 
 def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -> Iterator[str]:
-    """What looks wrong about the completions, their rewards and the update."""
-    config, rows, rollout = run.task.config, experience.rows, experience.metrics
+    """Doubtful completions, rewards and updates, a sentence each."""
+    config, rows, rollout = run.config, experience.rows, experience.metrics
     g = len(rows)
     if not any(row["ended"] for row in rows):
         yield (
             f"all {g} completions were cut off at max_completion_length = {config.max_completion_length} tokens, none"
-            f" drew an EOS ({', '.join(map(str, run.task.eos_token_ids))}): raise it, or check the EOS and the template"
+            f" drew an EOS ({', '.join(map(str, run.policy.eos_token_ids))}): raise it, or check the EOS and the"
+            " template"
         )
     elif rollout["completions/max_length"] <= 1:
         yield f"all {g} completions are empty: they end with their first token"
@@ -246,7 +258,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"
     elif metrics["grad_norm"] == 0:
         yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
-    if run.task.sampler is not None:
+    if run.sampler is not None:
         yield from filter(None, [engine_fault(rollout.get, config)])
     elif metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
         yield (
@@ -256,7 +268,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
 
 
 def _of_the_rewards(run: Run, experience: Experience) -> Iterator[str]:
-    """What looks wrong about the scores of each reward function, and the time that it takes."""
+    """Reward functions whose scores tell nothing apart, or that fail or are slow, a sentence each."""
     rows, rollout = experience.rows, experience.metrics
     g = len(rows)
     for name in rows[0]["rewards"]:

@@ -22,7 +22,7 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
-from grpo_jax.run.prepare import Run
+from grpo_jax.run.run import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
 from grpo_jax.update.state import TrainState
@@ -65,7 +65,7 @@ class BadBatches:
         if target is not None and not full:
             kept = f" The batch is kept: grpo_jax.replay({str(target)!r}, policy) runs it again alone."
             try:
-                _write(target, state, batch, self._run.task.config, rows, found)
+                _write(target, state, batch, self._run.config, rows, found)
             except OSError as error:  # a full disk, say; the evidence is not worth the run
                 kept = f" The batch could not be kept in {str(target)!r} ({error.strerror or error})."
         if not self._said:
@@ -82,7 +82,7 @@ class BadBatches:
         found = self._explain(state, batch, self._rows(step, index))
         kept = sorted(self._directory.glob("step-*"), key=_step_of) if self._directory else []
         where = f" Batches are kept in {str(self._directory)!r}; grpo_jax.replay runs one again alone." if kept else ""
-        most = self._run.task.config.max_skipped_updates
+        most = self._run.config.max_skipped_updates
         return NotFiniteError(
             f"step {step}: {most} updates in a row were skipped (max_skipped_updates); of the last one "
             f"{found or 'all is finite now'}.{where} The policy is as it was before the first of them, and the same "
@@ -101,7 +101,7 @@ class BadBatches:
             if row["step"] > step:
                 break
             rows = [row] if not rows or row["step"] != rows[0]["step"] else [*rows, row]
-        count = self._run.sizes.prompts_per_update * self._run.task.config.num_generations
+        count = self._run.sizes.prompts_per_update * self._run.config.num_generations
         rows = rows[index * count : (index + 1) * count]
         return rows if len(rows) == count else None
 

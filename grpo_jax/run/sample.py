@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +11,12 @@ import numpy as np
 
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
-from grpo_jax.run.sampler import Sampler, completions_by
-from grpo_jax.text.prompts import make_prompts
+from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
+from grpo_jax.text.prompts import EncodedPrompts, make_prompts
 from grpo_jax.turns.episodes import Episodes, Played, metrics_of
 from grpo_jax.turns.interaction import Interaction, encode_rows
 from grpo_jax.types import Completions, Model, Params, Prompts, Row
+from grpo_jax.update.updater import Updater
 
 
 class Sampled(NamedTuple):
@@ -53,7 +54,7 @@ class Sampled(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the episodes."""
+        """Metrics of the episodes."""
         if self.episodes is None:
             return {}
         observed = (self.present & ~np.asarray(self.completions.mask)).sum(axis=-1)
@@ -73,77 +74,133 @@ class Ahead(NamedTuple):
     transcript: np.ndarray | None = None
 
     @classmethod
-    def of(cls, sampled: Sampled, rows: Sequence[Row]) -> Ahead:
-        """What waits of completions of rows of the dataset."""
+    def of(cls, sampled: Sampled, data: EncodedPrompts, numbers: Sequence[int]) -> Ahead:
+        """The part of some completions that waits; the arguments are those of `sample`."""
         if sampled.episodes is None:
             return cls(sampled.completions)
-        prompts = [None if new is row else new["prompt"] for new, row in zip(sampled.rows, rows, strict=True)]
-        transcript = {"prompts": prompts, "episodes": [one.to_json() for one in sampled.episodes]}
+        rows = zip(sampled.rows, (data.rows[i] for i in numbers), strict=True)
+        transcript = {
+            "prompts": [None if opened is row else opened["prompt"] for opened, row in rows],
+            "episodes": [one.to_json() for one in sampled.episodes],
+        }
         return cls(sampled.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8))
 
-    def sampled(
-        self,
-        rows: Sequence[Row],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        interaction: Interaction | None,
-        prompt_length: int,
-        padding: int,
-    ) -> Sampled:
-        """What was sampled, but for the environments; the arguments are those of `sample`."""
-        if interaction is None or self.transcript is None:
-            return Sampled(list(rows), make_prompts(token_ids, length=prompt_length), self.completions)
+    def sampled(self, data: EncodedPrompts, numbers: Sequence[int], request: Request) -> Sampled:
+        """The completions as they were sampled, without their environments; the arguments are those of `sample`."""
+        rows = [data.rows[i] for i in numbers]
+        if request.interaction is None or self.transcript is None:
+            prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length)
+            return Sampled(rows, prompts, self.completions)
         transcript = json.loads(np.asarray(self.transcript).tobytes())
-        prompts = zip(rows, transcript["prompts"], strict=True)
-        opened = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in prompts]
-        encoded = _prompts(interaction, rows, opened, token_ids, prompt_length, padding)
-        return Sampled(opened, encoded, self.completions, [Played.from_json(kept) for kept in transcript["episodes"]])
+        kept = zip(rows, transcript["prompts"], strict=True)
+        opened = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in kept]
+        encoded = _prompts(request.interaction, request, data, numbers, opened)
+        return Sampled(opened, encoded, self.completions, [Played.from_json(one) for one in transcript["episodes"]])
 
 
 def sample(
     model: Model,
     params: Params,
-    rows: Sequence[Row],
-    token_ids: Sequence[Sequence[int]],
-    key: jax.Array,
-    *,
-    interaction: Interaction | None,
+    data: EncodedPrompts,
     numbers: Sequence[int],
-    prompt_length: int,
-    padding: int,
-    num_generations: int,
-    sampler: Sampler | None = None,
-    **how: Any,
+    key: jax.Array,
+    request: Request,
+    *,
+    prompt_indices: np.ndarray,
+    interrupt: Callable[[], None],
+    updater: Updater | None = None,
 ) -> Sampled:
-    """Sample completions of rows.
+    """Sample completions of rows of a dataset: by the engine that the request names, or by ours.
 
     Args:
-      model, params: the policy.
-      rows: of the dataset.
-      token_ids: of their prompts.
+      model: of the policy.
+      params: to sample from.
+      data: the dataset.
+      numbers: B rows of it, by their indices.
       key: as in `generate`.
-      interaction: what the completions are answered by; None: nothing, they have one turn.
-      numbers: of the rows in the dataset, for messages.
-      prompt_length: P, unless environments make prompts longer.
-      padding: to a multiple of which P is then rounded.
-      num_generations: G.
-      sampler: another engine in the place of `generate`, for completions of one turn; their log-probs are its own.
-      how: further settings of `generate`.
+      request: how many completions, how long, from which distribution, and who answers them.
+      prompt_indices: [B], as in `generate`.
+      interrupt: likewise.
+      updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
-    if interaction is None:
-        prompts = make_prompts(token_ids, length=prompt_length)
-        given: Any = (model, params, prompts, key)
-        if sampler is not None:
-            how = {"batch_size": None, **how, "num_generations": num_generations}
-            return Sampled(list(rows), prompts, completions_by(sampler, *given, **how))
-        completions = generate(*given, num_generations=num_generations, on_host=True, **how)
-        return Sampled(list(rows), prompts, completions)
-    with Episodes(interaction, rows, num_generations, numbers) as episodes:
+    rows, sampling = [data.rows[i] for i in numbers], request.sampling
+    if request.interaction is not None:
+        return _sample_turns(
+            request.interaction,
+            model,
+            params,
+            data,
+            numbers,
+            key,
+            request,
+            prompt_indices=prompt_indices,
+            interrupt=interrupt,
+        )
+    prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length)
+    if request.sampler is None:
+        completions = generate(
+            model,
+            params,
+            prompts,
+            key,
+            num_generations=request.num_generations,
+            max_completion_length=request.max_completion_length,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            eos_token_ids=request.eos_token_ids,
+            pad_token_id=request.pad_token_id,
+            prompt_indices=prompt_indices,
+            batch_size=request.batch_size,
+            interrupt=interrupt,
+            on_host=True,
+        )
+        return Sampled(rows, prompts, completions)
+    completions = completions_by(
+        request.sampler, model, params, prompts, key, request, prompt_indices=prompt_indices, interrupt=interrupt
+    )
+    if updater is not None:
+        completions = with_old_log_probs(completions, updater, params, prompts)
+    return Sampled(rows, prompts, completions)
+
+
+def _sample_turns(
+    interaction: Interaction,
+    model: Model,
+    params: Params,
+    data: EncodedPrompts,
+    numbers: Sequence[int],
+    key: jax.Array,
+    request: Request,
+    *,
+    prompt_indices: np.ndarray,
+    interrupt: Callable[[], None],
+) -> Sampled:
+    """`sample`, of completions of several turns: their environments are opened, answer, and are closed."""
+    rows, sampling = [data.rows[i] for i in numbers], request.sampling
+    with Episodes(interaction, rows, request.num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
-        prompts = _prompts(interaction, rows, opened, token_ids, prompt_length, padding)
+        prompts = _prompts(interaction, request, data, numbers, opened)
         episodes.follow(opened, prompts)
-        how |= {"num_generations": num_generations}
-        completions = generate_turns(model, params, prompts, key, episodes, **how)
+        completions = generate_turns(
+            model,
+            params,
+            prompts,
+            key,
+            episodes,
+            num_generations=request.num_generations,
+            max_completion_length=request.max_completion_length,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            eos_token_ids=request.eos_token_ids,
+            pad_token_id=request.pad_token_id,
+            prompt_indices=prompt_indices,
+            batch_size=request.batch_size,
+            interrupt=interrupt,
+        )
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
         played = episodes.end(tokens, mask)
     environments = [episode.environment for episode in episodes.all]
@@ -151,22 +208,19 @@ def sample(
 
 
 def _prompts(
-    interaction: Interaction,
-    rows: Sequence[Row],
-    opened: Sequence[Row],
-    token_ids: Sequence[Sequence[int]],
-    prompt_length: int,
-    padding: int,
+    interaction: Interaction, request: Request, data: EncodedPrompts, numbers: Sequence[int], opened: Sequence[Row]
 ) -> Prompts:
     """The prompts with what environments have added, as long as before unless one has become longer."""
-    ids = [_encoded(interaction, row, new, own) for row, new, own in zip(rows, opened, token_ids, strict=True)]
-    return make_prompts(ids, length=max(prompt_length, -(-max(map(len, ids)) // padding) * padding))
+    ids = [
+        data.token_ids[i] if row is data.rows[i] else _encoded(interaction, row)
+        for i, row in zip(numbers, opened, strict=True)
+    ]
+    longest = -(-max(map(len, ids)) // request.padding) * request.padding
+    return make_prompts(ids, length=max(request.prompt_length, longest))
 
 
-def _encoded(interaction: Interaction, row: Row, opened: Row, token_ids: Sequence[int]) -> Sequence[int]:
-    """The tokens of a row's prompt, encoded anew if an environment has added to it."""
-    if opened is row:
-        return token_ids
+def _encoded(interaction: Interaction, opened: Row) -> Sequence[int]:
+    """The tokens of a prompt to which an environment has added."""
     encoded = encode_rows(
         interaction,
         [opened],

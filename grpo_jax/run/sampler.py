@@ -10,7 +10,9 @@ engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the sa
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -20,9 +22,11 @@ from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import show
 from grpo_jax.rewards.contract import parameters_of
 from grpo_jax.rollout.generate import generate
+from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.updater import Updater
@@ -54,10 +58,10 @@ class Sampler(Protocol):
     def __call__(self, **kwargs: Any) -> Completions: ...
 
 
-def check_sampler(sampler: Any, interaction: Any = None) -> None:
+def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
-    Nor does it go with an `Interaction` of tools and environments.
+    Nor does it go with tools and environments.
     """
     if sampler is None:
         return
@@ -74,25 +78,47 @@ def check_sampler(sampler: Any, interaction: Any = None) -> None:
         raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
 
 
-def sample_by(
-    sampler: Sampler, updater: Updater, model: Model, params: Params, prompts: Prompts, key: jax.Array, **how: Any
-) -> Completions:
-    """`completions_by` an engine, with the old log-probs by the trainer's scorer, which is the updater's."""
-    completions = completions_by(sampler, model, params, prompts, key, **how)
-    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
-    tokens, mask = jnp.asarray(completions.tokens[:, :, :t]), jnp.asarray(completions.mask[:, :, :t])
-    old = fetch(updater.score(params, jax.tree.map(jnp.asarray, prompts), tokens, mask))
-    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How completions are asked for, of whichever engine samples them.
+
+    Attributes:
+      num_generations: G.
+      max_completion_length: T.
+      sampling: the distribution that tokens are drawn from.
+      eos_token_ids: token ids that end a completion, or its turn.
+      pad_token_id: stands after the end.
+      prompt_length: P, unless environments make prompts longer.
+      padding: to a multiple of which P is then rounded.
+      batch_size: completions that are decoded at a time; None for all.
+      interaction: who answers the turns; None: completions have one.
+      sampler: the engine in the place of `generate`, for completions of one turn; None for that.
+    """
+
+    num_generations: int
+    max_completion_length: int
+    sampling: Sampling
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    prompt_length: int
+    padding: int
+    batch_size: int | None = None
+    interaction: Interaction | None = None
+    sampler: Sampler | None = None
 
 
 def completions_by(
-    sampler: Sampler, model: Model, params: Params, prompts: Prompts, key: jax.Array, **how: Any
+    sampler: Sampler,
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    key: jax.Array,
+    request: Request,
+    *,
+    prompt_indices: np.ndarray,
+    interrupt: Callable[[], None],
 ) -> Completions:
     """Completions by an engine, on the host; of several processes all have those of the first.
-
-    Args:
-      sampler: the engine.
-      model, params, prompts, key, how: all arguments of `generate`.
 
     Returns:
       `Completions` [B, G, T], T = `max_completion_length`.
@@ -100,23 +126,43 @@ def completions_by(
     Raises:
       ValueError: the engine returned something else than `Sampler` says; the message tells what.
     """
-    given = {"model": model, "params": params, "prompts": prompts, "key": key, **how}
+    every = {
+        "model": model,
+        "params": params,
+        "prompts": prompts,
+        "key": key,
+        "num_generations": request.num_generations,
+        "max_completion_length": request.max_completion_length,
+        **request.sampling._asdict(),
+        "eos_token_ids": request.eos_token_ids,
+        "pad_token_id": request.pad_token_id,
+        "prompt_indices": prompt_indices,
+        "batch_size": request.batch_size,
+        "interrupt": interrupt,
+    }
     named = {p.name for p in parameters_of(sampler)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
-    returned = sampler(**{name: value for name, value in given.items() if takes_all or name in named})
+    returned = sampler(**{name: value for name, value in every.items() if takes_all or name in named})
     completions = read_completions(
         returned,
-        (prompts.tokens.shape[0], how["num_generations"], how["max_completion_length"]),
+        (prompts.tokens.shape[0], request.num_generations, request.max_completion_length),
         vocab_size=_vocab_size(model, params),
-        pad_token_id=how["pad_token_id"],
+        pad_token_id=request.pad_token_id,
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
     return completions
 
 
+def with_old_log_probs(completions: Completions, updater: Updater, params: Params, prompts: Prompts) -> Completions:
+    """An engine's completions, with the log-probs that the trainer's own scorer gives them under the same params."""
+    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
+    old = fetch(updater.score(params, prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
+    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+
+
 def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int) -> Completions:
-    """What an engine returned, checked, padded to [B, G, T] and clean where its mask is False."""
+    """An engine's completions, checked, padded to [B, G, T], and clean where their mask is False."""
     if not isinstance(returned, Completions):
         raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
     tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
@@ -146,13 +192,12 @@ def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: 
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
     _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
-    clean: dict[str, Any] = {
-        "tokens": _padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
-        "mask": _padded(mask, longest, False),
-        "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
-        "ended": ended,
-    }
-    return Completions(**clean)
+    return Completions(
+        tokens=_padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
+        mask=_padded(mask, longest, False),
+        log_probs=_padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
+        ended=ended,
+    )
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
@@ -170,16 +215,19 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
     if weights is not None:
         of_weights = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
-    kinds: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
-    return {name: float(kinds[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
+    of_kind = {"mean": np.mean, "min": np.min, "max": np.max}
+    return {name: float(of_kind[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
 
 
 def _vocab_size(model: Model, params: Params) -> int:
     """V, of the model's logits."""
     if is_cached(model):
         return int(model.config.vocab_size)
-    apply = lambda params: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32))
-    return int(jax.eval_shape(apply, params).shape[-1])
+
+    def logits(params: Params) -> jax.Array:
+        return model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32))
+
+    return int(jax.eval_shape(logits, params).shape[-1])
 
 
 def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:

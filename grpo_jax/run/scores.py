@@ -16,10 +16,11 @@ from grpo_jax.rewards.extras import Extras
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
+from grpo_jax.turns.episodes import Played
 
 
 class Scores(NamedTuple):
-    """What reward functions said of some completions."""
+    """The rewards of some completions, and all else that the reward functions left."""
 
     texts: list[Any]  # B·G completions, text or messages
     extras: list[dict[str, Any]]  # B·G times what the functions kept by `log_extra`
@@ -97,19 +98,27 @@ def of_all_processes(own: Scores, reward_fns: Callable[..., Any] | Sequence[Call
     )
 
 
-def completion_rows(scores: Scores, names: Sequence[str], sampled: Sampled, **more: Any) -> list[dict[str, Any]]:
-    """One dict per completion, in prompt-major order; of one with several turns, who said what."""
+def completion_rows(
+    scores: Scores, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
+) -> list[dict[str, Any]]:
+    """One dict per completion, in prompt-major order; of one with several turns, who said what.
+
+    Those that will be `weighed` have a place for the advantage.
+    """
     rows, ended, episodes = sampled.rows, sampled.completions.ended, sampled.episodes
     g = ended.shape[1]
-    who = lambda turns: [{"by": "policy" if own else "environment", "text": text} for own, text in turns]
+
+    def turns_of(episode: Played) -> list[dict[str, str]]:
+        return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
+
     return [
         {
             **scores.extras[i],
             "prompt": own_copy(rows[i // g]["prompt"]),
             "completion": text,
-            **({} if episodes is None else {"turns": who(episodes[i].turns)}),
+            **({} if episodes is None else {"turns": turns_of(episodes[i])}),
             "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),
-            **more,
+            **({"advantage": None} if weighed else {}),
             "ended": bool(ended[i // g, i % g]),
         }
         for i, text in enumerate(scores.texts)

@@ -19,9 +19,10 @@ from grpo_jax.policy import Policy
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import evaluate, settings_of
-from grpo_jax.run.prepare import Run, about, new_state, prepare
+from grpo_jax.run.prepare import about, new_state, prepare
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.replay import BadBatches
+from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
@@ -36,7 +37,7 @@ _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 
 @dataclasses.dataclass
 class _Loop:
-    """All of a run but its `TrainState`: how far it is, and what it is watched, stopped, kept and published by."""
+    """Host side of the loop: progress, and the objects that log, stop, save and publish."""
 
     run: Run
     monitor: Monitor
@@ -138,17 +139,19 @@ def train(
       1.0
     """
     run = prepare(
-        policy,
-        dataset,
-        reward_fns,
-        config,
-        eval_dataset=eval_dataset,
-        optimizer=optimizer,
-        tools=tools,
-        environment_factory=environment_factory,
-        sampler=sampler,
+        Arguments(
+            policy=policy,
+            dataset=dataset,
+            reward_fns=reward_fns,
+            config=config,
+            eval_dataset=eval_dataset,
+            optimizer=optimizer,
+            tools=tools,
+            environment_factory=environment_factory,
+            sampler=sampler,
+        )
     )
-    config, publisher = run.task.config, _check_run_dir(run, run_dir, resume)
+    config, publisher = run.config, _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
     own_dir, state = run_dir if leads else None, new_state(run, donate=donate)
@@ -201,7 +204,7 @@ def train(
 
 def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publisher:
     """Refuse what cannot be done with the run directory, before the run begins; what pushes its policy to the hub."""
-    config = run.task.config
+    config = run.config
     if resume not in RESUME:
         raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
     if run_dir is None and resume == "must":
@@ -219,7 +222,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
     loop.ahead = None if completions is None else Ahead(completions, transcript)
     loop.progress = found or loop.progress
-    data = loop.run.task.data
+    data = loop.run.data
     loop.monitor.start(
         state,
         loop.progress,
@@ -240,14 +243,13 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
     run, progress = loop.run, loop.progress
     sizes = run.sizes
     experience = collect(
-        run.task,
+        run,
         state,
         progress.cursor,
         count=sizes.prompts,
-        updater=run.updater,
         phase=loop.monitor.phase,
         ahead=loop.ahead,
-        look_ahead=run.task.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
+        look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
         interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
@@ -267,7 +269,7 @@ def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
 
 def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
     """One optimizer step; a minibatch whose update was skipped is kept."""
-    run, progress, config = loop.run, loop.progress, loop.run.task.config
+    run, progress, config = loop.run, loop.progress, loop.run.config
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)
         metrics = {name: float(value) for name, value in fetch(measured).items()}
@@ -285,7 +287,7 @@ def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) ->
 
 def log_if_due(loop: _Loop) -> None:
     """Write the means since the last line, every `logging_steps` and after the last step."""
-    config, progress = loop.run.task.config, loop.progress
+    config, progress = loop.run.config, loop.progress
     if config.logs_at(progress.step) or progress.step == loop.run.total_steps:
         line = progress.log_line()
         progress.measured(config.metric_for_best_model, line)
@@ -294,7 +296,7 @@ def log_if_due(loop: _Loop) -> None:
 
 def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> None:
     """End the run after `max_skipped_updates` in a row, saved; the run that goes on may skip as many again."""
-    most, progress = loop.run.task.config.max_skipped_updates, loop.progress
+    most, progress = loop.run.config.max_skipped_updates, loop.progress
     if most is not None and progress.skipped >= most:
         progress.skipped = 0
         loop.save(state)
@@ -311,7 +313,7 @@ def save_if_due(loop: _Loop, state: TrainState) -> None:
 
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
     """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
-    run, progress, config = loop.run, loop.progress, loop.run.task.config
+    run, progress, config = loop.run, loop.progress, loop.run.config
     step, best = progress.step, config.metric_for_best_model
     due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
     if run.eval_data is None or not due or progress.evaluated == step:
@@ -321,11 +323,11 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
             metrics, _ = evaluate(
                 run.policy,
                 run.eval_data,
-                run.task.reward_fns,
+                run.reward_fns,
                 params=state.params,
                 **settings_of(config),
-                trainer_state=run.task.trainer_state(step, progress.cursor),
-                interaction=run.task.interaction,
+                trainer_state=run.trainer_state(step, progress.cursor),
+                interaction=run.interaction,
                 interrupt=loop.signals.interrupt,
             )
     except Interrupted:  # the run that goes on makes it again

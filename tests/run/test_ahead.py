@@ -10,6 +10,7 @@ from grpo_jax import GRPOConfig, plan, train
 from grpo_jax.run import ahead
 from grpo_jax.run.ahead import programs_of
 from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.run import Arguments
 
 TEXTS = ["ab", "c", "defgh", "gh ijk lmn", "i", "jkl"]
 
@@ -90,11 +91,16 @@ def test_after_the_second_iteration_hardly_anything_is_compiled(monkeypatch, set
     assert len(names) <= 2, names
 
 
+def run_of(policy, config):
+    rows = [{"prompt": text} for text in TEXTS]
+    return prepare(Arguments(policy, rows, lambda completions: [0.0] * len(completions), config))
+
+
 def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsys):
     policy, config = tiny_policy(), config_of(beta=0.1)
-    run = prepare(policy, [{"prompt": text} for text in TEXTS], lambda completions: [0.0] * len(completions), config)
+    run = run_of(policy, config)
     names = [name for name, _ in programs_of(run, new_state(run))]
-    assert sorted(plan(policy.config, config, prompt_length=run.task.prompt_length).programs) == sorted(names)
+    assert sorted(plan(policy.config, config, prompt_length=run.prompt_length).programs) == sorted(names)
     monkeypatch.setattr(ahead, "programs_of", lambda *given: [(name, lambda: None) for name in names])
     said = []
     with ahead.compiled_ahead(run, new_state(run), say=said.append):
@@ -116,12 +122,7 @@ def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsy
     ],
 )
 def test_programs_are_few_and_follow_from_the_sizes(settings, most):
-    run = prepare(
-        tiny_policy(),
-        [{"prompt": text} for text in TEXTS],
-        lambda completions: [0.0] * len(completions),
-        config_of(**settings),
-    )
+    run = run_of(tiny_policy(), config_of(**settings))
     names = [name for name, _ in programs_of(run, new_state(run))]
     assert len(names) == len(set(names)) <= most, names
     assert sum(name.startswith("decode") for name in names) >= 1

@@ -15,6 +15,7 @@ from tiny import tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig
 from grpo_jax.rewards import number_reward
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 
 ROWS = [{"prompt": "ab", "answer": "x"}, {"prompt": "abc", "answer": "y"}]
 SMALL = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
@@ -32,7 +33,7 @@ def short(completions):
 def door(policy=None, dataset=ROWS, reward_fns=short, config=None, eval_dataset=None, optimizer=None, **settings):
     policy = tiny_policy() if policy is None else policy
     config = GRPOConfig(**SMALL | settings) if config is None else config
-    return prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    return prepare(Arguments(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer))
 
 
 class Frame:
@@ -247,7 +248,7 @@ def refusal(**given):
 
 @pytest.mark.quick
 def test_what_is_right_passes():
-    assert door().task.reward_fns == [short]
+    assert door().reward_fns == [short]
     assert len(BAD) + len(FILES) >= 60
 
 
@@ -273,7 +274,7 @@ def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
 def test_a_file_from_windows_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
-    assert door(dataset=path).task.data.rows == ROWS
+    assert door(dataset=path).data.rows == ROWS
 
 
 @pytest.mark.quick

@@ -11,6 +11,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.rewards import format_reward, weighted
 from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.text.prompts import encode_prompts
 
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -131,7 +132,7 @@ def test_without_a_reward_that_asks_for_it_nothing_is_said():
 def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
-        prepare(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4))
+        prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
 
 
 class Long(list):

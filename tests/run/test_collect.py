@@ -12,8 +12,9 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages, train
 from grpo_jax.run import sample as sample_module
-from grpo_jax.run.collect import Task, collect
+from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments, Run
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -30,12 +31,12 @@ def length_reward(completion_ids):
 
 def run_of(reward_fns=length_reward, **settings):
     settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, **settings}
-    return prepare(POLICY, ROWS, reward_fns, GRPOConfig(shuffle_dataset=False, max_steps=4, **settings))
+    return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(shuffle_dataset=False, max_steps=4, **settings)))
 
 
 def collected(run, cursor=0, **keep):
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run.task, state, cursor, count=run.sizes.prompts, updater=run.updater)
+    return collect(run, state, cursor, count=run.sizes.prompts)
 
 
 def test_rows_rewards_and_advantages_belong_together():
@@ -76,10 +77,8 @@ def test_completions_come_from_the_old_policy_where_one_is_kept():
     run = run_of(num_iterations=2)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
     other = state.replace(params=tiny_policy(seed=1).params)
-    at = {"count": run.sizes.prompts, "updater": run.updater}
-    np.testing.assert_array_equal(
-        collect(run.task, other, 0, **at).batch.tokens, collect(run.task, state, 0, **at).batch.tokens
-    )
+    at = {"count": run.sizes.prompts}
+    np.testing.assert_array_equal(collect(run, other, 0, **at).batch.tokens, collect(run, state, 0, **at).batch.tokens)
 
 
 @pytest.mark.quick
@@ -204,7 +203,7 @@ def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
 
     rows = [{"prompt": text, "tests": [1] * n} for n, text in enumerate(["ab", "c", "def", "gh"], start=1)]
     settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
-    run = prepare(POLICY, rows, tries, GRPOConfig(shuffle_dataset=False, **settings))
+    run = prepare(Arguments(POLICY, rows, tries, GRPOConfig(shuffle_dataset=False, **settings)))
     for epoch in range(2):
         rewards = [row["rewards"]["tries"] for row in collected(run, cursor=4 * epoch).rows]
         assert rewards == [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4
@@ -222,12 +221,12 @@ def test_scores_that_are_missing_leave_the_mean_alone():
 
 
 @pytest.mark.quick
-def test_a_task_is_frozen():
+def test_a_run_is_frozen():
     run = run_of()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        run.task.config = None
-    assert isinstance(run.task, Task)
-    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.task.data.token_ids
+        run.config = None
+    assert isinstance(run, Run)
+    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.data.token_ids
 
 
 @pytest.mark.quick
@@ -253,10 +252,10 @@ def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
     run, theirs = run_of(), tiny_policy(seed=1).params
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts, "updater": run.updater}
-    first = collect(run.task, state, 0, look_ahead=True, **at)
-    alone = collect(run.task, state, first.cursor, **at)
-    second = collect(run.task, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
+    at = {"count": run.sizes.prompts}
+    first = collect(run, state, 0, look_ahead=True, **at)
+    alone = collect(run, state, first.cursor, **at)
+    second = collect(run, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
     chex.assert_trees_all_equal(second.batch, alone.batch)
     assert second.rows == alone.rows
     assert second.cursor == alone.cursor == 8
@@ -266,12 +265,12 @@ def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
 def test_refills_use_up_what_was_sampled_ahead():
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts, "updater": run.updater}
-    plain, ahead = collect(run.task, state, 0, **at), collect(run.task, state, 0, look_ahead=True, **at)
+    at = {"count": run.sizes.prompts}
+    plain, ahead = collect(run, state, 0, **at), collect(run, state, 0, look_ahead=True, **at)
     chex.assert_trees_all_equal(plain.batch, ahead.batch)
     assert ahead.cursor == plain.cursor == 8
-    third = collect(run.task, state, 8, ahead=ahead.ahead, **at)
-    chex.assert_trees_all_equal(third.batch, collect(run.task, state, 8, **at).batch)
+    third = collect(run, state, 8, ahead=ahead.ahead, **at)
+    chex.assert_trees_all_equal(third.batch, collect(run, state, 8, **at).batch)
 
 
 def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
@@ -283,7 +282,7 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     messages = []
     for look_ahead in (False, True):
         with pytest.raises(ValueError, match="'fails' raised KeyError") as caught:
-            collect(run.task, state, 0, count=4, updater=run.updater, look_ahead=look_ahead)
+            collect(run, state, 0, count=4, look_ahead=look_ahead)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
@@ -298,7 +297,7 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
 
     monkeypatch.setattr(sample_module, "generate", once)
     with pytest.raises(MemoryError, match="no room for a second rollout"):
-        collect(run_of().task, state, 0, count=4, updater=run.updater, look_ahead=True)
+        collect(run_of(), state, 0, count=4, look_ahead=True)
     assert calls == [0, 4]
 
 
@@ -328,11 +327,11 @@ def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, c
     made.clear()
     how = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
     for _ in range(2):
-        run = prepare(POLICY, stream, length_reward, GRPOConfig(**how | settings))
-        assert [row["prompt"] for row in run.task.data.rows] == expected
+        run = prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings)))
+        assert [row["prompt"] for row in run.data.rows] == expected
     assert len(made) <= 2 * (count + 5 + 1), "and what fills the buffer"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
-        prepare(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1}))
+        prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1})))
 
 
 def test_the_steps_of_a_run_take_no_more_rows_than_were_read_for_them():

@@ -13,22 +13,16 @@ import pytest
 from test_resume import Cut, assert_same_run, cut_at
 from tiny import scored, tiny_policy
 
-from grpo_jax import (
-    Completions,
-    GRPOConfig,
-    evaluate,
-    from_pretrained,
-    generate,
-    make_prompts,
-    rehearse,
-    save_pretrained,
-    train,
-)
+from grpo_jax import Completions, GRPOConfig, evaluate, from_pretrained, generate, rehearse, save_pretrained, train
 from grpo_jax.maths.correction import sampler_weights
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import new_state, prepare
-from grpo_jax.run.sampler import ARGUMENTS, check_sampler, mismatch, read_completions, sample_by
+from grpo_jax.run.run import Arguments
+from grpo_jax.run.sample import sample
+from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, read_completions
+from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import Hints
 from grpo_jax.watch.writer import read_lines
@@ -104,7 +98,7 @@ def test_a_sampler_is_given_what_its_signature_takes():
 )
 def test_a_sampler_that_cannot_be_called_is_refused_at_the_door(sampler, message):
     with pytest.raises(ValueError, match=message):
-        prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
+        prepare(Arguments(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler))
 
 
 def test_an_evaluation_by_an_engine():
@@ -253,11 +247,11 @@ def test_an_exact_engine_teaches_what_the_built_in_sampler_does(name, correction
 
 def batch_of(sampler, params=None, **settings):
     """(batch, updater, state) of an engine's completions; from other params than the policy's if they are given."""
-    made = prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL | settings), sampler=sampler)
+    made = prepare(Arguments(POLICY, ROWS, rewards, GRPOConfig(**SMALL | settings), sampler=sampler))
     state = new_state(made)
     if params is not None:
         state = state.replace(old_params=params)
-    return collect(made.task, state, 0, count=made.sizes.prompts, updater=made.updater), made, state
+    return collect(made, state, 0, count=made.sizes.prompts), made, state
 
 
 def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
@@ -270,7 +264,7 @@ def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     )
     np.testing.assert_allclose(batch.old_log_probs, score(other, 0.8), atol=1e-5)
     np.testing.assert_allclose(batch.sampling_log_probs, score(other, 1.28), atol=1e-5)
-    metrics = mismatch(batch, made.task.config)
+    metrics = mismatch(batch, made.config)
     gaps = np.abs(batch.old_log_probs - batch.sampling_log_probs)[np.asarray(batch.mask)]
     assert metrics["sampler/log_prob_difference_mean"] == pytest.approx(gaps.mean(), rel=1e-5)
     assert metrics["sampler/log_prob_difference_max"] == pytest.approx(gaps.max(), rel=1e-5)
@@ -303,7 +297,7 @@ def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
         """The same model without a cache, for which there is the padded update."""
 
         def apply(self, variables, *args, **kwargs):
-            return made.task.model.apply(variables, *args, **kwargs)
+            return made.policy.model.apply(variables, *args, **kwargs)
 
     def stepped(model, micro, batch):
         updater = choose_updater(model, config, micro=micro, **how)
@@ -311,7 +305,7 @@ def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
         return updater.update(state, batch)[0].params
 
     bare = Bare()
-    packed = stepped(made.task.model, (2, G), experience.batch)
+    packed = stepped(made.policy.model, (2, G), experience.batch)
     for micro in ((2, G), (1, 2), (2, 1)):
         chex.assert_trees_all_close(packed, stepped(bare, micro, experience.batch), atol=1e-5)
     plain = stepped(bare, (2, G), experience.batch.replace(old_log_probs=None))
@@ -336,7 +330,7 @@ def test_a_run_goes_on_to_the_same_bytes(tmp_path):
 def test_without_a_sampler_a_batch_is_as_it_was():
     experience, made, _ = batch_of(None)
     assert experience.batch.old_log_probs is None
-    assert mismatch(experience.batch, made.task.config) == {}
+    assert mismatch(experience.batch, made.config) == {}
 
 
 def test_a_rehearsal_calls_the_engine_and_tells_what_is_wrong_with_it():
@@ -445,8 +439,9 @@ def test_old_log_probs_are_padded_where_the_scorer_cuts_them():
     )
     updater = choose_updater(Pairs(), config, micro=(1, G))
     short = lambda **_: canned(b=1).replace(tokens=np.ones((1, G, 3), int))
-    how = {"num_generations": G, "max_completion_length": 32, "pad_token_id": 0}
-    found = sample_by(short, updater, Pairs(), params, make_prompts([[1, 2]]), jax.random.key(0), **how)
+    request = Request(G, 32, Sampling(), eos_token_ids=(), pad_token_id=0, prompt_length=2, padding=1, sampler=short)
+    data, at = EncodedPrompts([{"prompt": ""}], [[1, 2]], []), {"prompt_indices": np.arange(1), "interrupt": int}
+    found = sample(Pairs(), params, data, [0], jax.random.key(0), request, **at, updater=updater).completions
     assert updater.columns(3) < 32
     assert found.old_log_probs.shape == (1, G, 32)
     l = jax.nn.log_softmax(params["logits"])

@@ -13,6 +13,7 @@ from tiny import tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, init_policy, train
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.update import packed, prompts
 from grpo_jax.watch.writer import read_lines
 
@@ -259,7 +260,7 @@ def test_a_tokenizer_of_another_vocabulary_is_named():
     policy = tiny_policy()
     shape = dataclasses.replace(policy.model.config, vocab_size=40)
     with pytest.raises(ValueError, match="the model has a vocabulary of 40"):
-        prepare(policy.replace(model=type(policy.model)(shape)), ROWS, lower_case, GRPOConfig(**SMALL))
+        prepare(Arguments(policy.replace(model=type(policy.model)(shape)), ROWS, lower_case, GRPOConfig(**SMALL)))
 
 
 def test_long_prompts_are_dropped_by_choice_and_counted(capsys):

@@ -23,6 +23,7 @@ from grpo_jax.models.scoring import score_completions
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.turns.episodes import EnvironmentFault
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.watch.writer import read_lines
@@ -64,9 +65,9 @@ def run(factory=Game, rows=ROWS, fns=(), policy=POLICY, run_dir=None, callbacks=
 
 
 def experience_of(factory=Game, rows=ROWS, fns=(), **settings):
-    found = prepare(POLICY, rows, list(fns), GRPOConfig(**SMALL | settings), environment_factory=factory)
+    found = prepare(Arguments(POLICY, rows, list(fns), GRPOConfig(**SMALL | settings), environment_factory=factory))
     state = new_state(found)
-    return found, state, collect(found.task, state, 0, count=found.sizes.prompts, updater=found.updater)
+    return found, state, collect(found, state, 0, count=found.sizes.prompts)
 
 
 def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
@@ -106,8 +107,8 @@ def test_observations_carry_no_gradient():
     )
     chex.assert_trees_all_equal((grads, sums), gradients(others))
     # And they are seen: with other tokens there the same draws have another probability.
-    task, how = found.task, {"sampling": sampling_of(found.task.config), "with_entropy": False}
-    score = lambda tokens: score_completions(task.model, state.params, batch.prompts, tokens, batch.mask, **how)[0]
+    model, how = found.policy.model, {"sampling": sampling_of(found.config), "with_entropy": False}
+    score = lambda tokens: score_completions(model, state.params, batch.prompts, tokens, batch.mask, **how)[0]
     np.testing.assert_allclose(score(batch.tokens), batch.sampling_log_probs, atol=2e-5)
     assert np.abs(score(jnp.where(observed, 9, batch.tokens)) - batch.sampling_log_probs).max() > 0.01
 

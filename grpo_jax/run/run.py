@@ -1,0 +1,75 @@
+"""A run as two values: its arguments as they came, and what they come to once they have been checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sizes import Sizes
+from grpo_jax.policy import Policy
+from grpo_jax.rewards.contract import TrainerState
+from grpo_jax.run.sampler import Sampler
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.turns.interaction import Interaction
+from grpo_jax.update.updater import Updater
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of `train` that say what is trained and how, as they came; `prepare` checks them."""
+
+    policy: Policy
+    dataset: Any
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]
+    config: GRPOConfig
+    eval_dataset: Any = None
+    optimizer: optax.GradientTransformation | None = None
+    tools: Sequence[Callable[..., Any]] | None = None
+    environment_factory: Any = None
+    sampler: Sampler | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a run needs and never changes. That one exists means that its arguments have been checked.
+
+    Attributes:
+      policy: model, tokenizer and ids; the params are those of its `TrainState`, once there is one.
+      config: the settings, with the mesh and the dtype that the devices have decided.
+      data: the encoded dataset.
+      eval_data: the rows to evaluate on; None for no evaluation.
+      prompt_length: P, one for all batches, so that nothing is compiled twice.
+      reward_fns: K reward functions, those of environments included.
+      interaction: who answers completions of several turns; None: they have one.
+      sampler: the engine in the place of `generate`; None for that.
+      mesh: where params and batches are; None for one device.
+      sizes: prompts, minibatches and micro-batches of an iteration.
+      total_steps: optimizer steps.
+      optimizer: the transformation of the state's `opt_state`.
+      schedule: its learning rate by step; None where the caller has given an optimizer.
+      updater: scores completions and makes updates.
+    """
+
+    policy: Policy
+    config: GRPOConfig
+    data: EncodedPrompts
+    eval_data: EncodedPrompts | None
+    prompt_length: int
+    reward_fns: Sequence[Callable[..., Any]]
+    interaction: Interaction | None
+    sampler: Sampler | None
+    mesh: jax.sharding.Mesh | None
+    sizes: Sizes
+    total_steps: int
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+    updater: Updater
+
+    def trainer_state(self, step: int, cursor: int) -> TrainerState:
+        """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""
+        return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
