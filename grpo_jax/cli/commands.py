@@ -27,8 +27,7 @@ from grpo_jax.hub.policy import init_policy, place_policy
 from grpo_jax.keep.stored import load_params
 from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
-from grpo_jax.run.evaluate import evaluate as evaluate_policy
-from grpo_jax.run.evaluate import settings_of
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
@@ -221,13 +220,13 @@ def evaluate(arguments: Namespace) -> None:
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
     rows = run.rows if run.eval_rows is None else run.eval_rows
-    metrics, found = evaluate_policy(
+    metrics, found = evaluate_rows(
         policy,
         rows,
         run.rewards,
+        EvaluationSettings.of(run.config),
         tools=run.tools,
         environment_factory=run.environment_factory,
-        **settings_of(run.config),
     )
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]

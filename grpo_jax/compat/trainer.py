@@ -24,7 +24,7 @@ from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
-from grpo_jax.run.evaluate import evaluate, settings_of
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.prepare import training_rows
 from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
@@ -258,8 +258,14 @@ class GRPOTrainer:
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
         data = self._rows(data, "eval_dataset")
-        settings = settings_of(self.config)
-        metrics, rows = evaluate(self.policy, data, self._reward_funcs or [], **settings, **self._answered_by)
+        metrics, rows = evaluate_rows(
+            self.policy,
+            data,
+            self._reward_funcs or [],
+            EvaluationSettings.of(self.config),
+            tools=self._answered_by["tools"],
+            environment_factory=self._answered_by["environment_factory"],
+        )
         named = {name: f"rewards/{name}/mean" for name in rows[0]["rewards"]}
         named |= {name: f"completions/{name}" for name in ("mean_length", "clipped_ratio")} | {"reward": "reward"}
         return {f"eval_{named.get(name, name)}": value for name, value in metrics.items()}

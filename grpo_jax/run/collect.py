@@ -315,15 +315,17 @@ def _begin(
     def scored_by(params: Params | None) -> jax.Array | None:
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
+    advantages: Any = np.zeros(mask.shape[:2], np.float32)
+    counted: Any = counts_in
     return Batch(
         prompts=prompts,
         tokens=tokens,
         mask=mask,
-        advantages=np.zeros(mask.shape[:2], np.float32),
+        advantages=advantages,
         sampling_log_probs=completions.log_probs[:, :, :t],
         ref_log_probs=scored_by(state.ref_params),
         initial_log_probs=scored_by(state.initial_params),
-        counted=counts_in,
+        counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )
 

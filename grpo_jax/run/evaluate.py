@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
@@ -29,7 +31,7 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.types import Params
+from grpo_jax.types import Json, Params
 
 EVALUATION = 2
 """What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
@@ -61,7 +63,6 @@ def evaluate(
     max_tool_calling_iterations: int | None = None,
     environment_timeout: float | None = 300.0,
     on_environment_error: str = "raise",
-    interaction: Interaction | None = None,
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -94,7 +95,6 @@ def evaluate(
       max_tool_calling_iterations: as in `GRPOConfig`.
       environment_timeout: likewise.
       on_environment_error: likewise.
-      interaction: what `train` has made of these, beside `EncodedPrompts`; its reward functions are among `reward_fns`.
       sampler: another engine in the place of `generate`, as in `train`: it is given `params`, and prompts of one batch
         at a time. Not beside tools or environments.
       interrupt: called between batches and every few tokens; what it raises ends the evaluation.
@@ -129,41 +129,178 @@ def evaluate(
       >>> metrics["right"], [row["completion"] for row in rows]
       (0.5, ['b', ''])
     """
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {pad_to_multiple_of!r}.")
-    data, all_rows = dataset, []  # rows that a run has encoded are checked
-    if not isinstance(data, EncodedPrompts):
-        all_rows = load_rows(dataset)
-        kwargs: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
-        given: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory, **kwargs}
-        given |= {"most_calls": max_tool_calling_iterations, "seconds": environment_timeout}
-        own = (policy.tokenizer, policy.eos_token_ids, all_rows)
-        interaction = make_interaction(*own, **given, on_error=on_environment_error)
-        reward_fns = with_environments(as_list(reward_fns), interaction)
-        kwargs |= {"max_prompt_length": max_prompt_length, "on_long_prompt": on_long_prompt}
-        data = encode_rows(interaction, all_rows, policy.tokenizer, **kwargs)
-    check_sampler(sampler, interaction)
-    check_reward_fns(reward_fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=all_rows)
-    weights, names = environment_weights(reward_weights, as_list(reward_fns)), reward_names(reward_fns)
-    if weights is not None and len(weights) != len(names):
-        raise ValueError(f"reward_weights has {len(weights)} weights for {', '.join(names)}: give one for each")
-    params = policy.params if params is None else params
-    count, longest = len(data.rows), max(len(ids) for ids in data.token_ids)
-    longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()
-    request = Request(
+    settings = EvaluationSettings(
         num_generations=num_generations,
         max_completion_length=max_completion_length,
-        sampling=Sampling(temperature, top_k, top_p, min_p),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        batch_size=batch_size,
+        pad_to_multiple_of=pad_to_multiple_of,
+        seed=seed,
+        max_prompt_length=max_prompt_length,
+        on_long_prompt=on_long_prompt,
+        chat_template_kwargs=chat_template_kwargs,
+        on_reward_error=on_reward_error,
+        reward_weights=reward_weights,
+        max_tool_calling_iterations=max_tool_calling_iterations,
+        environment_timeout=environment_timeout,
+        on_environment_error=on_environment_error,
+    )
+    return evaluate_rows(
+        policy,
+        dataset,
+        reward_fns,
+        settings,
+        params=params,
+        trainer_state=trainer_state,
+        tools=tools,
+        environment_factory=environment_factory,
+        sampler=sampler,
+        interrupt=interrupt,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """The settings of an evaluation, which `evaluate` documents.
+
+    Example:
+      >>> EvaluationSettings.of(GRPOConfig(temperature_eval=0.0)).num_generations
+      1
+    """
+
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float | None
+    batch_size: int
+    pad_to_multiple_of: int
+    seed: int
+    max_prompt_length: int | None
+    on_long_prompt: str
+    chat_template_kwargs: Json | None
+    on_reward_error: str
+    reward_weights: Sequence[float] | None
+    max_tool_calling_iterations: int | None
+    environment_timeout: float | None
+    on_environment_error: str
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {self.pad_to_multiple_of!r}.")
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> EvaluationSettings:
+        """The settings of the evaluations of a run."""
+        return cls(
+            num_generations=config.eval_generations,
+            max_completion_length=config.max_completion_length,
+            temperature=config.eval_temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
+            pad_to_multiple_of=config.padding,
+            seed=config.seed,
+            max_prompt_length=config.max_prompt_length,
+            on_long_prompt=config.on_long_prompt,
+            chat_template_kwargs=config.chat_template_kwargs,
+            on_reward_error=config.on_reward_error,
+            reward_weights=config.reward_weights,
+            max_tool_calling_iterations=config.max_tool_calling_iterations,
+            environment_timeout=config.environment_timeout,
+            on_environment_error=config.on_environment_error,
+        )
+
+
+def evaluate_rows(
+    policy: Policy,
+    dataset: Any,
+    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    settings: EvaluationSettings,
+    *,
+    params: Params | None = None,
+    trainer_state: TrainerState | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Any = None,
+    sampler: Sampler | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """`evaluate`, with its settings as one value."""
+    data, rows, interaction = dataset, [], None
+    if not isinstance(data, EncodedPrompts):
+        rows = load_rows(dataset)
+        interaction = make_interaction(
+            policy.tokenizer,
+            policy.eos_token_ids,
+            rows,
+            tools=tools,
+            environment_factory=environment_factory,
+            chat_template_kwargs=settings.chat_template_kwargs,
+            most_calls=settings.max_tool_calling_iterations,
+            seconds=settings.environment_timeout,
+            on_error=settings.on_environment_error,
+        )
+        data = encode_rows(
+            interaction,
+            rows,
+            policy.tokenizer,
+            max_prompt_length=settings.max_prompt_length,
+            on_long_prompt=settings.on_long_prompt,
+            chat_template_kwargs=settings.chat_template_kwargs,
+        )
+    fns = as_list(with_environments(reward_fns, interaction))
+    check_sampler(sampler, interaction)
+    check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
+    weights = environment_weights(settings.reward_weights, fns)
+    if weights is not None and len(weights) != len(fns):
+        names = ", ".join(reward_names(fns))
+        raise ValueError(f"reward_weights has {len(weights)} weights for {names}: give one for each")
+    return evaluate_encoded(
+        policy,
+        data,
+        fns,
+        dataclasses.replace(settings, reward_weights=weights),
+        params=policy.params if params is None else params,
+        trainer_state=trainer_state,
+        interaction=interaction,
+        sampler=sampler,
+        interrupt=interrupt,
+    )
+
+
+def evaluate_encoded(
+    policy: Policy,
+    data: EncodedPrompts,
+    reward_fns: Sequence[Callable[..., Any]],
+    settings: EvaluationSettings,
+    *,
+    params: Params,
+    trainer_state: TrainerState | None,
+    interaction: Interaction | None,
+    sampler: Sampler | None,
+    interrupt: Callable[[], None],
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """`evaluate`, of rows that are encoded and reward functions that are checked, those of environments among them."""
+    count, longest, padding = len(data.rows), max(map(len, data.token_ids)), settings.pad_to_multiple_of
+    request = Request(
+        num_generations=settings.num_generations,
+        max_completion_length=settings.max_completion_length,
+        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p),
         eos_token_ids=policy.eos_token_ids,
         pad_token_id=policy.pad_token_id,
-        prompt_length=longest,
-        padding=pad_to_multiple_of,
+        prompt_length=-(-longest // padding) * padding,
+        padding=padding,
         interaction=interaction,
         sampler=sampler,
     )
-    key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
-    batch_size *= shard_count(mesh_of(params))
+    key, names = jax.random.fold_in(jax.random.key(settings.seed), EVALUATION), reward_names(reward_fns)
+    scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()
+    batch_size = settings.batch_size * shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
     for start in range(0, count, batch_size):
         # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
@@ -171,59 +308,45 @@ def evaluate(
         sampled = sample(policy.model, params, data, at, key, request, prompt_indices=np.array(at), interrupt=interrupt)
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        own = score_own(policy.tokenizer, reward_fns, sampled, on_error=on_reward_error, extras=Extras(trainer_state))
+        own = score_own(
+            policy.tokenizer, reward_fns, sampled, on_error=settings.on_reward_error, extras=Extras(trainer_state)
+        )
         scored.append(of_all_processes(own, reward_fns))
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
         found += completion_rows(scored[-1], names, sampled)
-    mean_length, clipped_ratio = float(np.concatenate(lengths).mean()), float(1 - np.concatenate(ended).mean())
-    return _means(names, weights, scored, mean_length=mean_length, clipped_ratio=clipped_ratio), found
-
-
-def settings_of(config: GRPOConfig) -> dict[str, Any]:
-    """The keywords of `evaluate` that a config says: those of the evaluations of its run.
-
-    Example:
-      >>> settings_of(GRPOConfig(temperature_eval=0.0))["num_generations"]
-      1
-    """
-    return {
-        "num_generations": config.eval_generations,
-        "max_completion_length": config.max_completion_length,
-        "temperature": config.eval_temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "min_p": config.min_p,
-        "batch_size": max(1, config.per_device_eval_batch_size // config.eval_generations),
-        "pad_to_multiple_of": config.padding,
-        "seed": config.seed,
-        "max_prompt_length": config.max_prompt_length,
-        "on_long_prompt": config.on_long_prompt,
-        "chat_template_kwargs": config.chat_template_kwargs,
-        "on_reward_error": config.on_reward_error,
-        "reward_weights": config.reward_weights,
-        "max_tool_calling_iterations": config.max_tool_calling_iterations,
-        "environment_timeout": config.environment_timeout,
-        "on_environment_error": config.on_environment_error,
-    }
+    metrics = _means(
+        names,
+        settings.reward_weights,
+        scored,
+        mean_length=float(np.concatenate(lengths).mean()),
+        clipped_ratio=float(1 - np.concatenate(ended).mean()),
+    )
+    return metrics, found
 
 
 def _means(
-    names: Sequence[str], weights: Sequence[float] | None, scored: Sequence[Scores], **more: float
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    scored: Sequence[Scores],
+    *,
+    mean_length: float,
+    clipped_ratio: float,
 ) -> dict[str, float]:
-    """Means of what the functions logged, of each function's scores and of their sums, NaN without any; and more."""
+    """The metrics of an evaluation: means of logged numbers, of each function's scores and of their weighted sums."""
     logged: dict[str, list[float]] = {}
     for name, values in (item for some in scored for item in some.logged.items()):
         logged.setdefault(name, []).extend(values)
     scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
-    own = {"reward": mean_of_scored(total_rewards(scores, weights)), **more}
+    reward = mean_of_scored(total_rewards(scores, weights))
+    own = {"reward": reward, "mean_length": mean_length, "clipped_ratio": clipped_ratio}
     keys = [f"rewards/{name}/mean" if name in own else name for name in names]
     metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | own
     check_metrics(logged, metrics)
     return means_of(logged) | metrics
 
 
-def pass_at_k(right: Any, k: int) -> float:
+def pass_at_k(right: npt.ArrayLike, k: int) -> float:
     """Probability that at least one of k completions of a prompt is right, averaged over prompts.
 
     Of n samples of which c are right, 1 − C(n−c, k) / C(n, k) is unbiased: it is the share of the subsets of k samples

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -192,12 +192,13 @@ def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: 
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
     _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
-    return Completions(
-        tokens=_padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
-        mask=_padded(mask, longest, False),
-        log_probs=_padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
-        ended=ended,
-    )
+    on_host: dict[str, Any] = {
+        "tokens": _padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
+        "mask": _padded(mask, longest, False),
+        "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
+        "ended": ended,
+    }
+    return Completions(**on_host)
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
@@ -215,7 +216,7 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
     if weights is not None:
         of_weights = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
-    of_kind = {"mean": np.mean, "min": np.min, "max": np.max}
+    of_kind: Mapping[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "min": np.min, "max": np.max}
     return {name: float(of_kind[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
 
 

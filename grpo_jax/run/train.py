@@ -18,7 +18,7 @@ from grpo_jax.keep.run_dir import locked
 from grpo_jax.policy import Policy
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
-from grpo_jax.run.evaluate import evaluate, settings_of
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
 from grpo_jax.run.prepare import about, new_state, prepare
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.replay import BadBatches
@@ -320,14 +320,15 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
         return
     try:
         with loop.monitor.phase("evaluation"):
-            metrics, _ = evaluate(
+            metrics, _ = evaluate_encoded(
                 run.policy,
                 run.eval_data,
                 run.reward_fns,
+                EvaluationSettings.of(config),
                 params=state.params,
-                **settings_of(config),
                 trainer_state=run.trainer_state(step, progress.cursor),
                 interaction=run.interaction,
+                sampler=None,
                 interrupt=loop.signals.interrupt,
             )
     except Interrupted:  # the run that goes on makes it again

@@ -145,7 +145,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
         "rollout": (grpo_jax.run.collect, "sample", 6),
         "rewards": (grpo_jax.run.scores, "compute_rewards", 12),
         "save": (grpo_jax.keep.checkpoint.Checkpoints, "save", 14),
-        "evaluation": (module, "evaluate", 15),
+        "evaluation": (module, "evaluate_encoded", 15),
     }
     newest = lambda: max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     stops = []

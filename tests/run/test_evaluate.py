@@ -134,10 +134,10 @@ def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
     """Eight prompts × 4 completions with per_device_eval_batch_size = 4, on eight devices: one rollout of no filler."""
     sizes, plain = [], sample_module.generate
 
-    def spy(model, params, prompts, *rest, **how):
-        if "batch_size" not in how:  # which a rollout in training has
+    def spy(model, params, prompts, key, **how):
+        if key == jax.random.fold_in(jax.random.key(0), module.EVALUATION):  # else it is a rollout in training
             sizes.append(len(prompts.lengths))
-        return plain(model, params, prompts, *rest, **how)
+        return plain(model, params, prompts, key, **how)
 
     monkeypatch.setattr(sample_module, "generate", spy)
     rows = [{"prompt": letter} for letter in "abcdefgh"]

@@ -85,13 +85,13 @@ def test_a_skipped_update_is_kept_and_replayed(tmp_path, states, capsys):
 
 def test_too_many_in_a_row_end_the_run_with_nothing_lost(tmp_path, states, monkeypatch):
     """Two passes over each batch; all of the second and third iteration are bad."""
-    calls, advantages = itertools.count(1), collect._advantages
+    calls, advantages = itertools.count(1), collect._jit_advantages
 
     def spoilt(rewards, **settings):
         a = advantages(rewards, **settings)
         return a.at[0, 3].set(np.nan) if next(calls) in (2, 3) else a
 
-    monkeypatch.setattr(collect, "_advantages", spoilt)
+    monkeypatch.setattr(collect, "_jit_advantages", spoilt)
     config = GRPOConfig(**SMALL, max_steps=7, num_iterations=2, max_skipped_updates=3)
     words = "step 5: 3 updates in a row were skipped .*an? advantage, nan, at prompt 0, completion 3 of.*bad_batches"
     with pytest.warns(RuntimeWarning, match="step 3 was skipped") as warned, pytest.raises(NotFiniteError, match=words):
@@ -120,7 +120,7 @@ def test_a_full_disk_costs_the_evidence_and_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(BadBatches, "_explain", lambda *_: None)
     monkeypatch.setattr(BadBatches, "_rows", lambda *_: None)
     with pytest.warns(RuntimeWarning, match=r"could not be kept in '.*step-3' \(No space left on device\)"):
-        BadBatches(tmp_path, SimpleNamespace(task=SimpleNamespace(config=None))).note(None, None, step=3, index=0)
+        BadBatches(tmp_path, SimpleNamespace(config=None)).note(None, None, step=3, index=0)
 
 
 @pytest.mark.quick

@@ -128,5 +128,5 @@ def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
     scores = Scores([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
-    for row in completion_rows(scores, ["length"], sampled, advantage=None):
+    for row in completion_rows(scores, ["length"], sampled, weighed=True):
         assert {"step", *row} == {"number", *OWN_COLUMNS}
