@@ -135,7 +135,9 @@ def test_an_evaluation_in_training_takes_its_batch_for_each_device(monkeypatch):
     sizes, plain = [], sample_module.generate
 
     def spy(model, params, prompts, key, **how):
-        if key == jax.random.fold_in(jax.random.key(0), module.EVALUATION):  # else it is a rollout in training
+        if key == jax.random.fold_in(
+            jax.random.key(config.seed), module.EVALUATION
+        ):  # else it is a rollout in training
             sizes.append(len(prompts.lengths))
         return plain(model, params, prompts, key, **how)
 
