@@ -127,19 +127,18 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        run = prepare(
-            Arguments(
-                policy=policy,
-                dataset=dataset,
-                reward_fns=reward_fns,
-                config=config,
-                eval_dataset=eval_dataset,
-                optimizer=optimizer,
-                tools=tools,
-                environment_factory=environment_factory,
-                sampler=sampler,
-            )
+        arguments = Arguments(
+            policy=policy,
+            dataset=dataset,
+            reward_fns=reward_fns,
+            config=config,
+            eval_dataset=eval_dataset,
+            optimizer=optimizer,
+            tools=tools,
+            environment_factory=environment_factory,
+            sampler=sampler,
         )
+        run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
     with phase("state"):
         state = jax.block_until_ready(new_state(run, donate=donate))

@@ -138,19 +138,18 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
-    run = prepare(
-        Arguments(
-            policy=policy,
-            dataset=dataset,
-            reward_fns=reward_fns,
-            config=config,
-            eval_dataset=eval_dataset,
-            optimizer=optimizer,
-            tools=tools,
-            environment_factory=environment_factory,
-            sampler=sampler,
-        )
+    arguments = Arguments(
+        policy=policy,
+        dataset=dataset,
+        reward_fns=reward_fns,
+        config=config,
+        eval_dataset=eval_dataset,
+        optimizer=optimizer,
+        tools=tools,
+        environment_factory=environment_factory,
+        sampler=sampler,
     )
+    run = prepare(arguments)
     config, publisher = run.config, _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
@@ -167,15 +166,14 @@ def train(
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
         state = checkpoints.target(state)  # by now only shapes, where a state will be read: there is room for one
         state = begin_or_resume(loop, state, resume)
-        progress = loop.progress
         publisher.open()
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         evaluate_if_due(loop, state)
         ahead.enter_context(compiled_ahead(run, state, say=monitor.say))
-        profile.begins_at(progress.step + 2 * run.sizes.updates)
-        while progress.step < run.total_steps and not loop.stopping():
-            profile.at(progress.step)
+        profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
+        while loop.progress.step < run.total_steps and not loop.stopping():
+            profile.at(loop.progress.step)
             if loop.batch is None:
                 state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                 try:
@@ -193,9 +191,9 @@ def train(
         if stop:
             loop.save(state)
         checkpoints.wait()
-        monitor.end(progress.step, run.total_steps, best=checkpoints.best(progress), hurry=signals.hurry)
+        monitor.end(loop.progress.step, run.total_steps, best=checkpoints.best(loop.progress), hurry=signals.hurry)
         if not stop:
-            state = checkpoints.restore_best(state, progress)
+            state = checkpoints.restore_best(state, loop.progress)
             publisher.end(state.params, draw=monitor.draw)
     if stop or loop.stopping():  # the second, while the pictures were drawn
         signals.leave()
