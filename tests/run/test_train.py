@@ -105,7 +105,7 @@ def test_after_warm_up_an_iteration_compiles_nothing():
         packed._score_sequence,
         decode_module.prefill,
         decode_module.decode,
-        decode_module.gather,
+        decode_module.move,
     )
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
