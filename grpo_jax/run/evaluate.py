@@ -253,7 +253,7 @@ def evaluate_rows(
             on_long_prompt=settings.on_long_prompt,
             chat_template_kwargs=settings.chat_template_kwargs,
         )
-    fns = as_list(with_environments(reward_fns, interaction))
+    fns = with_environments(as_list(reward_fns), interaction)
     check_sampler(sampler, interaction)
     check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
     weights = environment_weights(settings.reward_weights, fns)
