@@ -74,7 +74,7 @@ def no_eos():
     return policy.replace(tokenizer=tokenizer, config=config, generation_config={})
 
 
-WANTED = "give a list of dicts, a datasets.Dataset, an iterator of dicts or the path of a JSONL file"
+WANTED = "give a list of dicts, a datasets.Dataset, an iterator of dicts, a file (.jsonl, .json, .csv, .parquet) or"
 TEXT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
 A_MESSAGE = f"a message is a dict with 'role' and 'content'; {TEXT}"
 GIVEN = "(columns: answer; also given: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
@@ -86,8 +86,11 @@ BAD = [
     (dict(dataset=3), f"dataset is 3: {WANTED}"),
     (dict(dataset=[]), "dataset is empty: give at least one row with a 'prompt'"),
     (dict(dataset=iter(())), "dataset is empty: give at least one row with a 'prompt'"),
-    (dict(dataset="rows.jsonl"), "dataset is 'rows.jsonl', which is no file: give the path of a JSONL file"),
-    (dict(dataset="."), "dataset is '.', which is a directory: give the path of a JSONL file"),
+    (
+        dict(dataset="rows.jsonl"),
+        "dataset is 'rows.jsonl', which is no file: give a file (.jsonl, .json, .csv, .parquet)",
+    ),
+    (dict(dataset="."), "dataset is '.', which is a directory: give a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys ['prompt']: give a list of rows, each a dict"),
     (dict(dataset={"train": ROWS}), "(of a dataset with splits, choose one: dataset['train'])"),
     (dict(dataset=Frame()), "dataset is of type Frame, whose rows cannot be had by number (KeyError: 0): give a list"),
