@@ -188,6 +188,7 @@ def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
 def plan(arguments: Namespace) -> None:
     """`grpo-jax plan`."""
     run = read_run(arguments.run, arguments.keys)
+    model: Json | str
     if isinstance(run.model, Mapping):
         model = _config_of(run.model, run.folder)
     elif run.model is None or is_reference(run.model):
