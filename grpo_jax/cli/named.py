@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 
 from grpo_jax import rewards
 from grpo_jax.messages import nearest
+from grpo_jax.text.columns import Columns, Template
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
-from grpo_jax.text.templates import Columns, Template
 from grpo_jax.types import RewardFn, Row
 
 SHIPPED: dict[str, Callable[..., Any]] = {

@@ -19,7 +19,7 @@ from grpo_jax.hub.quantize import check_method
 from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
-from grpo_jax.text.templates import check_templates
+from grpo_jax.text.columns import check_templates
 from grpo_jax.types import EnvironmentFactory, RewardFn, Row
 
 NAME = "run.yaml"

@@ -22,14 +22,14 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.types import Json, Model
+from grpo_jax.types import Json, Model, Tokenizer
 
 
 def init_policy(
     config: Json,
     key: jax.Array,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     generation_config: Json | None = None,
     dtype: str = "float32",
 ) -> Policy:
@@ -39,7 +39,7 @@ def init_policy(
       config: what config.json shall say: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
         `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
       key: typed PRNG key, consumed.
-      tokenizer: of transformers, or None.
+      tokenizer: that of transformers, or None.
       generation_config: what generation_config.json shall say; None means the token ids of `config`.
       dtype: compute and parameter dtype.
 
@@ -71,8 +71,8 @@ def init_policy(
     return Policy(model, params, tokenizer, raw, dict(generation_config), files)
 
 
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files that a tokenizer of transformers is saved as, name to bytes."""
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files that a tokenizer of transformers is saved as, name to bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.messages import show
+from grpo_jax.text.columns import Columns, Template, check_templates, fill
 from grpo_jax.text.sources import Dataset, read_rows
-from grpo_jax.text.templates import Columns, Template, check_templates, fill
-from grpo_jax.types import Row
+from grpo_jax.types import Json, Messages, Row
 
 _PICTURES = ("image", "images")
 _PROMPT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
@@ -82,8 +82,8 @@ def _without_arrays(value: Any) -> Any:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, those inside lists and mappings too."""
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in a value, those inside lists and mappings too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
@@ -91,7 +91,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _surrogate_fault(row: Mapping[Any, Any]) -> str:
+def _surrogate_fault(row: Json) -> str:
     """Return in which column there is half of a character, "" if there is none."""
     for name, value in row.items():
         for text in _texts(value):
@@ -103,7 +103,7 @@ def _surrogate_fault(row: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _row_fault(row: Any, first: Any) -> str:
+def _row_fault(row: object, first: Any) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
         return f"is {show(row)}: each row is a dict with a 'prompt' and any other columns"
@@ -121,7 +121,7 @@ def _row_fault(row: Any, first: Any) -> str:
     return ""
 
 
-def _picture_fault(row: Mapping[Any, Any]) -> str:
+def _picture_fault(row: Json) -> str:
     """Return what is wrong with a row of more than text, "" if there is none."""
     for name in _PICTURES:
         if row.get(name) is not None and row[name] != []:
@@ -129,7 +129,7 @@ def _picture_fault(row: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
+def _columns_fault(row: Json, first: Json) -> str:
     """Return what is wrong with the columns of a row, "" if nothing is."""
     unnamed = [name for name in row if not isinstance(name, str)]
     if unnamed:
@@ -143,7 +143,7 @@ def _columns_fault(row: Mapping[Any, Any], first: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _prompt_fault(prompt: Any) -> str:
+def _prompt_fault(prompt: object) -> str:
     """Return what is wrong with a prompt, "" if it is text or a list of messages."""
     if isinstance(prompt, str):
         return ""
@@ -157,7 +157,7 @@ def _prompt_fault(prompt: Any) -> str:
     return ""
 
 
-def _message_fault(message: Any) -> str:
+def _message_fault(message: object) -> str:
     """Return what is wrong with a message, "" if nothing is."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         return f"a message is a dict with 'role' and 'content'; {_PROMPT}"
@@ -173,7 +173,7 @@ def _message_fault(message: Any) -> str:
     return ""
 
 
-def is_conversation(prompt: Any) -> bool:
+def is_conversation(prompt: str | Messages) -> bool:
     """Return whether a prompt is a list of messages rather than text.
 
     Example:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.messages import show
+from grpo_jax.types import Json, Row
 
 Columns = Mapping[str, str]
 """New name → name in the source, which may lead into a nested column (`reward_model.ground_truth`)."""
@@ -53,7 +54,7 @@ def _template_fault(template: object) -> str:
     return "" if messages else "must not be empty"
 
 
-def fill(row: Mapping[str, Any], where: str, columns: Columns | None, prompt: Template | None) -> dict[str, Any]:
+def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
     """Return a row with its columns renamed and its prompt made; `where` names the row in messages.
 
     Example:
@@ -74,7 +75,7 @@ def fill(row: Mapping[str, Any], where: str, columns: Columns | None, prompt: Te
     return renamed
 
 
-def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
+def _filled(template: str, row: Json, where: str) -> str:
     """Return a template with a row's columns in it."""
     parts = []
     for text, name, spec, conversion in string.Formatter().parse(template):
@@ -90,7 +91,7 @@ def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
     return "".join(parts)
 
 
-def _column(row: Mapping[str, Any], name: str) -> Any:
+def _column(row: Json, name: str) -> Any:
     """Return a row's value under a name, which may lead into a nested column, or `_ABSENT`."""
     if name in row:
         return row[name]
@@ -99,5 +100,5 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     return _column(nested, inner) if dot and isinstance(nested, Mapping) else _ABSENT
 
 
-def _names(row: Mapping[str, Any]) -> list[str]:
+def _names(row: Json) -> list[str]:
     return sorted(map(str, row))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_jax.text.columns import check_templates
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.templates import check_templates
 
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
