@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.rewards.contract import EXTRAS, SAMPLED, arguments_of, function_name, is_async, own_copy, select_inputs
+from grpo_jax.rewards.contract import (
+    EXTRAS,
+    SAMPLED,
+    arguments_of,
+    function_name,
+    own_copy,
+    select_inputs,
+    split_inputs,
+)
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Completions, Params, Prompts
+from grpo_jax.types import Completions, Params, Prompts, RewardFn
 
 _RETURNED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -72,12 +80,12 @@ class RolloutSampler:
         ids, fields = self._latest
         return fields if [list(some) for some in completion_ids] == ids else {}
 
-    def _read(self, output: Any, count: int) -> tuple[list[Any], list[list[int]], list[list[Any]]]:
+    def _read(self, output: object, count: int) -> tuple[list[Any], list[list[int]], list[list[Any]]]:
         """Return prompt ids, completion ids and log-probs of an output that is B·G long, and keep its other fields."""
-        missing = [name for name in _RETURNED if name not in output] if isinstance(output, dict) else [*_RETURNED]
+        output = dict(output) if isinstance(output, dict) else {}
+        missing = [name for name in _RETURNED if name not in output]
         if missing:
             raise ValueError(f"rollout_func returned no {', '.join(missing)}: return a dict that has them")
-        output = dict(output)
         if any(not all(row) for row in output.pop("env_mask", ())):
             raise ValueError(
                 "rollout_func returned an env_mask with zeros: tokens of an environment are not taken here"
@@ -98,26 +106,19 @@ class RolloutSampler:
         return prompt_ids, found, log_probs
 
 
-def with_fields(fn: Callable[..., Any], sampler: RolloutSampler, columns: Iterable[str]) -> Callable[..., Any]:
+def with_fields(fn: Callable[..., Any], sampler: RolloutSampler, columns: Iterable[str]) -> RewardFn:
     """Return a reward function that takes the fields of a `rollout_func` beside the columns, as keyword lists."""
-    known = {*SAMPLED, *EXTRAS, *columns}
+    arguments, known = arguments_of(fn), {*SAMPLED, *EXTRAS, *columns}
 
-    def inputs_of(completion_ids: list[list[int]], keywords: dict[str, Any]) -> dict[str, Any]:
-        extras = {name: keywords.pop(name) for name in EXTRAS if name in keywords}
-        lists = {"completion_ids": completion_ids, **keywords, **sampler.fields(completion_ids)}
-        inputs = select_inputs(fn, lists, extras)
-        missing = [name for name, required in arguments_of(fn).items() if required and name not in inputs]
+    def score(**inputs: Any) -> Any:
+        lists, extras = split_inputs(inputs)
+        chosen = select_inputs(fn, {**lists, **sampler.fields(lists["completion_ids"])}, extras)
+        missing = [name for name, required in arguments.items() if required and name not in chosen]
         if missing:
             raise ValueError(f"it needs {', '.join(missing)}, which rollout_func did not return for these completions")
-        return inputs
+        return fn(**chosen)
 
-    async def later(completion_ids: list[list[int]], **keywords: Any) -> Any:
-        return await fn(**inputs_of(completion_ids, keywords))
-
-    def now(completion_ids: list[list[int]], **keywords: Any) -> Any:
-        return fn(**inputs_of(completion_ids, keywords))
-
-    wrapped: Any = later if is_async(fn) else now
+    wrapped: Any = score
     wrapped.__name__ = function_name(fn)
-    wrapped.reward_arguments = {name: required and name in known for name, required in arguments_of(fn).items()}
+    wrapped.reward_arguments = {name: required and name in known for name, required in arguments.items()}
     return wrapped
