@@ -1,4 +1,4 @@
-"""The policy of a trainer as TRL has it: what ends its completions, whose tokenizer it takes, where it is written."""
+"""The policy of a trainer, as TRL has it: its EOS, its tokenizer, and the directory that it is written into."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,11 +15,12 @@ from grpo_jax.hub.peft import write_policy
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.policy import Policy
+from grpo_jax.types import Tokenizer
 
 _OF_A_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 
 
-def with_tokenizer(policy: Policy, tokenizer: Any = None) -> Policy:
+def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None = None) -> Policy:
     """Return the policy with another tokenizer, or its own, whose EOS ends completions as well.
 
     As in TRL, a completion ends with any EOS of generation_config.json and with the tokenizer's; a warning says so

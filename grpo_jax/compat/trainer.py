@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from grpo_jax.compat.adapters import with_adapters
 from grpo_jax.compat.migrate import from_trl
@@ -30,8 +31,10 @@ from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.text.sources import read_rows
+from grpo_jax.text.sources import Dataset, read_rows
+from grpo_jax.types import EnvironmentFactory, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
+from grpo_jax.watch.trackers import Callback
 
 _EMPTY = [{"role": "user", "content": ""}]
 """The prompt that what `reset` returns is added to, of a row without one."""
@@ -101,20 +104,20 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path | Policy,
-        reward_funcs: Any = None,
+        reward_funcs: RewardFn | Sequence[RewardFn] | None = None,
         args: GRPOConfig | _config.GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: Tokenizer | None = None,
         *,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: Sequence[Callback] | None = None,
+        optimizers: tuple[optax.GradientTransformation | None, None] = (None, None),
         peft_config: Any = None,
-        tools: Sequence[Any] | None = None,
-        environment_factory: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
         rollout_func: Callable[..., Any] | None = None,
         sampler: Sampler | None = None,
-        **others: Any,
+        **others: object,
     ):
         asked = [name for name, value in others.items() if value is not None]
         if asked:
@@ -133,18 +136,18 @@ class GRPOTrainer:
         self.num_generations = self.config.num_generations
         self._base_name = None if isinstance(model, Policy) else str(model)
         self.state: TrainState | None = None
-        self._reward_funcs = reward_funcs
+        self._reward_funcs = as_list(reward_funcs or [])
         self._datasets = train_dataset, eval_dataset
         self._callbacks = tuple(callbacks or ())
         self._optimizer = optimizers[0]
-        self._answered_by: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
+        self._tools, self._environment_factory = tools, environment_factory
         self._sampler = sampler
         self._rollout_func = rollout_func
         if rollout_func is not None:
             self._check_rollout(corrected=args.use_vllm)
 
     @property
-    def processing_class(self) -> Any:
+    def processing_class(self) -> Tokenizer | None:
         """The tokenizer."""
         return self.policy.tokenizer
 
@@ -161,9 +164,9 @@ class GRPOTrainer:
         if not corrected:
             self.config = self.args = dataclasses.replace(self.config, sampler_correction=None)
 
-    def _rows(self, dataset: Any, argument: str) -> Any:
-        """The rows of a dataset; without prompts where the environments give them, with an empty message for each."""
-        factory = self._answered_by["environment_factory"]
+    def _rows(self, dataset: Dataset | None, argument: str) -> Dataset:
+        """Return the rows of a dataset, with an empty message in the place of prompts that the environments give."""
+        factory = self._environment_factory
         if dataset is None:
             if factory is None or isinstance(factory, Mapping) or self.config.max_steps <= 0:
                 raise ValueError(
@@ -178,10 +181,10 @@ class GRPOTrainer:
         without = all(isinstance(row, Mapping) and "prompt" not in row for row in rows)
         return [{"prompt": _EMPTY, **row} for row in rows] if without else rows
 
-    def _rollout(self, dataset: Any) -> tuple[Any, Any, Sampler | None]:
-        """Rows, reward functions and sampler for `train`."""
+    def _rollout(self, dataset: Dataset) -> tuple[Dataset, Sequence[RewardFn], Sampler | None]:
+        """Return rows, reward functions and sampler for `train`."""
         if self._rollout_func is None:
-            return dataset, self._reward_funcs or [], self._sampler
+            return dataset, self._reward_funcs, self._sampler
         rows, config = training_rows(dataset, self.policy, self.config), self.config
         data = encode_prompts(
             rows,
@@ -191,17 +194,19 @@ class GRPOTrainer:
             chat_template_kwargs=config.chat_template_kwargs,
         )
         sampler: Any = RolloutSampler(self._rollout_func, self, data)
-        return rows, [with_fields(fn, sampler, rows[0]) for fn in as_list(self._reward_funcs)], sampler
+        return rows, [with_fields(fn, sampler, rows[0]) for fn in self._reward_funcs], sampler
 
-    def _begun_with(self, model: str | Path | Policy, args: GRPOConfig, processing_class: Any, peft: Any) -> Policy:
-        """The policy that training begins with."""
+    def _begun_with(
+        self, model: str | Path | Policy, args: GRPOConfig, processing_class: Tokenizer | None, peft: Any
+    ) -> Policy:
+        """Return the policy that training begins with."""
         policy = with_tokenizer(self._load(model, args.dtype), processing_class)
         if peft is None:
             return policy
         return with_adapters(policy, peft, seed=self.config.seed, dropout=not args.disable_dropout)
 
     def _load(self, model: str | Path | Policy, dtype: str | None) -> Policy:
-        """The policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
+        """Load the policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
         if isinstance(model, Policy):
             if dtype is not None:
                 raise ValueError(
@@ -246,14 +251,15 @@ class GRPOTrainer:
             callbacks=self._callbacks,
             optimizer=self._optimizer,
             sampler=sampler,
+            tools=self._tools,
+            environment_factory=self._environment_factory,
             donate=self._donates and self.state is None,
-            **self._answered_by,
         )
         self.policy = self.policy.replace(params=self.state.params)
         return self.state
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Mean rewards on held-out rows, under TRL's names: `eval_reward`, `eval_rewards/<function>/mean` and more."""
+    def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
+        """Return mean rewards on held-out rows, named as TRL does: `eval_reward`, `eval_rewards/<function>/mean`, …"""
         data = self._datasets[1] if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
@@ -261,10 +267,10 @@ class GRPOTrainer:
         metrics, rows = evaluate_rows(
             self.policy,
             data,
-            self._reward_funcs or [],
+            self._reward_funcs,
             EvaluationSettings.of(self.config),
-            tools=self._answered_by["tools"],
-            environment_factory=self._answered_by["environment_factory"],
+            tools=self._tools,
+            environment_factory=self._environment_factory,
         )
         named = {name: f"rewards/{name}/mean" for name in rows[0]["rewards"]}
         named |= {name: f"completions/{name}" for name in ("mean_length", "clipped_ratio")} | {"reward": "reward"}
@@ -292,7 +298,8 @@ class GRPOTrainer:
         revision: str | None = None,
         private: bool | None = None,
         dataset_name: str | None = None,
-        **card: Any,
+        base_model: str | None = None,
+        license: str | None = None,
     ) -> str:
         """Push the policy to the repository `hub_model_id` of the hub, or one with the run directory's name.
 
@@ -302,7 +309,8 @@ class GRPOTrainer:
           revision: branch to push to; None: `hub_revision`.
           private: visibility of a repository that is made; None: `hub_private_repo`.
           dataset_name: of the data, for the card.
-          card: `base_model` and `license`, as in `grpo_jax.push_to_hub`.
+          base_model: for the card, as in `grpo_jax.push_to_hub`.
+          license: likewise.
 
         Returns:
           The address of the commit.
@@ -316,22 +324,23 @@ class GRPOTrainer:
             self.policy,
             config.hub_model_id or Path(str(run_dir)).absolute().name,
             run_dir=run_dir if self.state is not None else None,
+            base_model=base_model,
             dataset=dataset_name,
+            license=license,
             private=config.hub_private_repo if private is None else private,
             revision=revision or config.hub_revision,
             commit_message=commit_message,
-            **card,
         )
 
 
-def _as_args(args: Any) -> GRPOConfig:
-    """What a trainer is given for `args`, as a config of this module."""
+def _as_args(args: object) -> GRPOConfig:
+    """Return the `args` of a trainer as a config of this module."""
     if args is None:
         return GRPOConfig()
     if isinstance(args, _config.GRPOConfig):
-        given = GRPOConfig(use_vllm=True)  # its sampler_correction says what is corrected
-        given.config = args
-        return given
+        own = GRPOConfig(use_vllm=True)  # its sampler_correction says what is corrected
+        own.config = args
+        return own
     if not isinstance(args, GRPOConfig):
         raise ValueError(
             f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
