@@ -19,7 +19,7 @@ from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
 from grpo_jax.types import RewardFn, Row
 
-SHIPPED: dict[str, Callable[..., Any]] = {
+SHIPPED: dict[str, Callable[..., RewardFn]] = {
     "accuracy_reward": rewards.accuracy_reward,
     "number_reward": rewards.number_reward,
     "format_reward": rewards.format_reward,
@@ -128,7 +128,7 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
     return function
 
 
-def _call(factory: Callable[..., Any], name: object, given: object) -> Any:
+def _call(factory: Callable[..., object], name: object, given: object) -> object:
     """Return what a factory makes of the arguments behind its name."""
     try:
         if isinstance(given, dict):
@@ -138,7 +138,7 @@ def _call(factory: Callable[..., Any], name: object, given: object) -> Any:
         raise ValueError(f"{name} refuses its arguments ({error})") from error
 
 
-def _function(name: object, folder: Path) -> Callable[..., Any]:
+def _function(name: object, folder: Path) -> Callable[..., object]:
     """Return a shipped function, or the one that a reference names."""
     if isinstance(name, str) and name in SHIPPED:
         return SHIPPED[name]
@@ -146,7 +146,7 @@ def _function(name: object, folder: Path) -> Callable[..., Any]:
         close = nearest(name, SHIPPED)
         hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
         raise ValueError(f"no such reward function; {hint}")
-    found: Callable[..., Any] = find(name, folder)
+    found: Callable[..., object] = find(name, folder)
     return found
 
 

@@ -20,7 +20,7 @@ from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.text.columns import check_templates
-from grpo_jax.types import EnvironmentFactory, RewardFn, Row
+from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row
 
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""
@@ -60,11 +60,11 @@ class RunFile:
       environment_factory: what makes environments, None for none.
     """
 
-    values: Mapping[str, Any]
+    values: Json
     folder: Path
     config: GRPOConfig
     run_dir: Path | None
-    model: str | Mapping[str, Any] | None
+    model: str | Json | None
     lora: Lora | None
     param_dtype: str
     quantize: str | None
@@ -146,7 +146,7 @@ def read_run(
     return run
 
 
-def _with_functions(run: RunFile, stated: Mapping[str, Any], problems: _Problems) -> RunFile:
+def _with_functions(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
     """Find the reward functions, the tools and the environments."""
     tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(stated.get("tools"))]
     rewards = [
@@ -164,7 +164,7 @@ def _with_functions(run: RunFile, stated: Mapping[str, Any], problems: _Problems
     )
 
 
-def _with_rows(run: RunFile, stated: Mapping[str, Any], problems: _Problems) -> RunFile:
+def _with_rows(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
     """Read the rows to train on and to evaluate on."""
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
@@ -184,7 +184,7 @@ def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
-def _key_problems(values: Mapping[str, Any], wanted: Sequence[Wanted]) -> Iterator[str]:
+def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
     """Yield the error lines of keys that do not exist, and of those that are missing."""
     for name in values:
         if name not in GROUPS:
@@ -195,7 +195,7 @@ def _key_problems(values: Mapping[str, Any], wanted: Sequence[Wanted]) -> Iterat
             yield f"{name}: is missing; give {OWN[name]}"
 
 
-def _config(values: Mapping[str, Any]) -> GRPOConfig:
+def _config(values: Json) -> GRPOConfig:
     """Return the config of a file's fields."""
     fields = {name: value for name, value in values.items() if name in FIELDS}
     if isinstance(fields.get("mesh"), str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from grpo_jax.cli.keys import FIELDS
 from grpo_jax.config.fields import read
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.messages import show
+from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,7 +41,7 @@ for _tag, _pattern, _first in (
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def dump_yaml(values: Mapping[str, Any]) -> str:
+def dump_yaml(values: Json) -> str:
     """Return keys and values as a text that `parse_yaml` reads back.
 
     Example:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from grpo_jax.messages import one_line, show
+from grpo_jax.types import Json
 
 _MOST_ROWS = 10**9
 _MOST_READ = 10**7  # of what does not say how many there are
@@ -27,7 +28,7 @@ class RandomAccess(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Dataset = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | RandomAccess
+Dataset = str | os.PathLike[str] | Json | Iterable[Any] | RandomAccess
 """What `load_rows` reads."""
 
 
@@ -74,7 +75,7 @@ def _read_name(name: str | os.PathLike[str], argument: str) -> list[Any]:
     return _read_file(Path(name), argument)
 
 
-def _read_described(source: Mapping[str, Any], argument: str) -> list[Any]:
+def _read_described(source: Json, argument: str) -> list[Any]:
     """Read the first `rows` of a `path`, or of the `split` of the hub's dataset `name` in its `config`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
