@@ -25,7 +25,15 @@ from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""
 
-_PATHS = ("model", "data", "eval_data", "rewards", "tools", "environment_factory")
+_FILES_IN = {
+    "model": ("config", "tokenizer"),
+    "data": ("path",),
+    "eval_data": ("path",),
+    "rewards": (),
+    "tools": (),
+    "environment_factory": (),
+}
+# Keys whose value may name a file, and where in a mapping it stands; () for everywhere.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -119,7 +127,8 @@ def read_run(
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    values |= {name: _from_here(name, parse_value(name, text)) for name, text in (overrides or {}).items()}
+    set_here = {name: parse_value(name, text) for name, text in (overrides or {}).items()}
+    values |= {name: _from_here(name, value) if name in _FILES_IN else value for name, value in set_here.items()}
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems(_key_problems(values, wanted))
     run = RunFile(
@@ -288,12 +297,20 @@ def in_folder(name: str, folder: Path) -> str:
 
 def _from_here(name: str, value: Any) -> Any:
     """Return a value of the command line, in which files are named from the current directory."""
-    if name not in _PATHS:
-        return value
     if isinstance(value, list):
         return [_from_here(name, item) for item in value]
-    if not isinstance(value, str):
-        return value
-    file, colon, rest = value.partition(".py:")
-    here = Path(file + ".py" if colon else value).expanduser()
-    return str(here.resolve()) + (f":{rest}" if colon else "") if here.exists() else value
+    if isinstance(value, dict) and name == "rewards":
+        return {_here(function): arguments for function, arguments in value.items()}
+    if isinstance(value, dict):
+        named = _FILES_IN[name] or value
+        return {key: _here(inner) if key in named else inner for key, inner in value.items()}
+    return _here(value)
+
+
+def _here(text: object) -> object:
+    """Return the path of a file or directory of the current one, `file.py:name` too; anything else as it is."""
+    if not isinstance(text, str):
+        return text
+    file, colon, rest = text.partition(".py:")
+    path = Path(file + ".py" if colon else text).expanduser()
+    return str(path.resolve()) + (f":{rest}" if colon else "") if path.exists() else text

@@ -48,6 +48,20 @@ def test_the_command_line_names_files_from_where_it_is(folder):
     run = read_run(path, {"data": "here.jsonl", "rewards": "[judging_here.py:judge]"}, wanted=ALL)
     assert [row["prompt"] for row in run.rows] == ["say c: "]
     assert [fn.__name__ for fn in run.rewards] == ["judge"]
+    (folder / "making_here.py").write_text("def made(value):\n    return lambda completions, **_: [value]\n")
+    (folder / "config.json").write_text("{}")
+    (folder / "a").write_text("a file of the name of a column")
+    mappings = {
+        "data": "{path: here.jsonl, rows: 1}",
+        "rewards": "[{making_here.py:made: a}]",
+        "environment_factory": "{judging_here.py:judge: judging_here.py:judge}",
+        "model": "{config: config.json, tokenizer: model}",
+    }
+    run = read_run(path, mappings, wanted=ALL)
+    assert [row["prompt"] for row in run.rows] == ["say c: "]
+    assert run.rewards[0](completions=["x"]) == ["a"]
+    assert [fn.__name__ for fn in run.environment_factory.values()] == ["judge"]
+    assert run.model == {"config": str(folder / "config.json"), "tokenizer": "model"}
 
 
 @pytest.mark.quick
