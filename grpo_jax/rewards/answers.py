@@ -85,8 +85,8 @@ _CHAIN = re.compile(
 _GOES_ON = re.compile(
     r"\s*(?:\\?%|°)?\s*(?:[-+±*×·<>≤≥]\s*[-\\$({]*\s*(?:\d|[√π∞]|[a-z](?!\s?[a-z]))"
     r"|/\s*\(?(?:\d|[√π]|[nxyz](?![a-z]))|:\s?\d"
-    r"|(?:,\s*|(?:\\text\w*\{\s*)?\b(?:or|and)\b[\s}]*)[-+\\$(]*[\d∞√π]|\.?\\(?:overline|[dtc]?frac|binom|log|ln)"
-    r"|(?<=\d)[abeinqr](?![a-z])|[xyz](?![a-z]))",
+    r"|(?:[,;](?:\s|\\[,;:! ])*|(?:\\text\w*\{\s*)?\b(?:or|and)\b[\s}]*)[-+\\$(]*[\d∞√π]"
+    r"|\.?\\(?:over(?:line)?|[dtc]?frac|binom|log|ln)|(?<=\d)[abeinqr](?![a-z])|[xyz](?![a-z]))",
     re.IGNORECASE,
 )
 # Harmless beside the number of a truth: words, units, a name for it. Of what is left, `_FORMULA` is not.
@@ -105,15 +105,20 @@ _PART = r"(?:\{\s*([-+]?\s*(?:\d[\d,]{0,60}(?:\.\d{1,60})?|\.\d{1,60}))\s*\}|(\d
 _FRACTION = re.compile(rf"(-?)\\[dtc]?frac\s*{_PART}\s*{_PART}")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 # Signs of a spelling that is brought to one form below. Most texts have none of them.
-_SPELLED = re.compile("[\\\\^_√\u2010-\u2013\u2212\u00bc-\u00be\u2150-\u215e]|\\{,\\}|[=({][ \t]?-[ \t]")
+_SPELLED = re.compile(
+    "[\\\\^_√\u2010-\u2013\u2212\u00bc-\u00be\u2150-\u215e¹²³\u2070-\u2089]|\\{,\\}|[=({][ \t]?-[ \t]|\\$-[ \t]"
+)
+_RING = r"(?:\\circ(?![a-z])|o(?![a-z])|[∘°])"
 _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile("[¹²³\u2070-\u207b]+"), lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}"),
     (re.compile("[\u2010\u2011\u2012\u2013\u2212]"), "-"),
-    (re.compile(r"(?<=\d)(?:\{,\}(?:\\!)?|,?\\!|\\[,;:]\s?)(?=\d{3})"), ","),
+    (re.compile(r"(?<=\d)(?:\{,\}(?:\\!)?|,?\\!\s?|\\[,;: ]\s?)(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\([$%])"), r"\1"),
-    (re.compile(r"\s?\^\s?(?:\{\s?(?:\\circ|o)\s?\}|(?:\\circ|o)(?![a-z]))"), "°"),
+    (re.compile(rf"\s?\^\s?(?:\{{(?:\\[,;:! ]|\s)?(?:{_RING}|\\[a-z]{{2,6}}\{{o\}})\s?\}}|{_RING})"), "°"),
+    (re.compile("[\u2080-\u2089]+"), "_{}"),
     (re.compile(rf"\\({'|'.join(_SIGNS)})(?![a-z])"), lambda match: _SIGNS[match[1]]),
     (re.compile(r"√\s?(?:\[[^\]\n]{0,9}\])?\s?([{(]?)\s?"), r"√\1"),
-    (re.compile(r"(?<=[=({])[ \t]?-[ \t](?=[\d.$\\])"), "-"),  # x = - 5
+    (re.compile(r"(?:(?<=[=({])[ \t]?|(?<=\$))-[ \t](?=[\d.$\\])"), "-"),  # x = - 5
     (_FRACTION, lambda match: _divided(match)),
     (_VULGAR, lambda match: _joined(match, unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"))),
     # Indices and exponents; a whole exponent may be that of a power of ten.
@@ -294,7 +299,8 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
         if match[0] == "}":
             box = opened.pop() if opened else None
             if box is not None:
-                yield box[0], text[box[1] : match.start()]
+                # Within a formula an exclamation mark is a factorial: more than the number before it.
+                yield box[0], re.sub(r"(?<=[\d)}])\s?!", "^{}", text[box[1] : match.start()])
         else:
             opened.append((match.start(), match.end()) if match[0] != "{" else None)
 

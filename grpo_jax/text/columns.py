@@ -96,7 +96,9 @@ def _column(row: Json, name: str) -> Any:
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")
-    nested = row.get(outer)
+    nested = row.get(outer, _ABSENT)
+    if dot and nested is None:
+        return None  # what a column does not have in a row, it has no part of
     return _column(nested, inner) if dot and isinstance(nested, Mapping) else _ABSENT
 
 

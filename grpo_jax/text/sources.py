@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -40,9 +41,9 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         return _read_name(dataset, argument)
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
-        return dataset.to_dict("records")
+        return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
-        return dataset.to_pylist()
+        return _read_table(dataset, argument)
     if _has_rows_by_number(dataset):
         return _read_by_number(dataset, argument, package)
     if isinstance(dataset, Iterable):
@@ -166,7 +167,24 @@ def _read_file(path: Path, argument: str) -> list[Any]:
         raise ValueError(
             f"{argument} is {str(path)!r}: Parquet is read by the package pyarrow: pip install pyarrow"
         ) from error
-    return parquet.read_table(path).to_pylist()
+    return _read_table(parquet.read_table(path), f"{argument}: {str(path)!r}")
+
+
+def _read_table(table: Any, argument: str) -> list[Any]:
+    """Read the rows of a pyarrow Table, whose text may not have been written as UTF-8."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError:
+        for name in table.column_names:
+            for index, value in enumerate(table[name]):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{argument} row {index} has text that is no UTF-8 in its column {name!r} ({error}): write the"
+                        " file again from its source, or read the column as binary and decode it"
+                    ) from error
+        raise
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
@@ -186,7 +204,8 @@ def _read_lines(path: Path, argument: str) -> Iterator[str]:
 def _read_csv(path: Path, argument: str) -> list[dict[str, str]]:
     """Read the rows of a CSV file, whose fields may be of any length."""
     limit = csv.field_size_limit(2**31 - 1)  # of the whole process: 131,072 characters, unless somebody sets it
-    reader = csv.DictReader(_read_lines(path, argument))
+    lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # which may end in \r alone
+    reader = csv.DictReader(lines)
     try:
         return list(reader)
     except csv.Error as error:
