@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
     from grpo_jax.hub.policy import init_policy
+    from grpo_jax.hub.publish import push_to_hub
     from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
     from grpo_jax.maths.kl import kl_divergence
     from grpo_jax.maths.log_probs import token_log_probs
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from grpo_jax.policy import Policy
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
-    from grpo_jax.run.publish import push_to_hub
     from grpo_jax.run.rehearse import DryRun, rehearse
     from grpo_jax.run.replay import NotFiniteError, replay
     from grpo_jax.run.sampler import Sampler
@@ -85,6 +85,7 @@ _NAMES_OF = {
     "hub.huggingface": "from_pretrained save_pretrained",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
     "hub.policy": "init_policy",
+    "hub.publish": "push_to_hub",
     "maths.advantages": "compute_advantages zero_signal_groups",
     "maths.kl": "kl_divergence",
     "maths.log_probs": "token_log_probs",
@@ -97,7 +98,6 @@ _NAMES_OF = {
     "policy": "Policy",
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",
-    "run.publish": "push_to_hub",
     "run.rehearse": "DryRun rehearse",
     "run.replay": "NotFiniteError replay",
     "run.sampler": "Sampler",

@@ -23,11 +23,11 @@ from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
+from grpo_jax.hub.publish import push_to_hub
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.prepare import training_rows
-from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts

@@ -1,8 +1,10 @@
-"""Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format."""
+"""Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format;
+`push_to_hub` publishes them."""
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.hub.publish import push_to_hub
 from grpo_jax.policy import Policy
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "load_lora",
     "merge_lora",
     "place_policy",
+    "push_to_hub",
     "save_lora",
     "save_pretrained",
 ]

@@ -1,148 +1,26 @@
-"""A policy on the Hugging Face hub: by `push_to_hub`, and that of a run at each of its checkpoints."""
+"""The policy of a run on the hub, at each of its checkpoints and at its end."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import gather_objects
-from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
+from grpo_jax.hub.publish import Repository, check_publishable
 from grpo_jax.messages import one_line
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Params
-from grpo_jax.watch.summary import MARK, model_card
 
-_LOG_IN = "log in by `hf auth login` or HF_TOKEN, see that the name may be yours"
-
-
-def push_to_hub(
-    policy: Policy,
-    repo_id: str,
-    *,
-    run_dir: str | os.PathLike[str] | None = None,
-    base_model: str | None = None,
-    dataset: str | None = None,
-    license: str | None = None,
-    private: bool | None = None,
-    revision: str | None = None,
-    commit_message: str = "Upload policy",
-) -> str:
-    """Publish a policy on the hub, with a model card, in one commit.
-
-    All weights go in Hugging Face's layout, adapters in PEFT's. A card that stands there is replaced only if it still
-    has the line that says it was made here. The hub is that of the variable HF_ENDPOINT, where it is set; the login is
-    that of `hf auth login` or HF_TOKEN. All processes of a run call it together.
-
-    Args:
-      policy: what to publish; after a run, `policy.replace(params=state.params)`.
-      repo_id: of the repository, as "owner/model" or "model"; made if it is not there.
-      run_dir: of the run: the card then says what it was trained on, with curves, scores, settings and versions.
-      base_model: name on the hub of the model that training began with, for the card.
-      dataset: name on the hub of the data, for the card.
-      license: the hub's name of a licence, such as "apache-2.0", for the card; None leaves the field to you.
-      private: visibility of a repository that is made; None leaves it to the hub.
-      revision: branch to push to, made if it is not there; None for the main branch.
-      commit_message: of the commit.
-
-    Returns:
-      The address of the commit; "" in processes other than the first.
-
-    Raises:
-      ValueError: a malformed repo_id, or a model that no checkpoint can hold.
-      FileNotFoundError: run_dir is no directory of a run.
-      PermissionError: nobody is logged in. This and the above are found before anything is sent or written.
-      OSError: the repository cannot be made.
-
-    Example:
-      Once `hf auth login` has been called, this makes the repository "me/sums" and returns where its commit is:
-
-      >>> from grpo_jax import init_policy, push_to_hub
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
-      >>> push_to_hub(policy, "me/sums", license="apache-2.0")  # doctest: +SKIP
-      >>> push_to_hub(policy, "me/my/sums")  # doctest: +ELLIPSIS
-      Traceback (most recent call last):
-      ValueError: repo_id is 'me/my/sums': give a name like owner/model (HFValidationError: ...).
-    """
-    from huggingface_hub import get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    _check_model(policy, "policy")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"repo_id is {repo_id!r}: give a name like owner/model ({one_line(error)}).") from error
-    if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no metrics.jsonl: give the directory of a run, or None.")
-    if get_token() is None:
-        raise PermissionError("nobody is logged in to the hub: call `hf auth login`, or set HF_TOKEN.")
-    repository = None
-    if jax.process_index() == 0:
-        repository = _Repository(repo_id, f"repo_id is {repo_id!r}", private=private, revision=revision)
-    with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
-        write_policy(Path(scratch, "model"), policy, base_name=base_model)
-        if repository is None:
-            return ""
-        about: dict[str, Any] = {"base_model": base_model, "dataset": dataset, "license": license}
-        files = repository.card(policy, run_dir, **about)
-        return str(repository.commit(Path(scratch, "model"), files, commit_message).commit_url)
-
-
-class _Repository:
-    """A repository of the hub, which is made if it is not there, and one branch of it.
-
-    Raises:
-      OSError: it is not there and cannot be made; the message begins with `what`.
-    """
-
-    def __init__(self, name: str, what: str, *, private: bool | None, revision: str | None):
-        from huggingface_hub import HfApi  # here: importing grpo_jax must stay light
-
-        self._api: Any = HfApi(endpoint=hub_endpoint())
-        self._revision = revision
-        try:
-            self.name = self._api.create_repo(name, private=private, exist_ok=True).repo_id
-            if revision is not None and not revision.startswith("refs/"):
-                self._api.create_branch(self.name, branch=revision, exist_ok=True)
-        except Exception as error:
-            raise OSError(f"{what}: the repository cannot be made ({one_line(error)}); {_LOG_IN}") from error
-
-    def card(self, policy: Policy, run_dir: str | os.PathLike[str] | None, **about: Any) -> dict[str, Any]:
-        """The card of a policy with its picture, by name of file; {} where a person has written another card."""
-        if self._api.file_exists(self.name, "README.md", revision=self._revision):
-            path = self._api.hf_hub_download(self.name, "README.md", revision=self._revision)
-            if MARK not in Path(path).read_text("utf-8"):
-                return {}
-        picture = None if run_dir is None else Path(run_dir, "report.png")
-        files = {"report.png": picture} if picture is not None and picture.is_file() else {}
-        about["picture"] = "report.png" if files else None
-        card = model_card(self.name, run_dir=run_dir, adapters=isinstance(policy.model, LoraModel), **about)
-        return {"README.md": card.encode(), **files}
-
-    def commit(self, directory: Path, files: dict[str, Any], message: str, *, wait: bool = True) -> Any:
-        """Push the files of a directory and others in one commit; in the background, a future."""
-        from huggingface_hub import CommitOperationAdd
-
-        added: dict[str, Any] = {path.name: path for path in sorted(directory.iterdir())} | files
-        return self._api.create_commit(
-            self.name,
-            [CommitOperationAdd(name, content) for name, content in added.items()],
-            commit_message=message,
-            revision=self._revision,
-            run_as_future=not wait,
-        )
+if TYPE_CHECKING:  # importing grpo_jax must stay light
+    from huggingface_hub import CommitInfo
 
 
 class Publisher:
@@ -163,13 +41,13 @@ class Publisher:
 
     def __init__(self, config: GRPOConfig, policy: Policy, run_dir: str | os.PathLike[str] | None):
         self._config, self._policy = config, policy
-        self._job: tuple[int, Future[Any]] | None = None
-        self._repository: _Repository | None = None
+        self._job: tuple[int, Future[CommitInfo]] | None = None
+        self._repository: Repository | None = None
         if not config.push_to_hub:
             return
         if run_dir is None:
             raise ValueError("push_to_hub = True: the policy is written before it is pushed; give run_dir")
-        _check_model(policy, "push_to_hub = True: the policy")
+        check_publishable(policy, "push_to_hub = True: the policy")
         self._run_dir = Path(run_dir).expanduser().absolute()
         self._directory = self._run_dir / "hub"
 
@@ -183,8 +61,8 @@ class Publisher:
         if not config.push_to_hub or jax.process_index() != 0:
             return
         name = config.hub_model_id or self._run_dir.name
-        what = f"push_to_hub = True: hub_model_id = {name!r}"
-        self._repository = _Repository(name, what, private=config.hub_private_repo, revision=config.hub_revision)
+        argument = f"push_to_hub = True: hub_model_id = {name!r}"
+        self._repository = Repository(name, argument, private=config.hub_private_repo, revision=config.hub_revision)
 
     def saved(self, step: int, params: Params, *, last: int) -> None:
         """Begin to push the policy of a checkpoint but the last, if `hub_strategy` says so and no push is under way."""
@@ -196,12 +74,10 @@ class Publisher:
         self._finish_job()
         write_policy(self._directory, self._policy.replace(params=params))
         if self._repository is not None:
-            self._job = (
-                step,
-                self._repository.commit(self._directory, {}, f"Training in progress, step {step}", wait=False),
-            )
+            message = f"Training in progress, step {step}"
+            self._job = step, self._repository.begin_commit(self._directory, {}, message)
 
-    def end(self, params: Params, *, draw: Callable[[], Any] = lambda: None) -> None:
+    def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
         """Push the policy that a run ends with and its card, and wait until they are there.
 
         Args:
@@ -241,9 +117,3 @@ class Publisher:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def _check_model(policy: Policy, what: str) -> None:
-    """Refuse a model that is not written as a checkpoint."""
-    if not isinstance(policy.model, Transformer | LoraModel):
-        raise ValueError(f"{what} has a model of your own, which no checkpoint can hold")
