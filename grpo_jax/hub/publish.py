@@ -166,8 +166,9 @@ class Repository:
     def _added(directory: Path, files: Files) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
 
-        every: Files = {path.name: path for path in sorted(directory.iterdir())} | files
-        return [CommitOperationAdd(name, content) for name, content in every.items()]
+        added: Files = {path.name: path for path in sorted(directory.iterdir())}
+        added.update(files)
+        return [CommitOperationAdd(name, content) for name, content in added.items()]
 
 
 def check_publishable(policy: Policy, what: str) -> None:
