@@ -211,6 +211,13 @@ def test_each_file_of_tests_has_a_quick_one():
     assert slow == {"test_two_processes.py"}, "its processes take longer than all of the quick tests"
 
 
+@pytest.mark.quick
+def test_no_two_files_of_tests_have_one_name():
+    """pytest collects them all as modules without a package, and refuses the second of a name."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 # What is tested with the module that it is a part of.
 TESTED_ELSEWHERE = {
     "__main__": "cli/test_main.py",

@@ -51,7 +51,7 @@ class PartialRewards(RewardError):
         which = "all" if index is None else f"{len(faults)} of {len(values)}; completion {index}"
         super().__init__(f"completions without a score because of a fault: {which} {describe_fault(fault)}")
         self.values = list(values)
-        self.faults = faults
+        self.faults: Faults = dict(faults)
 
 
 @dataclasses.dataclass(frozen=True)
