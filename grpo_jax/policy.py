@@ -90,6 +90,13 @@ class Policy:
         """Let go of the params, which belong to a training state from now on."""
         object.__setattr__(self, "params", Donated())
 
+    def check_tokenizer(self) -> None:
+        """Raise a `ValueError` if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
+            )
+
     def check_held(self) -> None:
         """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):

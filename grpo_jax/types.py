@@ -248,6 +248,9 @@ class RewardFn(Protocol):
 EnvironmentFactory = Callable[[], object]
 """Makes an `Environment` for one completion: a class, or a function without arguments."""
 
+Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
+"""One factory for all rows, or factories by the value of the column `environment`."""
+
 
 class Environment(Protocol):
     """What a completion of several turns is answered by: an object for each completion, with any of these methods.

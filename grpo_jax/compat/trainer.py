@@ -32,7 +32,7 @@ from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.text.sources import Dataset, read_rows
-from grpo_jax.types import EnvironmentFactory, RewardFn, Tokenizer
+from grpo_jax.types import Environments, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.trackers import Callback
 
@@ -114,7 +114,7 @@ class GRPOTrainer:
         optimizers: tuple[optax.GradientTransformation | None, None] = (None, None),
         peft_config: Any = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        environment_factory: Environments | None = None,
         rollout_func: Callable[..., Any] | None = None,
         sampler: Sampler | None = None,
         **others: object,

@@ -15,7 +15,7 @@ from grpo_jax.messages import show
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Row
+from grpo_jax.types import RewardFn, Row, Tokenizer
 
 _THINK = "<think>"
 _LAST = 8
@@ -25,7 +25,7 @@ _PARTS = 100
 """Parts of an object that are looked at."""
 
 
-def warn_of_prompts(data: EncodedPrompts, tokenizer: Any, reward_fns: Sequence[Any], argument: str) -> None:
+def warn_of_prompts(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequence[RewardFn], argument: str) -> None:
     """Warn of text prompts that bring the BOS which the tokenizer adds, of calls of tools with None among their
     arguments, and of prompts that open <think> themselves where a reward function asks for it.
 
@@ -44,7 +44,7 @@ def warn_of_prompts(data: EncodedPrompts, tokenizer: Any, reward_fns: Sequence[A
             warnings.warn(line, stacklevel=3)
 
 
-def _doubled_bos(data: EncodedPrompts, tokenizer: Any, argument: str) -> str | None:
+def _doubled_bos(data: EncodedPrompts, tokenizer: Tokenizer, argument: str) -> str | None:
     """What to say of text prompts that begin with two BOS; a chat template writes its own, and none is added."""
     bos = getattr(tokenizer, "bos_token_id", None)
     doubled = [i for i, ids in enumerate(data.token_ids) if bos is not None and list(ids[:2]) == [bos, bos]]
@@ -79,7 +79,7 @@ def _arguments(prompt: Any) -> Iterator[tuple[str, Any]]:
             yield from given.items() if isinstance(given, Mapping) else ()
 
 
-def _opened_thought(data: EncodedPrompts, tokenizer: Any, reward_fns: Sequence[Any]) -> str | None:
+def _opened_thought(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequence[RewardFn]) -> str | None:
     """What to say where completions begin inside a thought and reward functions look for its beginning."""
     ends = tokenizer.decode(list(data.token_ids[0][-_LAST:]))
     if not ends.rstrip().endswith(_THINK):

@@ -23,6 +23,7 @@ from grpo_jax.run.sampler import Request, Sampler, check_sampler
 from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
+from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,
@@ -31,7 +32,7 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.types import Json, Params
+from grpo_jax.types import Environments, Json, Params, RewardFn, Row
 
 EVALUATION = 2
 """What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
@@ -39,8 +40,8 @@ EVALUATION = 2
 
 def evaluate(
     policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    dataset: Dataset | EncodedPrompts,
+    reward_fns: RewardFn | Sequence[RewardFn],
     *,
     params: Params | None = None,
     num_generations: int = 1,
@@ -59,7 +60,7 @@ def evaluate(
     reward_weights: Sequence[float] | None = None,
     trainer_state: TrainerState | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
+    environment_factory: Environments | None = None,
     max_tool_calling_iterations: int | None = None,
     environment_timeout: float | None = 300.0,
     on_environment_error: str = "raise",
@@ -219,20 +220,23 @@ class EvaluationSettings:
 
 def evaluate_rows(
     policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    dataset: Dataset | EncodedPrompts,
+    reward_fns: RewardFn | Sequence[RewardFn],
     settings: EvaluationSettings,
     *,
     params: Params | None = None,
     trainer_state: TrainerState | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
+    environment_factory: Environments | None = None,
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate`, with its settings as one value."""
-    data, rows, interaction = dataset, [], None
-    if not isinstance(data, EncodedPrompts):
+    rows, interaction = list[Row](), None
+    if isinstance(dataset, EncodedPrompts):
+        data = dataset
+    else:
+        policy.check_tokenizer()
         rows = load_rows(dataset)
         interaction = make_interaction(
             policy.tokenizer,
@@ -276,7 +280,7 @@ def evaluate_rows(
 def evaluate_encoded(
     policy: Policy,
     data: EncodedPrompts,
-    reward_fns: Sequence[Callable[..., Any]],
+    reward_fns: Sequence[RewardFn],
     settings: EvaluationSettings,
     *,
     params: Params,

@@ -31,7 +31,7 @@ from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import is_stream
+from grpo_jax.text.sources import Dataset, is_stream
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,
@@ -40,7 +40,7 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.types import Row, is_cached
+from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.updater import choose_updater
@@ -88,7 +88,7 @@ def _encoded_run(
     arguments: Arguments,
     faults: Faults,
     rows: Mapping[str, Sequence[Row] | None],
-    reward_fns: Sequence[Callable[..., Any]],
+    reward_fns: Sequence[RewardFn],
     interaction: Interaction | None,
 ) -> Run:
     """The run of a policy, a config and rows that have been read, unless there are faults."""
@@ -156,10 +156,7 @@ def _check_policy(policy: Any) -> None:
             "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
             " `add_lora(policy, key)`, or load it without `quantize`."
         )
-    if policy.tokenizer is None:
-        raise ValueError(
-            "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
-        )
+    policy.check_tokenizer()
     if not policy.eos_token_ids:
         raise ValueError(
             "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
@@ -175,7 +172,7 @@ def _check_policy(policy: Any) -> None:
         )
 
 
-def training_rows(dataset: Any, policy: Any, config: Any) -> list[Row]:
+def training_rows(dataset: Dataset, policy: Any, config: Any) -> list[Row]:
     """Rows to train on; of what can only be iterated over as many as the run samples."""
     if not (isinstance(policy, Policy) and isinstance(config, GRPOConfig)):
         return load_rows(dataset, most=1)  # this has been refused already

@@ -26,7 +26,8 @@ from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import new_state, prepare
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
-from grpo_jax.types import as_argument
+from grpo_jax.text.sources import Dataset
+from grpo_jax.types import Environments, RewardFn, as_argument
 from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -71,14 +72,14 @@ class DryRun:
 
 def rehearse(
     policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    dataset: Dataset,
+    reward_fns: RewardFn | Sequence[RewardFn],
     config: GRPOConfig,
     *,
-    eval_dataset: Any = None,
+    eval_dataset: Dataset | None = None,
     optimizer: optax.GradientTransformation | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
+    environment_factory: Environments | None = None,
     sampler: Sampler | None = None,
     donate: bool = False,
 ) -> DryRun:

@@ -15,7 +15,9 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
+from grpo_jax.types import Environments, RewardFn
 from grpo_jax.update.updater import Updater
 
 
@@ -24,13 +26,13 @@ class Arguments:
     """The arguments of `train` that say what is trained and how, as they came; `prepare` checks them."""
 
     policy: Policy
-    dataset: Any
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]
+    dataset: Dataset
+    reward_fns: RewardFn | Sequence[RewardFn]
     config: GRPOConfig
-    eval_dataset: Any = None
+    eval_dataset: Dataset | None = None
     optimizer: optax.GradientTransformation | None = None
     tools: Sequence[Callable[..., Any]] | None = None
-    environment_factory: Any = None
+    environment_factory: Environments | None = None
     sampler: Sampler | None = None
 
 
@@ -60,7 +62,7 @@ class Run:
     data: EncodedPrompts
     eval_data: EncodedPrompts | None
     prompt_length: int
-    reward_fns: Sequence[Callable[..., Any]]
+    reward_fns: Sequence[RewardFn]
     interaction: Interaction | None
     sampler: Sampler | None
     mesh: jax.sharding.Mesh | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.episodes import Played
+from grpo_jax.types import RewardFn, Tokenizer
 
 
 class Scores(NamedTuple):
@@ -30,12 +31,7 @@ class Scores(NamedTuple):
 
 
 def score_own(
-    tokenizer: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
-    sampled: Sampled,
-    *,
-    on_error: str,
-    extras: Extras,
+    tokenizer: Tokenizer, reward_fns: RewardFn | Sequence[RewardFn], sampled: Sampled, *, on_error: str, extras: Extras
 ) -> Scores:
     """Call the reward functions for this process's share of the B rows and their completions [B, G, T].
 
@@ -70,7 +66,7 @@ def score_own(
     return Scores(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
 
 
-def of_all_processes(own: Scores, reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]]) -> Scores:
+def of_all_processes(own: Scores, reward_fns: RewardFn | Sequence[RewardFn]) -> Scores:
     """The scores of all rows, from those of each process; all processes have to ask together.
 
     Statistics are those of all completions; faults are added, and of the seconds the slowest process's count.

@@ -26,7 +26,8 @@ from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.types import Batch
+from grpo_jax.text.sources import Dataset
+from grpo_jax.types import Batch, Environments, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
 from grpo_jax.watch.progress import Profile, Progress
@@ -61,17 +62,17 @@ class _Loop:
 
 def train(
     policy: Policy,
-    dataset: Any,
-    reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]],
+    dataset: Dataset,
+    reward_fns: RewardFn | Sequence[RewardFn],
     config: GRPOConfig,
     *,
-    eval_dataset: Any = None,
+    eval_dataset: Dataset | None = None,
     run_dir: str | Path | None = None,
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     optimizer: optax.GradientTransformation | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Any = None,
+    environment_factory: Environments | None = None,
     sampler: Sampler | None = None,
     donate: bool = False,
 ) -> TrainState:

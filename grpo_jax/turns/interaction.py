@@ -15,7 +15,7 @@ from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
 from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
-from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row, Tokenizer
+from grpo_jax.types import EnvironmentFactory, Environments, Json, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")
 """Arguments of reward functions that only completions of several turns have."""
@@ -97,7 +97,7 @@ def make_interaction(
     rows: Sequence[Row],
     *,
     tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+    environment_factory: Environments | None = None,
     chat_template_kwargs: Json | None = None,
     most_calls: int | None = None,
     seconds: float | None = None,
@@ -224,9 +224,7 @@ def encode_rows(
     )
 
 
-def _factories(
-    given: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
-) -> dict[Hashable, EnvironmentFactory]:
+def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]:
     """Return `environment_factory` as a table, in which one factory for all rows stands under None."""
     if given is None:
         return {}

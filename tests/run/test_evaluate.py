@@ -172,6 +172,12 @@ def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
         evaluate(tiny_policy(), ROWS, number_reward())
 
 
+@pytest.mark.quick
+def test_a_policy_without_a_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="policy has no tokenizer: its checkpoint has no tokenizer files"):
+        evaluate(tiny_policy().replace(tokenizer=None), ROWS, length)
+
+
 def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
     lengths = []
     generate = sample_module.generate
