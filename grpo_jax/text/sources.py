@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from grpo_jax.messages import one_line, show
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Row
 
 _MOST_ROWS = 10**9
 _MOST_READ = 10**7  # of what does not say how many there are
@@ -41,7 +41,7 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         return _read_name(dataset, argument)
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
-        return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+        return _read_frame(dataset)
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
         return _read_table(dataset, argument)
     if _has_rows_by_number(dataset):
@@ -52,6 +52,11 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
         f" ({', '.join(_KINDS)}) or the name of a dataset on the hub"
     )
+
+
+def _read_frame(frame: Any) -> list[Row]:
+    """Read a pandas DataFrame, whose NaN stands for None."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def is_hub_name(text: str) -> bool:
