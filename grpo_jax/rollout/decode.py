@@ -185,8 +185,10 @@ def decode(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst.
-    head_model, head = for_head((model, variables), mesh, vocabulary_axes(model.config.vocab_size, mesh))
+    # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst. Not for
+    # several turns: `read_chunk` draws by the head as it is kept, and so do runs of before.
+    axes = vocabulary_axes(model.config.vocab_size, mesh)
+    head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
     def unfinished(carry):
         i, _, _, ended, *_ = carry
