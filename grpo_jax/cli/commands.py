@@ -15,7 +15,7 @@ import jax
 
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.named import find, is_reference
-from grpo_jax.cli.runfile import NAME, RunFile, Wanted, in_folder, read_run
+from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.devices import distributed
@@ -108,15 +108,7 @@ def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
     """Make a policy with fresh weights."""
     key = jax.random.key(model.get("seed") or 0)
     tokenizer = load_tokenizer(in_folder(model["tokenizer"], folder))
-    return init_policy(_config_of(model, folder), key, tokenizer=tokenizer, dtype=dtype)
-
-
-def _config_of(model: Json, folder: Path) -> Json:
-    """Return the config of new weights, which stands in the file itself or in a config.json."""
-    if isinstance(model["config"], Mapping):
-        return model["config"]
-    config: Json = json.loads((folder / model["config"]).read_text(encoding="utf-8"))
-    return config
+    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, dtype=dtype)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
@@ -190,7 +182,7 @@ def plan(arguments: Namespace) -> None:
     run = read_run(arguments.run, arguments.keys)
     model: Json | str
     if isinstance(run.model, Mapping):
-        model = _config_of(run.model, run.folder)
+        model = config_of(run.model, run.folder)
     elif run.model is None or is_reference(run.model):
         model = load_policy(run).config
     else:

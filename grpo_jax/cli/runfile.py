@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -16,7 +17,7 @@ from grpo_jax.config.settings import hints
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import check_method
-from grpo_jax.messages import problems_of, raise_all, show
+from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.text.columns import check_templates
@@ -277,8 +278,7 @@ def _check_model(given: object, folder: Path) -> None:
         unknown = sorted(set(given) - {"config", "tokenizer", "seed"}, key=str)
         if unknown or not {"config", "tokenizer"} <= given.keys():
             raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
-        if not isinstance(given["config"], dict) and not (folder / str(given["config"])).is_file():
-            raise ValueError(f"config = {show(given['config'])} is no file; give a config.json, or what one holds")
+        config_of(given, folder)
         if not isinstance(given["tokenizer"], str) or not isinstance(given.get("seed") or 0, int):
             raise ValueError("the tokenizer of new weights is a name or a directory, and their seed a whole number")
     elif is_reference(given):
@@ -287,6 +287,20 @@ def _check_model(given: object, folder: Path) -> None:
         find_checkpoint(in_folder(given, folder), weights=False)
     else:
         raise ValueError("give a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
+
+
+def config_of(model: Json, folder: Path) -> Json:
+    """Return the config of new weights, which stands in the file itself or in a config.json."""
+    given = model.get("config")
+    if isinstance(given, Mapping):
+        return given
+    try:
+        config: Json = json.loads((folder / str(given)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"config = {show(given)} is no file of JSON ({one_line(error)}); give a config.json, or what one holds"
+        ) from error
+    return config
 
 
 def in_folder(name: str, folder: Path) -> str:

@@ -261,3 +261,6 @@ def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     assert how == wanted | {"lora": None, "quantize": None, "quantize_embeddings": False}
     with pytest.raises(SystemExit, match=r"model: is missing; give a RUN\.yaml that has one, or --model"):
         run("plan", "--beta", 0.1)
+    with pytest.raises(SystemExit, match=r"config = None is no file of JSON .*give a config.json"):
+        run("plan", "--model", "{seed: 1}")
+    assert run("plan", "--model", f"{{config: {folder / 'model' / 'config.json'}}}") == "a plan\n"

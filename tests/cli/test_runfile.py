@@ -124,7 +124,8 @@ def test_what_is_missing_is_said_and_environments_may_be_the_only_reward(folder)
     ("model", "said"),
     [
         ({"config": {}}, "new weights take config, tokenizer and seed"),
-        ({"config": "none.json", "tokenizer": "model"}, r"config = 'none\.json' is no file"),
+        ({"config": "none.json", "tokenizer": "model"}, r"config = 'none\.json' is no file of JSON \(FileNotFound"),
+        ({"config": "judging.py", "tokenizer": "model"}, r"config = 'judging\.py' is no file of JSON \(JSONDecode"),
         ({"config": {}, "tokenizer": 7}, "the tokenizer of new weights is a name or a directory"),
         ({"config": {}, "tokenizer": "model", "seed": "x"}, "and their seed a whole number"),
         (7, "give a name on the hub, a directory, module:function, or a mapping"),
