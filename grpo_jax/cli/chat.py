@@ -15,7 +15,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.types import Messages, Row, Tokenizer
+from grpo_jax.types import Messages, Tokenizer
 
 
 class _Shown:
@@ -67,51 +67,52 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
       echo: print each prompt too.
 
     Raises:
-      ValueError: the policy has no tokenizer; a number of samples below 1.
+      ValueError: the policy has no tokenizer.
     """
     if policy.tokenizer is None:
         raise ValueError("the model has no tokenizer: its directory has no tokenizer files")
-    if samples < 1:
-        raise ValueError(f"--samples {samples}: use a whole number from 1 up")
-    model = with_settings(policy.model, config, jax.devices()[:1])
-    key, drawn = jax.random.key(config.seed), 0
-    talks, said = policy.tokenizer.chat_template is not None, Messages()
+    policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
+    drawn, talks, said = 0, policy.tokenizer.chat_template is not None, Messages()
     for prompt in prompts:
         if not prompt.strip():
             said = Messages()
             continue
         said = [*said, {"role": "user", "content": prompt}] if talks else said
-        row: Row = {"prompt": said if talks else prompt}
-        ids = encode_prompts(
-            [row],
-            policy.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            chat_template_kwargs=config.chat_template_kwargs,
-            argument="the prompt,",
-        ).token_ids
-        encoded = make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding)
         if echo:
             print(f"> {prompt}", flush=True)
         for number in range(samples):
-            shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, row["prompt"], ids[0]))
             print(f"[{number + 1}] " * (samples > 1), end="", flush=True)
-            completions = generate(
-                model,
-                policy.params,
-                encoded,
-                key,
-                num_generations=1,
-                max_completion_length=config.max_completion_length,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                min_p=config.min_p,
-                eos_token_ids=policy.eos_token_ids,
-                pad_token_id=policy.pad_token_id,
-                prompt_indices=np.array([drawn]),
-                watch=shown,
-            )
+            text = _answer(policy, config, said if talks else prompt, drawn)
             drawn += 1
-            shown(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
             print(flush=True)
-        said = [*said, {"role": "assistant", "content": shown.text}] if talks and samples == 1 else Messages()
+        said = [*said, {"role": "assistant", "content": text}] if talks and samples == 1 else Messages()
+
+
+def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
+    """Draw, print and return the completion of a prompt; `index` sets its key apart from those of others."""
+    ids = encode_prompts(
+        [{"prompt": prompt}],
+        policy.tokenizer,
+        max_prompt_length=config.max_prompt_length,
+        chat_template_kwargs=config.chat_template_kwargs,
+        argument="the prompt,",
+    ).token_ids
+    shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
+    completions = generate(
+        policy.model,
+        policy.params,
+        make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding),
+        jax.random.key(config.seed),
+        num_generations=1,
+        max_completion_length=config.max_completion_length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        eos_token_ids=policy.eos_token_ids,
+        pad_token_id=policy.pad_token_id,
+        prompt_indices=np.array([index]),
+        watch=shown,
+    )
+    shown(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
+    return shown.text

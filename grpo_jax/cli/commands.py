@@ -255,6 +255,8 @@ def export(arguments: Namespace) -> None:
 
 def chat(arguments: Namespace) -> None:
     """`grpo-jax chat`."""
+    if arguments.samples < 1:
+        raise ValueError(f"--samples {arguments.samples}: use a whole number from 1 up")
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file():
         run = read_run(target / NAME, arguments.keys, wanted=("model",))
