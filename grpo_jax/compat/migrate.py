@@ -8,8 +8,9 @@ from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.settings import OTHER_NAMES
-from grpo_jax.messages import nearest, raise_all
+from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
@@ -109,18 +110,11 @@ def from_trl(values: Json) -> Migration:
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     ours = {field.name for field in dataclasses.fields(GRPOConfig)}
-    moved, unknown = Migration(), list[str]()
-    for name, value in values.items():
-        if name in ours:
-            moved.values[name] = value
-            moved.same.append(name)
-        elif name not in ELSEWHERE:
-            near = nearest(name, [*ours, *ELSEWHERE])
-            hint = f"; {OTHER_NAMES.get(name) or f'did you mean {near}?'}" if near or name in OTHER_NAMES else ""
-            unknown.append(f"{name} is no field of GRPOConfig, of TRL {TRL_VERSION} or of grpo_jax{hint}")
-    if len(unknown) == 1:
-        raise ValueError(unknown[0])
-    raise_all("the TRL config", unknown)
+    known = {*ours, *ELSEWHERE}
+    unknown = [unknown_field(name, known, OTHER_NAMES) for name in values if name not in known]
+    raise_all(f"GRPOConfig (of TRL {TRL_VERSION} or grpo_jax)", unknown)
+    moved = Migration({name: value for name, value in values.items() if name in ours})
+    moved.same = list(moved.values)
     for name, value in values.items():
         if name in ELSEWHERE:
             _translate(moved, name, value)

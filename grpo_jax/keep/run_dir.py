@@ -6,14 +6,13 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator
 
 from grpo_jax.watch.writer import refused_if_unusable
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # a module elsewhere, which type checkers read
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
         os.makedirs(run_dir, exist_ok=True)
         file = open(os.path.join(run_dir, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115 (open while the lock is held)
     with file:
-        if fcntl is not None:
+        if sys.platform != "win32":
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

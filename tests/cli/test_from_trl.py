@@ -83,12 +83,12 @@ def test_all_names_of_neither_are_said_at_once(script):
     script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\ncosine_max_len: 9\n")
     with pytest.raises(SystemExit, match="3 errors") as ended:
         run("from-trl", script)
-    assert all(f"{name} is no field of GRPOConfig" in str(ended.value) for name in ("learning_rat", "system_prompt"))
-    assert "cosine_max_len is no field" in str(ended.value)
+    names = ("learning_rat", "system_prompt", "cosine_max_len")
+    assert all(f"  {name}: no such field; " in str(ended.value) for name in names)
 
 
 @pytest.mark.quick
 def test_a_name_of_neither_is_an_error(script):
     script.write_text("learning_rat: 1\n")
-    with pytest.raises(SystemExit, match=r"learning_rat is no field of GRPOConfig, of TRL .*did you mean learning_ra"):
+    with pytest.raises(SystemExit, match=r"GRPOConfig \(of TRL .*\n  learning_rat: .*did you mean learning_rate\?"):
         run("from-trl", script)

@@ -289,7 +289,8 @@ def test_a_dump_of_a_whole_config_carries_over():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "hint"), [("num_generation", "num_generations"), ("warmup_ratio", "use warmup_steps"), ("zzz", "no field")]
+    ("name", "hint"),
+    [("num_generation", "num_generations"), ("warmup_ratio", "use warmup_steps"), ("zzz", "zzz: no such field")],
 )
 def test_a_name_of_neither_is_refused(name, hint):
     with pytest.raises(ValueError, match=hint):
