@@ -1,5 +1,4 @@
-"""A compiled function with the shapes that it will be called with: enough to compile it before there is anything to
-compute."""
+"""A call of a compiled function: with arrays, to make it; with their shapes, to compile it before there are any."""
 
 from __future__ import annotations
 
@@ -13,12 +12,14 @@ import jax
 class Lowerable(Protocol):
     """A jitted function."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A call of a jitted function, of shapes in the place of arrays.
+    """A call of a jitted function, of arrays or of their shapes.
 
     Attributes:
       name: what it does and for which sizes, such as "decode 8×8, 64 slots".
@@ -31,6 +32,8 @@ class Program:
       >>> program = Program.of("double 3", double, jax.ShapeDtypeStruct((3,), "float32"))
       >>> program.name, program.lower().compile()(jax.numpy.ones(3)).tolist()
       ('double 3', [2.0, 2.0, 2.0])
+      >>> Program.of("double 1", double, jax.numpy.ones(1))().tolist()
+      [2.0]
     """
 
     name: str
@@ -42,6 +45,10 @@ class Program:
     def of(cls, name: str, function: Lowerable, *arguments: Any, **keywords: Any) -> Program:
         """The program of that call."""
         return cls(name, function, arguments, keywords)
+
+    def __call__(self) -> Any:
+        """Make the call; all arguments are arrays."""
+        return self.function(*self.arguments, **self.keywords)
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -41,28 +41,28 @@ class PackedSequence(flax.struct.PyTreeNode):
     starts: jax.Array
     lengths: jax.Array
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """Return values [A, N] of tokens as [A, S, T]; those beyond a segment's end are another's."""
+    def by_segment(self, x: jax.Array) -> jax.Array:
+        """Values [A, N] of tokens as [A, S, T]; those beyond a segment's end are another's."""
         at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
-    def join(self, x: jax.Array) -> jax.Array:
-        """The inverse of `spread`: values [A, S, T] of segments as [A, N] of tokens, 0 where there is no segment."""
-        own = jax.vmap(lambda x, number, position: x[number, position])
-        return jnp.where(self.segments.number < 0, 0, own(x, self.segments.number, self.segments.position))
+    def by_token(self, x: jax.Array) -> jax.Array:
+        """The inverse of `by_segment`: values [A, S, T] as [A, N], 0 where there is no segment."""
+        number, position = self.segments.number, self.segments.position
+        return jnp.where(number < 0, 0, jax.vmap(lambda x, number, position: x[number, position])(x, number, position))
 
-    def of(self, x: jax.Array) -> jax.Array:
-        """Return the segments' part of an array [B, G] or [B, G, T]: [A, S], or [A, S, T] up to the longest."""
+    def take(self, x: jax.Array) -> jax.Array:
+        """The segments' part of an array [B, G] or [B, G, T]: [A, S], or [A, S, T] up to the longest."""
         devices = self.tokens.shape[0]
         own = jax.vmap(lambda x, at: x[at])(x.reshape(devices, -1, *x.shape[2:]), self.completions)
         return own if x.ndim == 2 else own[:, :, : self.segments.longest]
 
-    def put(self, into: jax.Array, x: jax.Array) -> jax.Array:
-        """Return the array [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `of`."""
+    def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
+        """The array `whole` [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `take`."""
         devices, t = self.tokens.shape[0], self.segments.longest
-        parts = into.reshape(devices, -1, into.shape[-1])
-        add = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))
-        return add(parts, self.completions, x).reshape(into.shape)
+        parts = whole.reshape(devices, -1, whole.shape[-1])
+        added = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))(parts, self.completions, x)
+        return added.reshape(whole.shape)
 
     @property
     def mask(self) -> jax.Array:
@@ -71,8 +71,59 @@ class PackedSequence(flax.struct.PyTreeNode):
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
-    """Return N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
+    """N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
     return -(-max(tokens, longest) // block) * block
+
+
+class SequenceShape(NamedTuple):
+    """The shape of all packed sequences of one compiled program, as `pack` takes it.
+
+    Attributes:
+      size: N.
+      block: tokens of a block.
+      longest: tokens of the longest segment that they hold.
+      whole: whether they are for completions that are all T long.
+    """
+
+    size: int
+    block: int
+    longest: int
+    whole: bool
+
+
+def sequence_shapes(tokens: int, t: int, *, fused: bool) -> list[SequenceShape]:
+    """The shapes that packed sequences of completions [B, G, T] may have: each is a program, so they are few.
+
+    Args:
+      tokens: of a packed sequence at most, if the longest completion leaves the choice.
+      t: T.
+      fused: whether attention is fused: then there are two sizes. One that writes out the scores of whole blocks has
+        to know the block and how far back it looks: there is one shape for completions of any length, one for such as
+        are all T long, and one for short ones.
+    """
+    size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
+    shapes = [SequenceShape(size, BLOCK, t, whole=False)]
+    if fused:
+        smaller = sequence_size(size // 4, t, block=BLOCK)
+        return [*shapes, shapes[0]._replace(size=smaller)] if 2 * smaller <= size else shapes
+    if t % BLOCK == 0:
+        shapes.append(shapes[0]._replace(whole=True))
+    return [*shapes, shapes[0]._replace(longest=short)] if short >= BLOCK else shapes
+
+
+def best_shape(shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1) -> SequenceShape:
+    """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
+
+    Example:
+      >>> shapes = sequence_shapes(256, 256, fused=False)
+      >>> [best_shape(shapes, np.full((1, 2), n), 256)[2:] for n in (256, 100, 10)]
+      [(256, True), (256, False), (64, False)]
+    """
+    most = int(lengths.reshape(devices, -1).sum(axis=1).max())
+    fitting = [shape for shape in shapes if lengths.max() <= shape.longest]
+    if any(shape.whole for shape in fitting):
+        fitting = [shape for shape in fitting if shape.whole == bool((lengths == t).all())]
+    return min(fitting, key=lambda shape: (-(-most // shape.size) * shape.size, shape.longest, -shape.size))
 
 
 def pack(
@@ -142,12 +193,12 @@ def pack(
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
-    """Return the tokens [B, G] of completions up to the last True of mask [B, G, T]."""
+    """Tokens [B, G] of completions up to the last True of mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
 def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """Return an order of prompts with `tokens` [B] in which each device's part has about as many tokens as the others.
+    """An order of prompts with `tokens` [B] in which each device's part has about as many tokens as the others.
 
     Example:
       >>> evenly(np.array([9, 8, 1, 1]), 2).tolist()
@@ -163,7 +214,7 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
 
 
 def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """Return the completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G]."""
+    """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G]."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
     used: list[int] = []  # and the blocks that all of them take

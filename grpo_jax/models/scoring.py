@@ -54,7 +54,7 @@ def chunked(
     with_entropy: bool,
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return log-probs (and entropies, else zeros) [B, N] of tokens [B, N] from states [B, N, D], chunk by chunk.
+    """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N] from states [B, N, D], chunk by chunk.
 
     A chunk, of `CHUNK` tokens unless another number is given, has some of the N tokens of every prompt: where prompts
     are cut over devices, each computes its own.
@@ -145,7 +145,7 @@ def _read_on(
     rngs: dict[str, jax.Array] | None,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return hidden states of tokens behind their prompts; with a mask of those that count, also `router_loss`."""
+    """Hidden states of tokens behind their prompts; with a mask of those that count, also `router_loss`."""
     read = functools.partial(
         model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
     )
@@ -160,18 +160,30 @@ def _unembed(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
+class ReadPrompts(NamedTuple):
+    """Prompts as their completions see them.
+
+    Attributes:
+      last: [B, D] hidden state of each prompt's last token.
+      layers: those of a `Prefix`: keys and values [B, ...], or a recurrent layer's state.
+    """
+
+    last: jax.Array
+    layers: tuple[Any, ...]
+
+
 def read_prompts(
-    model: Model, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Read prompts for `score_packed`: the state [B, D] of each one's last token, and the layers of the `Prefix`."""
+    model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
+) -> ReadPrompts:
+    """Read prompts once, for `score_packed` of all of their completions."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
-    return last, prefix.layers
+    return ReadPrompts(last, prefix.layers)
 
 
 def score_packed(
     model: CachedModel,
     params: Params,
-    read: tuple[jax.Array, tuple[Any, ...]],
+    read: ReadPrompts,
     lengths: jax.Array,
     sequence: PackedSequence,
     sampling: Sampling,
@@ -194,24 +206,25 @@ def score_packed(
     Returns:
       `Scores` of [A, S, T], 0 beyond the ends of the segments.
     """
-    last, layers = read
-    chex.assert_equal_shape_prefix((last, lengths), 1)
+    chex.assert_equal_shape_prefix((read.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
-    counted = None if counted is None else sequence.join(counted)
-    hidden, balance = _read_on(model, params, tokens, Prefix(layers, lengths), counted, segments=segments, rngs=rngs)
+    counted = None if counted is None else sequence.by_token(counted)
+    hidden, balance = _read_on(
+        model, params, tokens, Prefix(read.layers, lengths), counted, segments=segments, rngs=rngs
+    )
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
     # A token is predicted by the state before it: the first of a completion by that of the prompt's last token.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
-    first = jax.vmap(lambda last, prompt: last[prompt])(last.reshape(a, -1, last.shape[-1]), prompt)
+    first = jax.vmap(lambda last, prompt: last[prompt])(read.last.reshape(a, -1, read.last.shape[-1]), prompt)
     before = jnp.where((segments.position == 0)[..., None], first, before)
     chunk = a * CHUNK  # each device holds the logits of a chunk
     log_probs, entropies = chunked(
         _unembed(model), params, before, sequence.tokens, sampling, with_entropy=with_entropy, chunk=chunk
     )
     mask = sequence.mask
-    log_probs, entropies = (jnp.where(mask, sequence.spread(x), 0.0) for x in (log_probs, entropies))
+    log_probs, entropies = (jnp.where(mask, sequence.by_segment(x), 0.0) for x in (log_probs, entropies))
     return Scores(log_probs, entropies, balance)
 
 

@@ -40,9 +40,9 @@ from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import sequence_tokens
+from grpo_jax.update.packed import choose_updater, sequence_tokens
+from grpo_jax.update.programs import UpdatePrograms, kept_bytes, update_programs
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import choose_updater
 
 # LLVM's optimizer and the code for fusions change next to nothing in what a program holds (0.3 % at most, as measured),
 # and take most of the time.
@@ -166,8 +166,8 @@ def programs(
     raw = read_model(model)
     loaded = checked(raw, config, Loaded(param_dtype, lora, quantize, quantize_embeddings))
     run = _Run.of(raw, config, prompt_length, loaded, devices)
-    lowered = {"rollout": run.rollout.largest().lower(), "update": run.lower_update()}
-    return lowered | ({"reference": run.lower_reference()} if config.beta > 0 else {})
+    lowered = {"rollout": run.rollout.largest().lower(), "update": run.updates.update.lower()}
+    return lowered | ({"reference": run.updates.score.lower()} if config.beta > 0 else {})
 
 
 def _environment(config: GRPOConfig) -> dict[str, str]:
@@ -231,8 +231,8 @@ def _at_batch(
     devices = None if target is None else target.devices()
     run = _Run.of(raw, config, prompt_length, loaded, devices)
     held = held_bytes(run.state, run.base, donate=loaded.donate)
-    compiled = {"rollout": run.rollout.largest().lower(), "update": run.lower_update()}
-    compiled |= {"reference": run.lower_reference()} if config.beta > 0 else {}
+    compiled = {"rollout": run.rollout.largest().lower(), "update": run.updates.update.lower()}
+    compiled |= {"reference": run.updates.score.lower()} if config.beta > 0 else {}
     found = {phase: compile_program(lowered, run.own_bytes) for phase, lowered in compiled.items()}
     phases = {phase: run.parts(phase, one.memory) for phase, one in found.items()}
     peaks = {phase: sum(held.values()) + sum(parts.values()) for phase, parts in phases.items()}
@@ -364,7 +364,7 @@ class _Run:
         # It is the program of a packed sequence, which is given the params and the gradients so far.
         beside = max(0, given - params)
         parts = {"gradients, activations and batch": beside + stats.temp_size_in_bytes}
-        if kept := self.updater.kept_bytes(self.state, self.batch, tokens=self.tokens):
+        if kept := kept_bytes(self.updater, self.state, self.batch, tokens=self.tokens):
             parts["activations of all prompts"] = kept
         return parts
 
@@ -398,18 +398,15 @@ class _Run:
         assert shapes is not None, "a decoder has a cache"
         return shapes
 
-    def lower_update(self) -> Any:
-        """The update of a minibatch, or of one packed sequence of it."""
-        return self.updater.lower(self.state, self.batch, tokens=self.tokens)
-
-    def lower_reference(self) -> Any:
-        """The same of what scores completions under the reference."""
-        return self.updater.lower_score(self.state.ref_params or self.state.params, self.batch, tokens=self.tokens)
+    @functools.cached_property
+    def updates(self) -> UpdatePrograms:
+        """The programs of an update on these devices."""
+        return update_programs(self.updater, self.state, self.batch, tokens=self.tokens)
 
     def program_names(self) -> tuple[str, ...]:
         """Of all programs of the rollout and the updates."""
-        updates = self.updater.lower_all(self.state, self.batch)
-        return (*(program.name for program in self.rollout.programs()), *(name for name, _ in updates))
+        updates = update_programs(self.updater, self.state, self.batch)
+        return tuple(program.name for program in (*self.rollout.programs(), *updates.by_length))
 
     @functools.cached_property
     def work(self) -> Work:

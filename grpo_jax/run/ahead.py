@@ -20,15 +20,16 @@ from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.run import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.programs import update_programs
 from grpo_jax.update.state import TrainState
 
 
-def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and lowering of each program whose turn depends on what the policy does, the least likely first."""
+def programs_of(run: Run, state: TrainState) -> list[Program]:
+    """The programs whose turn depends on what the policy does, the least likely first."""
     config, sizes = run.config, run.sizes
     params = state.params if state.old_params is None else state.old_params
     batch = abstract_batch(run, state)
-    programs = [*run.updater.lower_all(state, batch)]
+    programs = [*update_programs(run.updater, state, batch).by_length]
     if run.sampler is None and run.interaction is None:  # what is read between turns has no size known before
         rollout = RolloutShapes.of(
             *(run.policy.model, params, sizes.prompts, run.prompt_length),
@@ -37,9 +38,8 @@ def programs_of(run: Run, state: TrainState) -> Iterator[tuple[str, Callable[[],
             batch_size=config.rollout_batch_size,
             settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
         )
-        of_rollout = () if rollout is None else rollout.programs()
-        programs = [*((program.name, program.lower) for program in of_rollout), *programs]
-    yield from reversed(programs)
+        programs = [*(() if rollout is None else rollout.programs()), *programs]
+    return programs[::-1]
 
 
 def abstract_batch(run: Run, state: TrainState) -> Batch:
@@ -70,19 +70,19 @@ def compiled_ahead(run: Run, state: TrainState, *, say: Callable[[str], None]) -
     stopped compiling.
     """
     done = threading.Event()
-    programs = list(programs_of(run, state))
+    programs = programs_of(run, state)
     if programs:
-        kinds = Counter(name.split()[0] for name, _ in programs)
+        kinds = Counter(program.name.split()[0] for program in programs)
         say(f"the first iteration compiles: {', '.join(f'{kind} × {n}' for kind, n in sorted(kinds.items()))}")
     if jax.process_count() > 1:
         programs.clear()
 
     def compile_all() -> None:
-        for _, lower in programs:
+        for program in programs:
             if done.is_set():
                 return
             with contextlib.suppress(Exception):  # whoever needs the program meets the fault, and tells of it
-                lower().compile()
+                program.lower().compile()
 
     with beside(compile_all):
         try:

@@ -42,8 +42,8 @@ from grpo_jax.turns.interaction import (
 )
 from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState, create_state
-from grpo_jax.update.updater import choose_updater
 
 
 def prepare(arguments: Arguments) -> Run:

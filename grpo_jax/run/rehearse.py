@@ -30,8 +30,9 @@ from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Environments, RewardFn, as_argument
 from grpo_jax.update.diagnosis import diagnose
 from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.programs import kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.progress import Phases
 from grpo_jax.watch.summary import describe_run, short_number
@@ -202,10 +203,9 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
             settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
         )
     batch = abstract_batch(run, state)
-    update = run.updater.lower(state, batch)
     programs = {
         "decode": (None if rollout is None else rollout.largest().lower(), 0),
-        "update": (update, run.updater.kept_bytes(state, batch)),
+        "update": (update_programs(run.updater, state, batch).update.lower(), kept_bytes(run.updater, state, batch)),
     }
     memory = {}
     for name, (lowered, beside) in programs.items():

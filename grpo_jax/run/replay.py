@@ -25,8 +25,8 @@ from grpo_jax.policy import Policy
 from grpo_jax.run.run import Run
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.updater import choose_updater
 from grpo_jax.watch.writer import plain, read_lines
 
 MOST_KEPT = 3

@@ -18,7 +18,7 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Environments, RewardFn
-from grpo_jax.update.updater import Updater
+from grpo_jax.update.packed import Updater
 
 
 @dataclasses.dataclass(frozen=True)

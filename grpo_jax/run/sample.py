@@ -16,7 +16,7 @@ from grpo_jax.text.prompts import EncodedPrompts, make_prompts
 from grpo_jax.turns.episodes import Episodes, Played, metrics_of
 from grpo_jax.turns.interaction import Interaction, encode_rows
 from grpo_jax.types import Completions, Model, Params, Prompts, Row
-from grpo_jax.update.updater import Updater
+from grpo_jax.update.packed import Updater
 
 
 class Sampled(NamedTuple):

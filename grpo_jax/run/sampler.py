@@ -29,7 +29,7 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
-from grpo_jax.update.updater import Updater
+from grpo_jax.update.packed import Updater
 
 ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host"))
 """Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end."""

@@ -26,8 +26,8 @@ from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.maths.surrogates import RATIOS
 from grpo_jax.messages import show
 from grpo_jax.types import Batch, Params
+from grpo_jax.update.packed import Updater
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.updater import Updater
 
 
 @dataclasses.dataclass(frozen=True)

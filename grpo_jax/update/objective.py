@@ -1,4 +1,4 @@
-"""The objective on some completions of a minibatch, and the optimizer step that follows from its gradient.
+"""The objective on some completions of a minibatch.
 
 Losses are numerators over the counts of the whole minibatch, so the sum over its parts is the loss of the whole, and so
 are the gradients, however it is cut.
@@ -11,17 +11,17 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss_terms
-from grpo_jax.maths.metrics import MetricSums, batch_totals, finalize_metrics, update_entropy_coef
+from grpo_jax.maths.metrics import MetricSums, batch_totals, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import LossSettings
-from grpo_jax.types import Batch, Model, Params, is_cached
-from grpo_jax.update.state import TrainState, finish_update
+from grpo_jax.models.scoring import Scores
+from grpo_jax.types import Batch, Model, is_cached
+from grpo_jax.update.state import TrainState
 
 
 def loss_settings(config: GRPOConfig) -> LossSettings:
@@ -82,8 +82,7 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def loss_of(
-    log_probs: jax.Array,
-    entropies: jax.Array,
+    scores: Scores,
     part: Batch,
     state: TrainState,
     totals: dict[str, jax.Array],
@@ -91,21 +90,20 @@ def loss_of(
     config: GRPOConfig,
     on_policy: bool,
     selected: jax.Array | None = None,
-    aux_loss: jax.Array | None = None,
-    aux_coef: float = 0.0,
+    router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
     """Loss and metric sums of some completions of a minibatch.
 
     Args:
-      log_probs, entropies: [..., T] at the present params.
+      scores: of these completions, [..., T], at the present params.
       part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at.
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config, on_policy: as in `train_step`.
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
-      aux_loss: [] load-balancing loss of these completions; None where there is none.
-      aux_coef: the factor on it.
+      router_coef: the factor on the load-balancing loss in `scores`.
     """
+    log_probs, entropies, router_loss = scores
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[:-1])
     old_log_probs = part.sampling_log_probs if part.old_log_probs is None else part.old_log_probs
@@ -122,13 +120,15 @@ def loss_of(
         sampling_log_probs=part.sampling_log_probs,
         importance_weights=correction_of(part, config),
         selected=selected,
-        **totals,
+        num_rows=totals["num_rows"],
+        num_tokens=totals["num_tokens"],
+        num_selected_tokens=totals.get("num_selected_tokens"),
     )
-    if aux_loss is not None:
+    if router_loss is not None:
         # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
         # part, so here, and only here, it matters how a batch is cut.
-        share = aux_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
-        loss = loss + aux_coef * share
+        share = router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+        loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
         metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
     l = jax.lax.stop_gradient(log_probs)
@@ -143,43 +143,15 @@ def loss_of(
     return loss, metrics
 
 
-_COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
-
-
-def apply_gradients(
-    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: GRPOConfig
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The optimizer step, from the gradient of a batch and its metric sums.
-
-    A batch without one trained token has measured nothing and moves nothing: its means are NaN.
-    """
-    metrics = finalize_metrics(sums)
-    metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
-    ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
-    trained = metrics["tokens"] > 0
-    metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
-    metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
-    if config.use_adaptive_entropy:
-        coef, applied = update_entropy_coef(
-            state.entropy_coef,
-            metrics["selected_entropy"],
-            target=config.entropy_target,
-            delta=config.entropy_coef_delta,
-            minimum=config.entropy_coef_min,
-            maximum=config.entropy_coef_max,
-        )
-        # A skipped update has measured nothing that could be relied on.
-        measured = ok & trained
-        coef = jnp.where(measured, coef, state.entropy_coef)
-        state = state.replace(entropy_coef=coef, entropy_bonus=jnp.where(measured, applied, state.entropy_bonus))
-        metrics["entropy_coef"] = coef
-    state = finish_update(
-        state,
-        grads,
-        ok,
-        optimizer,
-        trained=trained,
-        sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
-        sync_alpha=config.ref_model_mixup_alpha,
+def adapt_entropy_coef(state: TrainState, entropy: jax.Array, measured: jax.Array, config: GRPOConfig) -> TrainState:
+    """One step of the adaptive coefficient of the entropy bonus, where the entropy has been `measured` ([] bool)."""
+    coef, applied = update_entropy_coef(
+        state.entropy_coef,
+        entropy,
+        target=config.entropy_target,
+        delta=config.entropy_coef_delta,
+        minimum=config.entropy_coef_min,
+        maximum=config.entropy_coef_max,
     )
-    return state, metrics
+    coef = jnp.where(measured, coef, state.entropy_coef)
+    return state.replace(entropy_coef=coef, entropy_bonus=jnp.where(measured, applied, state.entropy_bonus))

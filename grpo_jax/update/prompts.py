@@ -8,77 +8,140 @@ of prompts that is read at a time.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
 from grpo_jax.devices.sharding import constrain, keep_placed
 from grpo_jax.devices.streams import count_streams, in_turn, run_in_streams, shared
-from grpo_jax.models.scoring import read_prompts
-from grpo_jax.types import Params, Prompts
+from grpo_jax.models.scoring import ReadPrompts, read_prompts
+from grpo_jax.types import CachedModel, Params, Prompts
+
+Tree = TypeVar("Tree")
+
+Activations = list[jax.Array]
+"""Those leaves of a pullback that depend on more than weights: what the way back through the prompts needs."""
 
 
-class Spread(NamedTuple):
-    """Where the prompts of a batch are: B / `devices` of them, one after another, on each of so many devices."""
+class Shards(NamedTuple):
+    """How the prompts of a batch are cut over a mesh: B / `count` of them, one after another, on each of its devices.
+
+    Where B does not divide, `count` is 1 and all devices compute all of them.
+    """
 
     mesh: jax.sharding.Mesh | None = None
-    devices: int = 1
+    count: int = 1
 
 
 def deal(params: Params, count: int) -> list[range]:
-    """The numbers 0 … count − 1 dealt out to the streams."""
+    """The numbers 0 … count − 1, dealt out to as many streams as there may be."""
     streams = count_streams(params, count)
     return [range(i, count, streams) for i in range(streams)]
 
 
-def read_all(
+def read_all(params: Params, prompts: Prompts, model: CachedModel, size: int, shards: Shards) -> ReadPrompts:
+    """`read_prompts` of all prompts, at most `size` tokens at a time."""
+    parts = _read_parts(params, prompts, None, model, size, shards, backward=False)
+    return join_reads([read for read, _ in parts], shards=shards)
+
+
+def vjp_prompts(
+    params: Params, prompts: Prompts, dropout: jax.Array | None, model: CachedModel, size: int, shards: Shards
+) -> tuple[ReadPrompts, Callable[[Sequence[Params], ReadPrompts], Params]]:
+    """`read_all`, and as of `jax.vjp` the pullback: the gradient of the params from that of the read prompts.
+
+    The pullback adds it to sums of gradients, one for each stream, which it is given first and consumes.
+    """
+    parts = _read_parts(params, prompts, dropout, model, size, shards, backward=True)
+    read = join_reads([read for read, _ in parts], shards=shards)
+    kept = [activations for _, activations in parts]
+    del parts
+
+    def pullback(sums: Sequence[Params], read_grads: ReadPrompts) -> Params:
+        def add(total: Params, i: int) -> Params:
+            return add_prompts(
+                in_turn(total),
+                kept[i],
+                read_grads,
+                read,
+                params,
+                prompts,
+                dropout,
+                model,
+                i,
+                count=len(kept),
+                shards=shards,
+            )
+
+        def add_share(stream: int) -> Params:
+            total = sums[stream]
+            for i in range(stream, len(kept), len(sums)):  # a stream may have none
+                total = add(total, i)
+            return total
+
+        return sum_trees(run_in_streams(add_share, range(len(sums))))
+
+    return read, pullback
+
+
+def _read_parts(
     params: Params,
     prompts: Prompts,
     dropout: jax.Array | None,
-    model: Any,
+    model: CachedModel,
     size: int,
-    spread: Spread,
+    shards: Shards,
     *,
     backward: bool,
-) -> tuple[Any, list[Any]]:
-    """`read_prompts` of all prompts, at most `size` tokens at a time; and what each time keeps for the way back."""
-    count = count_reads(prompts, size, spread)
+) -> list[tuple[ReadPrompts, Activations]]:
+    """The prompts read in equal parts of at most `size` tokens, the parts dealt out to the streams."""
+    count = count_reads(prompts, size, shards)
 
-    def read_share(numbers: range) -> list[Any]:
-        how: dict[str, Any] = {"count": count, "backward": backward, "spread": spread}
-        return [in_turn(read_some(params, prompts, dropout, model, i, **how)) for i in numbers]
+    def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
+        return [
+            in_turn(read_some(params, prompts, dropout, model, i, count=count, backward=backward, shards=shards))
+            for i in numbers
+        ]
 
-    shares = deal(params, count)
-    results = run_in_streams(read_share, shares)
-    in_order = [results[i % len(shares)][i // len(shares)] for i in range(count)]
-    return join_reads([read for read, _ in in_order], spread=spread), [kept for _, kept in in_order]
+    shares = run_in_streams(read_share, deal(params, count))
+    return [shares[i % len(shares)][i // len(shares)] for i in range(count)]
 
 
-def count_reads(prompts: Prompts, size: int, spread: Spread) -> int:
-    """How many times equally many prompts are read: none has more tokens than a sequence, or it is a single prompt."""
+def sum_trees(trees: Sequence[Tree]) -> Tree:
+    """The sum of trees of one structure."""
+    return trees[0] if len(trees) == 1 else _add_up(tuple(trees))
+
+
+@jax.jit
+def _add_up(trees):
+    return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees)
+
+
+def count_reads(prompts: Prompts, size: int, shards: Shards) -> int:
+    """In how many equal parts the prompts are read: each has at most `size` tokens, or is a single prompt."""
     b, p = prompts.tokens.shape
-    b //= spread.devices
+    b //= shards.count
     return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= size))
 
 
-def _take(tree: Any, number: jax.Array | int, count: int, spread: Spread) -> Any:
-    """Of arrays [B, ...], those of the prompts that are read at time `number` of `count`: of each device its share."""
+def _take(tree: Tree, number: jax.Array | int, count: int, shards: Shards) -> Tree:
+    """The `number`-th of `count` parts of arrays [B, ...], which has a share of every device's prompts."""
 
     def some(x: jax.Array) -> jax.Array:
-        size = x.shape[0] // spread.devices // count
-        parts = x.reshape(spread.devices, -1, *x.shape[1:])
+        size = x.shape[0] // shards.count // count
+        parts = x.reshape(shards.count, -1, *x.shape[1:])
         return jax.lax.dynamic_slice_in_dim(parts, number * size, size, axis=1).reshape(-1, *x.shape[1:])
 
     return jax.tree.map(some, tree)
 
 
-def cut_reads(read: Any, spread: Spread) -> Any:
-    """What `read_prompts` returned, each device's part where its prompts are."""
-    last, layers = read
-    heads = jax.tree.map(lambda x: constrain(x, spread.mesh, "tensor"), layers)
-    return constrain(last, spread.mesh), heads
+def place_read(read: ReadPrompts, shards: Shards) -> ReadPrompts:
+    """Inside a compiled function: the states, keys and values of each prompt on its own device."""
+    heads = jax.tree.map(lambda x: constrain(x, shards.mesh, "tensor"), read.layers)
+    return ReadPrompts(constrain(read.last, shards.mesh), heads)
 
 
 def rngs_of(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, jax.Array] | None:
@@ -86,45 +149,50 @@ def rngs_of(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, j
     return None if dropout is None else {"dropout": functools.reduce(jax.random.fold_in, numbers, dropout)}
 
 
-def _read(params, prompts, dropout, model, number, *, count, spread):
-    some = _take(prompts, number, count, spread)
-    return cut_reads(read_prompts(model, params, some, rngs=rngs_of(dropout, 0, number)), spread)
+def _read(params, prompts, dropout, model, number, *, count, shards):
+    some = _take(prompts, number, count, shards)
+    return place_read(read_prompts(model, params, some, rngs=rngs_of(dropout, 0, number)), shards)
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("count", "backward", "spread"))
-def read_some(params, prompts, dropout, model, number, *, count, backward, spread):
-    """`_read`, and what it keeps for the way back: the pullback's leaves that are activations."""
+@functools.partial(jax.jit, static_argnames=("count", "backward", "shards"))
+def read_some(params, prompts, dropout, model, number, *, count, backward, shards):
+    """One part of the prompts read, and with `backward` its `Activations`."""
     if not backward:
-        return _read(params, prompts, dropout, model, number, count=count, spread=spread), None
-    read, leaves, activation, _ = _linearize(params, prompts, dropout, model, number, count=count, spread=spread)
+        return _read(params, prompts, dropout, model, number, count=count, shards=shards), None
+    read, leaves, activation, _ = _linearize(params, prompts, dropout, model, number, count=count, shards=shards)
     return read, [leaf for leaf, keep in zip(leaves, activation, strict=True) if keep]
 
 
-def _linearize(params, prompts, dropout, model, number, *, count, spread):
-    """`_read`; and of its pullback the leaves, which of them are activations, and the structure."""
+def _linearize(params, prompts, dropout, model, number, *, count, shards):
+    """`_read`; and its pullback as leaves, a mark for each leaf that is an activation, and their structure."""
     structure = []
 
     def forward(params, model, prompts, dropout, number):
-        read = lambda params: _read(params, prompts, dropout, model, number, count=count, spread=spread)
+        def read(params):
+            return _read(params, prompts, dropout, model, number, count=count, shards=shards)
+
         result, pullback = jax.vjp(read, params)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
         return result, leaves
 
-    weights, given = (params, model), (prompts, dropout, number)
-    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*weights, *given)
-    of_given = [False] * len(jax.tree.leaves(weights)) + [True] * len(jax.tree.leaves(given))
-    depends = _depend(traced.jaxpr, of_given)
-    results = jaxpr_as_fun(traced)(*jax.tree.leaves((*weights, *given)))
+    arguments = (params, model, prompts, dropout, number)
+    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
+    leaves, weights = jax.tree.leaves(arguments), len(jax.tree.leaves((params, model)))
+    depends = _depend(traced.jaxpr, [i >= weights for i in range(len(leaves))])
+    results = jaxpr_as_fun(traced)(*leaves)
     read, leaves = jax.tree.unflatten(jax.tree.structure(shapes), results)
     return read, leaves, depends[len(depends) - len(leaves) :], structure[0]
 
 
-def _depend(jaxpr: Any, given: list[bool]) -> list[bool]:
+def _depend(jaxpr: Jaxpr, arguments: list[bool]) -> list[bool]:
     """Which results of a jaxpr depend on those of its arguments that are marked; in doubt they do."""
-    marked = {x for x, mark in zip(jaxpr.invars, given, strict=True) if mark}
-    marks_of = lambda values: [not isinstance(x, Literal) and x in marked for x in values]
+    marked = {x for x, mark in zip(jaxpr.invars, arguments, strict=True) if mark}
+
+    def marks_of(values: Sequence[object]) -> list[bool]:
+        return [not isinstance(x, Literal) and x in marked for x in values]
+
     for step in jaxpr.eqns:
         marks = marks_of(step.invars)
         if step.primitive.name in ("jit", "checkpoint"):  # calls: what goes in is what the inner jaxpr is given
@@ -136,23 +204,25 @@ def _depend(jaxpr: Any, given: list[bool]) -> list[bool]:
     return marks_of(jaxpr.outvars)
 
 
-@functools.partial(jax.jit, static_argnames=("spread",))
-def join_reads(reads, *, spread):
-    """All prompts [B, ...] of some reads, on each device its own one after another."""
-    parts = lambda x: x.reshape(spread.devices, -1, *x.shape[1:])
-    both = lambda *x: jnp.concatenate([parts(x) for x in x], axis=1).reshape(-1, *x[0].shape[1:])
-    return cut_reads(jax.tree.map(both, *reads), spread)
+@functools.partial(jax.jit, static_argnames=("shards",))
+def join_reads(reads, *, shards):
+    """The prompts [B, ...] of all parts, on each device its own one after another."""
+
+    def joined(*parts):
+        by_device = [x.reshape(shards.count, -1, *x.shape[1:]) for x in parts]
+        return jnp.concatenate(by_device, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    return place_read(jax.tree.map(joined, *reads), shards)
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("count", "spread"), donate_argnums=(0,))
-def add_prompts(total, kept, of_read, read, params, prompts, dropout, model, number, *, count, spread):
-    """The gradient of the params with what comes through the prompts of one `_read` added to it."""
+@functools.partial(jax.jit, static_argnames=("count", "shards"), donate_argnums=(0,))
+def add_prompts(total, kept, read_grads, read, params, prompts, dropout, model, number, *, count, shards):
+    """The gradient of the params, with what comes through one part of the prompts added to it."""
     # Traced once more for what comes of weights alone; XLA drops the rest of it.
-    how: dict[str, Any] = {"count": count, "spread": spread}
-    _, leaves, activation, tree = _linearize(params, prompts, dropout, model, number, **how)
+    _, leaves, activation, tree = _linearize(params, prompts, dropout, model, number, count=count, shards=shards)
     rest = iter(kept)
     leaves = [next(rest) if keep else leaf for leaf, keep in zip(leaves, activation, strict=True)]
-    of_read = jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read)
-    (more,) = jax.tree.unflatten(tree, leaves)(_take(of_read, number, count, spread))
-    return keep_placed(jax.tree.map(jnp.add, total, more), spread.mesh)
+    read_grads = jax.tree.map(lambda g, x: g.astype(x.dtype), read_grads, read)
+    (more,) = jax.tree.unflatten(tree, leaves)(_take(read_grads, number, count, shards))
+    return keep_placed(jax.tree.map(jnp.add, total, more), shards.mesh)

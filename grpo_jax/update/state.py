@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.maths.reference import sync_reference
-from grpo_jax.models.layers import UNTRAINED
-from grpo_jax.models.lora import reference_of, sync_adapters
+from grpo_jax.models.lora import reference_of
 from grpo_jax.types import Params
 
 
@@ -63,15 +60,6 @@ def _unshared(tree: Any, held: set[int]) -> Any:
         return x
 
     return jax.tree.map(one, tree)
-
-
-def _trained(updates: Params) -> Params:
-    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
-
-    def one(path: Any, x: jax.Array) -> jax.Array:
-        return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
-
-    return jax.tree_util.tree_map_with_path(one, updates)
 
 
 def create_state(
@@ -152,68 +140,3 @@ def same_shapes(first: Params, second: Params) -> bool:
 def begin_iteration(state: TrainState) -> TrainState:
     """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
-
-
-def finish_update(
-    state: TrainState,
-    grads: Params,
-    ok: jax.Array,
-    optimizer: optax.GradientTransformation,
-    *,
-    trained: jax.Array | bool = True,
-    sync_every: int | None = None,
-    sync_alpha: float = 1.0,
-) -> TrainState:
-    """One optimizer step, then the reference's own step.
-
-    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
-
-    Of adapters the last is about their products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
-
-    Where there are masters, they are the θ of the first formula, and params are what they round to.
-
-    Where `ok` is False, params and optimizer stay as they are to the last bit, and `skipped` counts one. The step is
-    counted all the same, so that schedules, the data and the keys of a run do not depend on it: the optimizer is given
-    it as the extra argument `step`. A schedule that counts its own updates, as those of optax do, lags behind. Where
-    `trained` is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would
-    move them.
-
-    Args:
-      state: the present state.
-      grads: pytree like `state.params`, in any float dtype.
-      ok: [] bool, whether loss and gradient are finite.
-      optimizer: the transformation that made `state.opt_state`.
-      trained: [] bool, whether one token of the minibatch is trained at all.
-      sync_every: optimizer steps between two syncs of the reference; None for a reference that stays.
-      sync_alpha: α in (0, 1], the weight of the policy.
-
-    Returns:
-      The next state.
-    """
-    chex.assert_trees_all_equal_structs(grads, state.params)
-    update = optax.with_extra_args_support(optimizer).update
-
-    def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
-        held = params if masters is None else masters
-        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
-        held = optax.apply_updates(held, _trained(updates))
-        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
-
-    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
-    params, masters, opt_state = jax.lax.cond(
-        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
-    )
-    step = state.step + 1
-    ref_params = state.ref_params
-    if sync_every is not None:
-        # A reference of other shapes is that of adapters.
-        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
-        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
-    return state.replace(
-        params=params,
-        master_params=masters,
-        opt_state=opt_state,
-        ref_params=ref_params,
-        step=step,
-        skipped=state.skipped + jnp.where(ok, 0, 1),
-    )

@@ -1,11 +1,15 @@
-"""The update as one pure function: any model, any mesh, micro-batches [prompts, completions] of one shape.
+"""One update: the gradient of a minibatch → the optimizer's updates → params → metrics.
 
-`packed` is the same step without the padding, for the models of this package on one device.
+`train_step` is all of it as a pure function, for any model and mesh: micro-batches [prompts, completions] of one shape.
+`packed` computes the same gradient without the padding, for the models of this package. A run updates by one of two
+objects with the same methods, `PaddedUpdater` and `packed.PackedUpdater`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -14,81 +18,17 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.metrics import MetricSums, top_entropy_mask
+from grpo_jax.devices.program import Program
+from grpo_jax.devices.sharding import keep_placed, split
+from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
+from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.scoring import Scores, score_completions
+from grpo_jax.models.layers import UNTRAINED
+from grpo_jax.models.lora import sync_adapters
+from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import apply_gradients, count_totals, loss_of, router_coef, sampling_of
-from grpo_jax.update.state import TrainState
-
-
-def cut(batch: Batch, prompts: int, completions: int) -> Batch:
-    """A batch [B, G, ...] as micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
-
-    A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
-    share of every micro-batch, and nothing moves.
-    """
-    chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
-    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
-    parts = functools.partial(cut_array, prompts=prompts, completions=completions)
-    micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
-    return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
-
-
-def cut_array(x: jax.Array, prompts: int, completions: int) -> jax.Array:
-    """`cut` for one array: [B, G, ...] → [N, prompts, completions, ...]."""
-    b, g = x.shape[:2]
-    x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
-    return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
-
-
-def join(parts: jax.Array, b: int, g: int) -> jax.Array:
-    """The inverse of `cut` for one array: [N, prompts, completions, ...] → [B, G, ...]."""
-    _, prompts, completions = parts.shape[:3]
-    x = parts.reshape(b // prompts, g // completions, prompts, completions, *parts.shape[3:])
-    return jnp.moveaxis(x, 2, 0).reshape(b, g, *parts.shape[3:])
-
-
-def score_batch(
-    params: Params,
-    prompts: Prompts,
-    tokens: jax.Array,
-    mask: jax.Array,
-    *,
-    model: Model,
-    sampling: Sampling,
-    micro: tuple[int, int],
-) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure, as `train_step`."""
-    batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
-    score = functools.partial(_scored, params, model=model, sampling=sampling, with_entropy=False)
-    return join(jax.lax.map(lambda part: score(part).log_probs, cut(batch, *micro)), *tokens.shape[:2])
-
-
-def zeros_like(params: Params) -> Params:
-    """Where gradients are summed: float32, though the params may be bfloat16 and with them the gradient of a part."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
-
-
-def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
-    """The key of an update's dropouts; None for a model without one."""
-    return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
-
-
-def _accumulate(loss_fn: Any, params: Params, parts: Any, count: int) -> tuple[Params, MetricSums]:
-    """Gradient and metric sums of a batch in so many parts, arrays [count, ...], one after another."""
-    gradient = jax.grad(loss_fn, has_aux=True)
-    if count == 1:
-        return gradient(params, *jax.tree.map(lambda x: x[0], parts), 0)
-
-    def step(total, numbered):
-        grads, sums = gradient(params, *numbered)
-        return jax.tree.map(jnp.add, total, grads), sums
-
-    grads, sums = jax.lax.scan(step, zeros_like(params), (*parts, jnp.arange(count)))
-    return grads, MetricSums(
-        sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
-    )
+from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
+from grpo_jax.update.state import TrainState, same_shapes
 
 
 def train_step(
@@ -128,7 +68,6 @@ def train_step(
     Example:
       A model of nine numbers, one for each pair of tokens, and one step towards token 2:
 
-      >>> import optax
       >>> from grpo_jax.update.state import create_state
       >>> from grpo_jax.types import as_argument
       >>> class Pairs:
@@ -158,37 +97,277 @@ def gradients(
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
 ) -> tuple[Params, MetricSums]:
-    """The first half of `train_step`: the gradient of a batch, and its metric sums; pure."""
+    """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
-    scored = functools.partial(_scored, model=model, sampling=sampling_of(config))
-    micro_batches, selected = cut(batch, *micro), None
+    micro_batches, sampling, selected = cut(batch, *micro), sampling_of(config), None
     if config.top_entropy_quantile < 1:
-        parts = jax.lax.map(lambda part: scored(state.params, part).entropies, micro_batches)
-        entropies = join(parts, *batch.mask.shape[:2])
+
+        def entropies_of(part: Batch) -> jax.Array:
+            return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
+
+        entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
         selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
-    dropout, aux_coef = dropout_key(model, state), router_coef(model, config)
+    dropout, coef = dropout_key(model, state), router_coef(model, config)
 
-    def loss_fn(params, part, selected, number):
+    def loss_fn(
+        params: Params, part: Batch, selected: jax.Array | None, number: jax.Array
+    ) -> tuple[jax.Array, MetricSums]:
         rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
-        scores = scored(params, part, rngs=rngs, with_router=aux_coef != 0)
+        scores = score_completions(
+            model, params, part.prompts, part.tokens, part.mask, sampling, with_router=coef != 0, rngs=rngs
+        )
         return loss_of(
-            scores.log_probs,
-            scores.entropies,
-            part,
-            state,
-            totals,
-            config=config,
-            on_policy=on_policy,
-            selected=selected,
-            aux_loss=scores.router_loss,
-            aux_coef=aux_coef,
+            scores, part, state, totals, config=config, on_policy=on_policy, selected=selected, router_coef=coef
         )
 
     parts = micro_batches, None if selected is None else cut_array(selected, *micro)
     return _accumulate(loss_fn, state.params, parts, micro_batches.mask.shape[0])
 
 
-def _scored(params: Params, part: Batch, *, model: Model, **how: Any) -> Scores:
-    """`Scores` of a micro-batch."""
-    return score_completions(model, params, part.prompts, part.tokens, part.mask, **how)
+def _accumulate(
+    loss_fn: Callable[..., tuple[jax.Array, MetricSums]], params: Params, parts: tuple[Any, ...], count: int
+) -> tuple[Params, MetricSums]:
+    """Gradient and metric sums of a minibatch from those of its micro-batches, arrays [count, ...]."""
+    gradient = jax.grad(loss_fn, has_aux=True)
+    if count == 1:
+        return gradient(params, *jax.tree.map(lambda x: x[0], parts), 0)
+
+    def step(total, numbered):
+        grads, sums = gradient(params, *numbered)
+        return jax.tree.map(jnp.add, total, grads), sums
+
+    grads, sums = jax.lax.scan(step, zeros_like(params), (*parts, jnp.arange(count)))
+    return grads, MetricSums(
+        sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
+    )
+
+
+def zeros_like(params: Params) -> Params:
+    """Where gradients are summed: float32, though the params may be bfloat16 and with them the gradient of a part."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
+
+
+def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
+    """The key of an update's dropouts; None for a model without one."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+
+
+def cut(batch: Batch, prompts: int, completions: int) -> Batch:
+    """A batch [B, G, ...] as micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
+
+    A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
+    share of every micro-batch, and nothing moves.
+    """
+    chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
+    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
+    parts = functools.partial(cut_array, prompts=prompts, completions=completions)
+    micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
+    return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
+
+
+def cut_array(x: jax.Array, prompts: int, completions: int) -> jax.Array:
+    """`cut` for one array: [B, G, ...] → [N, prompts, completions, ...]."""
+    b, g = x.shape[:2]
+    x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
+    return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
+
+
+def join(parts: jax.Array, b: int, g: int) -> jax.Array:
+    """The inverse of `cut` for one array: [N, prompts, completions, ...] → [B, G, ...]."""
+    _, prompts, completions = parts.shape[:3]
+    x = parts.reshape(b // prompts, g // completions, prompts, completions, *parts.shape[3:])
+    return jnp.moveaxis(x, 2, 0).reshape(b, g, *parts.shape[3:])
+
+
+_COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
+
+
+def apply_gradients(
+    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: GRPOConfig
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The optimizer step, from the gradient of a batch and its metric sums.
+
+    A batch without one trained token has measured nothing and moves nothing: its means are NaN.
+    """
+    metrics = finalize_metrics(sums)
+    metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
+    ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+    trained = metrics["tokens"] > 0
+    metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
+    metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
+    # A skipped update has measured nothing that could be relied on.
+    if config.use_adaptive_entropy:
+        state = adapt_entropy_coef(state, metrics["selected_entropy"], ok & trained, config)
+        metrics["entropy_coef"] = state.entropy_coef
+    state = finish_update(
+        state,
+        grads,
+        ok,
+        optimizer,
+        trained=trained,
+        sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
+        sync_alpha=config.ref_model_mixup_alpha,
+    )
+    return state, metrics
+
+
+def finish_update(
+    state: TrainState,
+    grads: Params,
+    ok: jax.Array,
+    optimizer: optax.GradientTransformation,
+    *,
+    trained: jax.Array | bool = True,
+    sync_every: int | None = None,
+    sync_alpha: float = 1.0,
+) -> TrainState:
+    """One optimizer step, then the reference's own step.
+
+    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
+
+    The θ of the first formula are the masters where there are any; params are then what they round to. Of adapters the
+    last is about the products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
+
+    Where `ok` ([] bool: loss and gradient are finite) is False, params and optimizer stay as they are to the last bit,
+    and `skipped` counts one. The step is counted all the same, so that schedules, the data and the keys of a run do not
+    depend on it: the optimizer is given it as the extra argument `step`. A schedule that counts its own updates, as
+    those of optax do, lags behind. Where `trained` (a token of the minibatch is trained at all) is False they stay too,
+    and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move them. `sync_every` is None
+    for a reference that stays; `sync_alpha` is α.
+    """
+    chex.assert_trees_all_equal_structs(grads, state.params)
+    update = optax.with_extra_args_support(optimizer).update
+
+    def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
+        held = params if masters is None else masters
+        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
+        held = optax.apply_updates(held, _trained(updates))
+        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
+
+    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
+    params, masters, opt_state = jax.lax.cond(
+        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
+    )
+    step = state.step + 1
+    ref_params = state.ref_params
+    if sync_every is not None:
+        # A reference of other shapes is that of adapters.
+        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
+        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
+    return state.replace(
+        params=params,
+        master_params=masters,
+        opt_state=opt_state,
+        ref_params=ref_params,
+        step=step,
+        skipped=state.skipped + jnp.where(ok, 0, 1),
+    )
+
+
+def _trained(updates: Params) -> Params:
+    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
+
+    return jax.tree_util.tree_map_with_path(one, updates)
+
+
+def score_batch(
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    model: Model,
+    sampling: Sampling,
+    micro: tuple[int, int],
+) -> jax.Array:
+    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure, as `train_step`."""
+    batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
+
+    def score(part: Batch) -> jax.Array:
+        scores = score_completions(model, params, part.prompts, part.tokens, part.mask, sampling, with_entropy=False)
+        return scores.log_probs
+
+    return join(jax.lax.map(score, cut(batch, *micro)), *tokens.shape[:2])
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedUpdater:
+    """How a run scores completions and makes its updates with any model: `train_step`, compiled.
+
+    Attributes as of `packed.PackedUpdater`.
+    """
+
+    model: Any
+    config: GRPOConfig
+    micro: tuple[int, int]
+    optimizer: optax.GradientTransformation | None = None
+    on_policy: bool = True
+    mesh: jax.sharding.Mesh | None = None
+
+    def columns(self, longest: int) -> int:
+        """Length of a batch's arrays when its longest completion has `longest` tokens.
+
+        The smallest of T, T/2, T/4, … that holds it: few shapes, so few compilations.
+        """
+        most = self.config.max_completion_length
+        while most % 2 == 0 and most // 2 >= max(longest, 8):
+            most //= 2
+        return most
+
+    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """Log-probs [B, G, T] of completions, 0 where mask is 0; they may still be on their way."""
+        return self.score_call(params, *split((prompts, tokens, mask), self.mesh))()
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; `state` is consumed."""
+        return self.update_call(state, split(batch, self.mesh))()
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
+        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
+        return _gradients(
+            state,
+            split(batch, self.mesh),
+            model=self.model,
+            config=self.config,
+            on_policy=self.on_policy,
+            micro=self.micro,
+        )
+
+    def score_call(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Program:
+        """The call of `score`, of arrays or of shapes."""
+        sampling = sampling_of(self.config)
+        return Program.of(
+            "score", _score_batch, params, prompts, tokens, mask, model=self.model, sampling=sampling, micro=self.micro
+        )
+
+    def update_call(self, state: TrainState, batch: Batch) -> Program:
+        """The call of `update`, of arrays or of shapes."""
+        return Program.of(
+            "update",
+            _train_step,
+            state,
+            batch,
+            model=self.model,
+            optimizer=self.optimizer,
+            config=self.config,
+            on_policy=self.on_policy,
+            micro=self.micro,
+            mesh=self.mesh,
+        )
+
+
+_STATIC = ("config", "on_policy", "micro")
+_score_batch = jax.jit(score_batch, static_argnames=("sampling", "micro"))
+_gradients = jax.jit(gradients, static_argnames=_STATIC)
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "optimizer", "mesh"), donate_argnames=("state",))
+def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, mesh):
+    state, metrics = train_step(
+        state, batch, model=model, optimizer=optimizer, config=config, on_policy=on_policy, micro=micro
+    )
+    return keep_placed(state, mesh), metrics

@@ -45,7 +45,7 @@ def scores(model, params):
     read = read_prompts(model, params, PROMPTS)
     found = jnp.zeros(MASK.shape)
     (sequence,) = pack(np.asarray(TOKENS), np.asarray(MASK), size=40, block=4)
-    found = sequence.put(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
+    found = sequence.add_to(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
     return padded, found
 
 

@@ -55,10 +55,10 @@ def test_a_packed_sequence_gives_completions_back():
     tokens, mask = rows_of()
     for sequence in pack(tokens, mask, size=64, block=8):
         real = sequence.lengths > 0
-        spread = np.where(sequence.mask, sequence.spread(jnp.asarray(sequence.tokens)), 0)[real]
+        spread = np.where(sequence.mask, sequence.by_segment(jnp.asarray(sequence.tokens)), 0)[real]
         whole = np.where(mask, tokens, 0).reshape(-1, mask.shape[2])
         np.testing.assert_array_equal(spread, whole[sequence.completions[real]])
-        found = np.asarray(sequence.of(jnp.asarray(mask)))[real]
+        found = np.asarray(sequence.take(jnp.asarray(mask)))[real]
         np.testing.assert_array_equal(found, mask.reshape(whole.shape)[sequence.completions[real]])
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
@@ -148,8 +148,8 @@ def test_each_device_has_the_completions_of_its_own_prompts(longest):
     assert padding_share(together) == pytest.approx(1 - mask.sum() / (len(together) * 3 * 64))
     for sequence in together:
         assert sequence.mask.shape[2] == (longest or 40)
-        values = jnp.where(sequence.of(jnp.asarray(mask)), sequence.of(jnp.asarray(tokens, jnp.float32)), 0)
-        back = sequence.put(jnp.zeros(mask.shape), jnp.where(sequence.mask, values, 0))
+        values = jnp.where(sequence.take(jnp.asarray(mask)), sequence.take(jnp.asarray(tokens, jnp.float32)), 0)
+        back = sequence.add_to(jnp.zeros(mask.shape), jnp.where(sequence.mask, values, 0))
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
         assert there.sum() == sequence.lengths.sum()

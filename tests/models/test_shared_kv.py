@@ -22,7 +22,8 @@ from grpo_jax.models.scoring import read_prompts, score_completions, score_packe
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.rollout.ladder import BURST
 from grpo_jax.types import Prompts
-from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.update.state import create_state
+from grpo_jax.update.step import finish_update
 
 # A pair of layers, and two that are over its keys and values.
 SHAPE = TransformerConfig(
@@ -68,7 +69,7 @@ def scores(**settings):
         padded, *_ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
         read, found = read_prompts(model, params, PROMPTS), jnp.zeros(MASK.shape)
         for sequence in pack(np.asarray(TOKENS), np.asarray(MASK), size=16, block=4):
-            found = sequence.put(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
+            found = sequence.add_to(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
         return ((padded + 2 * found) * MASK).sum(), (padded, found)
 
     gradient, values = jax.jit(jax.grad(loss, has_aux=True))(params())

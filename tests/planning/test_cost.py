@@ -16,8 +16,8 @@ from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import choose_updater
 
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
@@ -26,8 +26,8 @@ MODULES = {
     "read_some": prompts_module,
     "_score_sequence": packed,
     "_add_sequence": packed,
-    "add_prompts": packed,
-    "_jit_apply": packed,
+    "add_prompts": prompts_module,
+    "_apply": packed,
 }
 PROGRAMS = {name: getattr(module, name) for name, module in MODULES.items()}
 
@@ -111,7 +111,7 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
         "read_someTrue": b // 2,
         "_add_sequence": sequences,
         "add_prompts": b // 2,
-        "_jit_apply": 1,
+        "_apply": 1,
     }
 
 
@@ -133,8 +133,8 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
         sampling_log_probs=-jnp.ones((1, 8, 8)),
         ref_log_probs=-jnp.ones((1, 8, 8)) if beta else None,
     )
-    lowered, plain = [], packed._jit_apply
-    monkeypatch.setattr(packed, "_jit_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
+    lowered, plain = [], packed._apply
+    monkeypatch.setattr(packed, "_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
     choose_updater(model, config, micro=(1, 8), optimizer=optimizer).update(state, batch)
     memory = lowered[0].compile().memory_analysis()
     policy = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -210,7 +210,7 @@ MEASURED = """
 import ctypes, gc, json, sys
 import jax, jax.numpy as jnp
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.update.updater import choose_updater
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.optimizer import make_optimizer

@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, plan, train
+from grpo_jax.devices.program import Program
 from grpo_jax.run import ahead
 from grpo_jax.run.ahead import programs_of
 from grpo_jax.run.prepare import new_state, prepare
@@ -35,10 +36,12 @@ def config_of(**settings):
 class _End:
     """The last program: it says that all others have been compiled."""
 
+    name = "the end"
+
     def __init__(self):
         self.reached = threading.Event()
 
-    def __call__(self):
+    def lower(self):
         return self
 
     def compile(self):
@@ -48,7 +51,7 @@ class _End:
 def compiled_late(monkeypatch, config):
     """(names of the programs that were compiled after the second iteration, mean length of each iteration)."""
     end, names, lengths = _End(), [], []
-    monkeypatch.setattr(ahead, "programs_of", lambda *given: [*programs_of(*given), ("the end", end)])
+    monkeypatch.setattr(ahead, "programs_of", lambda *given: [*programs_of(*given), end])
     jax.monitoring.clear_event_listeners()
 
     def listen(event, seconds, **about):
@@ -99,9 +102,10 @@ def run_of(policy, config):
 def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsys):
     policy, config = tiny_policy(), config_of(beta=0.1)
     run = run_of(policy, config)
-    names = [name for name, _ in programs_of(run, new_state(run))]
+    names = [program.name for program in programs_of(run, new_state(run))]
     assert sorted(plan(policy.config, config, prompt_length=run.prompt_length).programs) == sorted(names)
-    monkeypatch.setattr(ahead, "programs_of", lambda *given: [(name, lambda: None) for name in names])
+    nothing = jax.jit(lambda: None)
+    monkeypatch.setattr(ahead, "programs_of", lambda *given: [Program.of(name, nothing) for name in names])
     said = []
     with ahead.compiled_ahead(run, new_state(run), say=said.append):
         pass
@@ -123,7 +127,7 @@ def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsy
 )
 def test_programs_are_few_and_follow_from_the_sizes(settings, most):
     run = run_of(tiny_policy(), config_of(**settings))
-    names = [name for name, _ in programs_of(run, new_state(run))]
+    names = [program.name for program in programs_of(run, new_state(run))]
     assert len(names) == len(set(names)) <= most, names
     assert sum(name.startswith("decode") for name in names) >= 1
     assert any(name.startswith("refill") for name in names) == ("rollout_batch_size" in settings)

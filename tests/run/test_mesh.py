@@ -21,10 +21,11 @@ from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.types import as_argument
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import PackedUpdater
-from grpo_jax.update.prompts import Spread, read_some
+from grpo_jax.update.packed import PackedUpdater, choose_updater
+from grpo_jax.update.programs import update_programs
+from grpo_jax.update.prompts import Shards, read_some
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import PaddedUpdater, choose_updater
+from grpo_jax.update.step import PaddedUpdater
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
@@ -343,12 +344,12 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
     ours, padded = choose_updater(model, config, **how), PaddedUpdater(as_argument(model), config, **how)
     devices = shard_count(mesh)
     count = lengths.sum() / (1 - shares[0]) / (devices * 512)
-    read = functools.partial(read_some.lower, count=1, backward=True, spread=Spread(mesh, devices))
+    read = functools.partial(read_some.lower, count=1, backward=True, shards=Shards(mesh, devices))
     flops = lambda lowered: lowered.compile().cost_analysis()["flops"]
     prompts = 3 * flops(read(state.params, batch.prompts, None, ours.model, 0))  # backwards it is twice as much
-    sequence = ours._any_sequence(batch, ours._shapes(state.params, t)[0])
-    packed = count * flops(ours.lower(state, batch, sequence=sequence)) + prompts
-    assert packed <= 0.5 * flops(padded.lower(state, split(batch, mesh)))
+    sequence, whole = update_programs(ours, state, batch), update_programs(padded, state, split(batch, mesh))
+    packed = count * flops(sequence.by_length[0].lower()) + prompts
+    assert packed <= 0.5 * flops(whole.update.lower())
 
 
 def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path, capsys):

@@ -15,14 +15,13 @@ from grpo_jax import GRPOConfig, rehearse
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.rehearse import DryRun, _of_the_group
-from grpo_jax.update.packed import PackedUpdater
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
 
 def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
-    beside, kept_bytes = 10**9, PackedUpdater.kept_bytes
-    monkeypatch.setattr(PackedUpdater, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
+    beside, kept_bytes = 10**9, module.kept_bytes
+    monkeypatch.setattr(module, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
     # Half of all tokens end a completion: one that never does would be suspicious.
     policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
     before = jax.tree.map(np.array, policy.params)

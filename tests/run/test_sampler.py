@@ -23,7 +23,7 @@ from grpo_jax.run.run import Arguments
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, read_completions
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.update.updater import choose_updater
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.watch.hints import Hints
 from grpo_jax.watch.writer import read_lines
 

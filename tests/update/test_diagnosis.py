@@ -9,8 +9,8 @@ import pytest
 from grpo_jax import Batch, GRPOConfig, Prompts
 from grpo_jax.update import diagnosis
 from grpo_jax.update.diagnosis import diagnose
+from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import choose_updater
 
 B, G, T, V = 2, 2, 3, 7
 NAN, INF = np.nan, np.inf

@@ -11,9 +11,11 @@ from grpo_jax import Batch, GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics, top_entropy_mask
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import apply_gradients, count_totals, has_bonus, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import create_state
+from grpo_jax.update.step import apply_gradients
 
 B, G, T = 3, 4, 5
 OPTIMIZER = optax.sgd(1.0)
@@ -66,7 +68,7 @@ def test_parts_add_up_to_the_whole(settings, counted):
     def loss_and_gradient(take):
         some = jax.tree.map(take, rows)
         own = None if selected is None else take(selected)
-        loss = lambda l: loss_of(take(l), take(entropies), some, state, totals, selected=own, **at)
+        loss = lambda l: loss_of(Scores(take(l), take(entropies)), some, state, totals, selected=own, **at)
         return jax.value_and_grad(loss, has_aux=True)(log_probs)
 
     (whole, sums), gradient = loss_and_gradient(lambda x: x)
@@ -78,9 +80,9 @@ def test_parts_add_up_to_the_whole(settings, counted):
 
 
 def test_without_a_reference_there_is_no_kl():
-    batch, log_probs, entropies = case(ref_log_probs=None)
+    batch, *scores = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
-    _, metrics = loss_of(log_probs, entropies, batch, state_of(), count_totals(batch), config=config, on_policy=True)
+    _, metrics = loss_of(Scores(*scores), batch, state_of(), count_totals(batch), config=config, on_policy=True)
     assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
 
 
@@ -93,14 +95,17 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
     config, state = GRPOConfig(max_completion_length=T), state_of()
     totals = count_totals(batch)
 
-    def of(rows, **aux):
-        given = (one(log_probs)[rows], one(entropies)[rows], jax.tree.map(lambda x: x[rows], batch), state, totals)
-        return loss_of(*given, config=config, on_policy=True, **aux)
+    def of(rows, router_loss=None):
+        scores, part = (
+            Scores(one(log_probs)[rows], one(entropies)[rows], router_loss),
+            jax.tree.map(lambda x: x[rows], batch),
+        )
+        return loss_of(scores, part, state, totals, config=config, on_policy=True, router_coef=0.1)
 
     first, rest = jnp.array([0]), jnp.array([1, 2])
-    grad = jax.grad(lambda x, rows: of(rows, aux_loss=x, aux_coef=0.1)[0])
+    grad = jax.grad(lambda x, rows: of(rows, x)[0])
     np.testing.assert_allclose((grad(2.0, first), grad(4.0, rest)), (0.1 / 4, 0.3 / 4), rtol=1e-6)
-    parts = [of(first, aux_loss=jnp.float32(2), aux_coef=0.1), of(rest, aux_loss=jnp.float32(4), aux_coef=0.1)]
+    parts = [of(first, jnp.float32(2)), of(rest, jnp.float32(4))]
     metrics = finalize_metrics(merge_metrics(parts[0][1], parts[1][1]))
     np.testing.assert_allclose(metrics["aux_loss"], 3.5, rtol=1e-6)
     without = of(first)[0] + of(rest)[0]
@@ -124,7 +129,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
         assert has_bonus(config) == moves
         loss = lambda h, config=config, coef=coef: loss_of(
-            log_probs, h, batch, state_of(entropy_coef=coef), count_totals(batch), config=config, on_policy=True
+            Scores(log_probs, h), batch, state_of(entropy_coef=coef), count_totals(batch), config=config, on_policy=True
         )[0]
         assert bool(jnp.any(jax.grad(loss)(entropies) != 0)) == moves
     assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
@@ -133,9 +138,9 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 @pytest.mark.quick
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
-    batch, log_probs, entropies = case()
+    batch, *scores = case()
     config = GRPOConfig(max_completion_length=T)
-    _, sums = loss_of(log_probs, entropies, batch, state_of(), count_totals(batch), config=config, on_policy=True)
+    _, sums = loss_of(Scores(*scores), batch, state_of(), count_totals(batch), config=config, on_policy=True)
     for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
         state, metrics = apply_gradients(state_of(), gradient, sums, optimizer=OPTIMIZER, config=config)
         assert float(metrics["update_skipped"]) == skipped
@@ -152,9 +157,9 @@ def test_sampler_and_scorer_share_their_settings():
 @pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
 def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
     config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)
-    batch, log_probs, entropies = case()
+    batch, *scores = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch)
-    _, sums = loss_of(log_probs, entropies, batch, state, totals, config=config, on_policy=True)
+    _, sums = loss_of(Scores(*scores), batch, state, totals, config=config, on_policy=True)
     state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

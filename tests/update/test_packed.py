@@ -20,9 +20,10 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument, join_rows
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.programs import kept_bytes
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import train_step
-from grpo_jax.update.updater import choose_updater
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 12
@@ -34,11 +35,7 @@ OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
-    monkeypatch.setattr(packed, "pack", lambda *x, size, **y: packing.pack(*x, size=-(-size // 4) * 4, block=4, **y))
-    monkeypatch.setattr(packed, "BLOCK", 4)
-    monkeypatch.setattr(
-        packed, "sequence_size", lambda tokens, longest: packing.sequence_size(tokens, longest, block=4)
-    )
+    monkeypatch.setattr(packing, "BLOCK", 4)
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
 
 
@@ -264,7 +261,7 @@ def grown(monkeypatch, model, params, config, b):
         updater.gradients(state, given)
     after = sum(x.nbytes for x in jax.live_arrays())
     del found  # it holds the frames, and they what was kept
-    return after - before, updater.kept_bytes(state, given)
+    return after - before, kept_bytes(updater, state, given)
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "remat", "experts", "lora"])

@@ -10,11 +10,10 @@ from test_packed import OPTIMIZER, G, T, batch
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
-from grpo_jax.models.scoring import Scores
 from grpo_jax.update import step
-from grpo_jax.update.packed import PackedUpdater
+from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.updater import PaddedUpdater, choose_updater
+from grpo_jax.update.step import PaddedUpdater
 
 CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
 
@@ -96,15 +95,20 @@ def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
 def test_the_token_of_the_highest_entropy_is_kept_though_two_programs_compute_it(monkeypatch, bare):
     """The pass that finds the quantile is made to find entropies that are one bit higher than those of the loss."""
 
-    def a_bit_higher(*args, **how):
-        log_probs, entropies, *rest = (packed_score if len(args) > 2 else padded_score)(*args, **how)
-        if "with_router" not in how:  # the padded pass that goes before that of the loss
-            entropies = jnp.nextafter(entropies, jnp.inf)
-        return Scores(log_probs, entropies, *rest) if rest else (log_probs, entropies)
+    packed_score, padded_score = PackedUpdater._score, step.score_completions
 
-    packed_score, padded_score = PackedUpdater._score, step._scored
-    monkeypatch.setattr(PackedUpdater, "_score", a_bit_higher)
-    monkeypatch.setattr(step, "_scored", a_bit_higher)
+    def packed_higher(*args, **how):
+        log_probs, entropies = packed_score(*args, **how)
+        return log_probs, jnp.nextafter(entropies, jnp.inf)
+
+    def padded_higher(*args, **how):
+        scores = padded_score(*args, **how)
+        if "with_router" in how:  # the pass of the loss
+            return scores
+        return scores._replace(entropies=jnp.nextafter(scores.entropies, jnp.inf))
+
+    monkeypatch.setattr(PackedUpdater, "_score", packed_higher)
+    monkeypatch.setattr(step, "score_completions", padded_higher)
     model, params = tiny_model()
     config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0, max_grad_norm=0)
     how = {"micro": (1, 1), "optimizer": OPTIMIZER, "on_policy": True}
