@@ -44,7 +44,7 @@ LOSSES = "tests/maths/test_losses.py"
 OF_THE_LOSS = [[SIGNATURES], [LOSSES, "-k", CHEAP], [LOSSES, "-k", f"not ({CHEAP} or numpy or variants)"]]
 TESTS = {
     "advantages": [["tests/maths/test_advantages.py"], [SIGNATURES]],
-    "checks": [[SIGNATURES], ["tests/maths/test_kl.py"], [LOSSES, "-k", CHEAP]],
+    "checks": [[SIGNATURES], ["tests/maths/test_kl.py"], *OF_THE_LOSS[1:]],
     "kl": [[SIGNATURES], ["tests/maths/test_kl.py"], [LOSSES, "-k", CHEAP]],
     "reference": [["tests/maths/test_reference.py"], [SIGNATURES]],
     "surrogates": OF_THE_LOSS,
@@ -120,8 +120,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return dict(zip(metrics, values.sum(axis=tuple(range(1, values.ndim))), strict=True))",
         "zip: strict= dropped",
     ): "one value for each metric",
-    ("losses", "return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
-    ("losses", 'A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
+    ("checks", "return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)", "0 → 1"): UNDER,
+    ("losses", 'A = jnp.where(mask, row_or_token("advantages", advantages, l), 0)', "0 → 1"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → 2"): UNDER,
     ("losses", "p = p * jnp.where(mask, weights, 1)", "1 → -1"): UNDER,
 }

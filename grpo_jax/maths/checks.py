@@ -1,4 +1,4 @@
-"""What the pure functions share: checks at their doors, bounded exponents, the stop of a gradient."""
+"""Checks at the doors of the pure functions, bounded exponents, the stop of a gradient."""
 
 from __future__ import annotations
 
@@ -53,3 +53,46 @@ sg = jax.lax.stop_gradient
 
 
 Scalar = float | jax.Array
+
+
+def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
+    """An array of the shape of log_probs, in their dtype."""
+    value = floating(name, value)
+    if value.shape != log_probs.shape:
+        raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, that of log_probs.")
+    return value.astype(log_probs.dtype)
+
+
+def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
+    """A constant of shape [..., 1] if given per row, [..., T] if per token."""
+    value = floating(name, value)
+    rows = log_probs.shape[:-1]
+    if value.shape == rows:
+        value = value[..., None]
+    elif value.shape not in (log_probs.shape, (*rows, 1)):
+        raise ValueError(f"{name} has shape {value.shape}; pass {rows} (per row) or {log_probs.shape} (per token).")
+    return sg(value).astype(log_probs.dtype)
+
+
+def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
+    """The mask as bool, of the shape of log_probs."""
+    if log_probs.ndim == 0:
+        raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
+    mask = jnp.asarray(mask) != 0
+    if mask.shape != log_probs.shape:
+        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, that of log_probs.")
+    return mask
+
+
+def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Log-probs with zeros under the mask, and no −inf.
+
+    What stands under the mask is replaced before anything is computed from it: done after, a NaN there would still
+    reach the gradient as 0·NaN.
+    """
+    return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
+
+
+def is_off(coefficient: Scalar) -> bool:
+    """True if the term of this coefficient can be left out: the number 0. A traced value counts as on."""
+    return isinstance(coefficient, int | float) and coefficient == 0

@@ -1,19 +1,28 @@
 """The GRPO objective: ratio level → per-token surrogate → masks and weights → KL → reduction.
 
-Each variant is a function in one of three tables: `RATIOS`, `SURROGATES` and `REDUCTIONS` (which `LOSS_TYPES` pairs).
+Each variant is a function in one of three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
 Leading axes are free: [B, G, T] and [R, T] mean the same, a row is one completion.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, Scalar, bounded, floating, sg
+from grpo_jax.maths.checks import (
+    MAX_LOG_RATIO,
+    Scalar,
+    clean,
+    floating,
+    is_off,
+    like_log_probs,
+    read_mask,
+    row_or_token,
+    sg,
+)
 from grpo_jax.maths.kl import ESTIMATORS, k3
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_mask
 from grpo_jax.maths.surrogates import (
@@ -24,67 +33,26 @@ from grpo_jax.maths.surrogates import (
     Surrogate,
     Tokens,
     clip_events,
-    row_mean,
+    near_the_sampler,
     row_sum,
     token_ratio,
     vespo,
 )
 
 
-def _is_off(coefficient: Scalar) -> bool:
-    """True if the term of this coefficient can be left out: the number 0. A traced value counts as on."""
-    return isinstance(coefficient, int | float) and coefficient == 0
-
-
-def _like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """An array of the shape of log_probs, in their dtype."""
-    value = floating(name, value)
-    if value.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, that of log_probs.")
-    return value.astype(log_probs.dtype)
-
-
-def _row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """A constant of shape [..., 1] if given per row, [..., T] if per token."""
-    value = floating(name, value)
-    rows = log_probs.shape[:-1]
-    if value.shape == rows:
-        value = value[..., None]
-    elif value.shape not in (log_probs.shape, (*rows, 1)):
-        raise ValueError(f"{name} has shape {value.shape}; pass {rows} (per row) or {log_probs.shape} (per token).")
-    return sg(value).astype(log_probs.dtype)
-
-
-def _check_terms(settings: LossSettings, ref_log_probs: Any, entropies: Any, entropy_coef: Scalar) -> None:
+def _check_terms(
+    settings: LossSettings, ref_log_probs: jax.Array | None, entropies: jax.Array | None, entropy_coef: Scalar
+) -> None:
     """Refuse a term without the array that it needs."""
-    if ref_log_probs is None and not _is_off(settings.beta):
+    if ref_log_probs is None and not is_off(settings.beta):
         raise ValueError(
             f"beta={settings.beta} needs ref_log_probs, the log-probs under the reference; or pass beta=0.0."
         )
-    if entropies is None and not (_is_off(entropy_coef) and _is_off(1 - settings.top_entropy_quantile)):
+    if entropies is None and not (is_off(entropy_coef) and is_off(1 - settings.top_entropy_quantile)):
         raise ValueError(
             "entropy_coef and top_entropy_quantile need entropies, [..., T] nats; "
             "or pass entropy_coef=0.0 and top_entropy_quantile=1.0."
         )
-
-
-def _read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
-    """The mask as bool, of the shape of log_probs."""
-    if log_probs.ndim == 0:
-        raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
-    mask = jnp.asarray(mask) != 0
-    if mask.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, that of log_probs.")
-    return mask
-
-
-def _clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Log-probs with zeros under the mask, and no −inf.
-
-    What stands under the mask is replaced before anything is computed from it: done after, a NaN there would still
-    reach the gradient as 0·NaN.
-    """
-    return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
 def _sampler_weights(
@@ -93,21 +61,9 @@ def _sampler_weights(
     """The weights for sampler against trainer ([..., 1] or [..., T]; None for 1), and their summed logs [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
-    weights = _row_or_token("importance_weights", importance_weights, l)
+    weights = row_or_token("importance_weights", importance_weights, l)
     log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
     return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
-
-
-def _near_the_sampler(
-    tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
-) -> jax.Array:
-    """DeepSeek-V3.2's off-policy mask: True where A ≥ 0, or mean_m(l_sampling − l) ≤ threshold."""
-    l, l_sampling = tokens.log_probs, l_old
-    if sampling_log_probs is not None:
-        l_sampling = _like_log_probs("sampling_log_probs", sampling_log_probs, l)
-        # A token that the sampler could not score (NaN) is no evidence of drift.
-        l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
-    return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
 
 def _kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
@@ -162,10 +118,10 @@ def grpo_loss_terms(
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
     surrogate, reduction = LOSS_TYPES[settings.loss_type]
     log_probs = floating("log_probs", log_probs)
-    mask = _read_mask(log_probs, mask)
-    l = _clean(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else _clean(sg(_like_log_probs("old_log_probs", old_log_probs, l)), mask)
-    A = jnp.where(mask, _row_or_token("advantages", advantages, l), 0)
+    mask = read_mask(log_probs, mask)
+    l = clean(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else clean(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
+    A = jnp.where(mask, row_or_token("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
     counts = Counts(
@@ -185,15 +141,15 @@ def grpo_loss_terms(
     p = surrogate(tokens, settings)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
-        keep = _near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
+        keep = near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         token_sums["off_policy_fraction"] = ~keep
     if entropies is not None:
-        entropies = _like_log_probs("entropies", entropies, l)
-        if selected is None and not _is_off(1 - settings.top_entropy_quantile):
+        entropies = like_log_probs("entropies", entropies, l)
+        if selected is None and not is_off(1 - settings.top_entropy_quantile):
             selected = top_entropy_mask(entropies, mask, settings.top_entropy_quantile)
     if selected is not None:
-        selected = mask & _read_mask(log_probs, selected, "selected")
+        selected = mask & read_mask(log_probs, selected, "selected")
         p = jnp.where(selected, p, 0)
     if weights is not None and surrogate is not vespo:
         p = p * jnp.where(mask, weights, 1)
@@ -203,9 +159,9 @@ def grpo_loss_terms(
     # KL term.
     token_sums["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
-        d = l - _clean(sg(_like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
+        d = l - clean(sg(like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
         token_sums["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
-        if not _is_off(settings.beta):
+        if not is_off(settings.beta):
             sums["kl_in_loss"] = reduction(settings.beta * _kl_term(tokens, d, settings), mask, counts)
             loss = loss + sums["kl_in_loss"]
 
@@ -378,7 +334,7 @@ def grpo_loss(
 
       Only the last line is about whole completions. The terms in the loss leave out the effect of a token on the states
       after it, on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
-      tests/test_enumeration.py. The last line is exact there, and pays with variance.
+      tests/maths/test_enumeration.py. The last line is exact there, and pays with variance.
 
       At the sequence level w is the token's own ratio in the correction. With
       `kl_correction_level="importance_sampling_level"` it is the sequence's, as in TRL, and the correction is biased

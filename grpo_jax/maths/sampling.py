@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 class Sampling(NamedTuple):
-    """What decides the distribution that tokens are drawn from; hashable, so a static argument of compiled functions.
+    """The settings of the distribution that tokens are drawn from; hashable, so a static argument of programs.
 
     Attributes:
       temperature: > 0, unitless. 0 stands for greedy decoding, whose log-probs are those at temperature 1.
@@ -151,7 +151,10 @@ def draw_tokens(
     blocks, width = vocabulary_blocks(vocab)
     top = logits.max(axis=axis, keepdims=True)
     padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
-    cut = lambda x: jnp.pad(x, padding).reshape(*before, blocks, width, *after)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, padding).reshape(*before, blocks, width, *after)
+
     weights = cut(jnp.exp(logits - top))
     masses = weights.sum(axis=axis + 1)
     masses = masses if together is None else together(masses)

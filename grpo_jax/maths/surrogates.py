@@ -10,12 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, sg
+from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, like_log_probs, sg
 from grpo_jax.maths.kl import ESTIMATORS
 
 
 class Tokens(NamedTuple):
-    """What a surrogate sees. All arrays are [..., T], and harmless (0, ratio 1) where `mask` is False.
+    """The arguments of a surrogate. All arrays are [..., T], and harmless (0, ratio 1) where `mask` is False.
 
     Attributes:
       log_probs: l, the one array that carries a gradient, and by it `log_ratio` and `ratio`.
@@ -114,6 +114,18 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
     phi = jnp.exp(lambda_ + k * s - lambda_ * jnp.exp(s))
     return -sg(phi) * A * tokens.log_probs
+
+
+def near_the_sampler(
+    tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
+) -> jax.Array:
+    """DeepSeek-V3.2's off-policy mask: True where A ≥ 0, or mean_m(l_sampling − l) ≤ threshold."""
+    l, l_sampling = tokens.log_probs, l_old
+    if sampling_log_probs is not None:
+        l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
+        # A token that the sampler could not score (NaN) is no evidence of drift.
+        l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
+    return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:

@@ -192,6 +192,29 @@ def pack(
     return sequences
 
 
+def pack_best(
+    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
+) -> list[PackedSequence]:
+    """`pack` in the shape that fits best (`best_shape`)."""
+    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices)
+    return pack_as(shape, tokens, mask, devices=devices)
+
+
+def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
+    """`pack` in that shape."""
+    return pack(
+        tokens, mask, size=shape.size, block=shape.block, longest=shape.longest, whole=shape.whole, devices=devices
+    )
+
+
+def pack_evenly(
+    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
+) -> tuple[np.ndarray, list[PackedSequence]]:
+    """An order of the prompts in which all devices have about as many tokens, and `pack_best` in that order."""
+    order = evenly(lengths_of(mask).sum(axis=1), devices)
+    return order, pack_best(tokens[order], mask[order], shapes, devices=devices)
+
+
 def lengths_of(mask: np.ndarray) -> np.ndarray:
     """Tokens [B, G] of completions up to the last True of mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,12 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
-from grpo_jax.maths.checks import MIN_LOG_PROB, bounded
+from grpo_jax.maths.checks import clean
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.maths.surrogates import RATIOS
 from grpo_jax.messages import show
-from grpo_jax.types import Batch, Params
+from grpo_jax.types import Batch, Json, Params
 from grpo_jax.update.packed import Updater
 from grpo_jax.update.state import TrainState
 
@@ -55,7 +54,7 @@ class Finding:
     parameter: str | None = None
     count: int = 1
     bad_parameter: str | None = None
-    row: Mapping[str, Any] | None = None
+    row: Json | None = None
 
     def __str__(self) -> str:
         places = {"prompt": self.prompt, "completion": self.completion, "token": self.token}
@@ -77,7 +76,7 @@ class Finding:
 
 
 def diagnose(
-    state: TrainState, batch: Batch, updater: Updater, *, rows: Sequence[Mapping[str, Any]] | None = None
+    state: TrainState, batch: Batch, updater: Updater, *, rows: Sequence[Json] | None = None
 ) -> Finding | None:
     """Find the first term of an update that is not finite.
 
@@ -110,30 +109,29 @@ def diagnose(
 
 
 def _terms(
-    state: TrainState, batch: Batch, updater: Updater, rows: Sequence[Mapping[str, Any]] | None
-) -> Iterator[tuple[str, Any]]:
+    state: TrainState, batch: Batch, updater: Updater, rows: Sequence[Json] | None
+) -> Iterator[tuple[str, np.ndarray | dict[str, float]]]:
     """Each term's values, whole and on the host, computed when they are asked for."""
     config, batch = updater.config, fetch(batch)
-    # As the loss does it: nothing under the mask counts, and −inf is a log-prob like any other.
-    clean = lambda x: bounded(jnp.where(batch.mask, x, 0), MIN_LOG_PROB, jnp.inf)
+    mask = batch.mask
     if rows is not None:
         yield "reward", _rewards(rows, config).reshape(batch.mask.shape[:2])
     yield "advantage", batch.advantages
-    l_old = clean(batch.sampling_log_probs)
+    l_old = clean(batch.sampling_log_probs, mask)
     yield "sampler log-prob", np.asarray(l_old)
     if batch.old_log_probs is not None:
-        l_old = clean(batch.old_log_probs)
+        l_old = clean(batch.old_log_probs, mask)
         yield "old log-prob", np.asarray(l_old)
     for reference in (batch.ref_log_probs, batch.initial_log_probs):
         if reference is not None:
-            yield "reference log-prob", np.asarray(clean(reference))
-    l = clean(fetch(updater.score(state.params, batch.prompts, batch.tokens, batch.mask)))
+            yield "reference log-prob", np.asarray(clean(reference, mask))
+    l = clean(fetch(updater.score(state.params, batch.prompts, batch.tokens, mask)), mask)
     yield "log-prob", np.asarray(l)
     log_ratio = jnp.zeros_like(l) if updater.on_policy else l - l_old
-    yield "ratio", np.asarray(RATIOS[config.importance_sampling_level](l, log_ratio, batch.mask))
+    yield "ratio", np.asarray(RATIOS[config.importance_sampling_level](l, log_ratio, mask))
     if batch.ref_log_probs is not None:
-        kl = kl_divergence(l, clean(batch.ref_log_probs), estimator=config.kl_estimator)
-        yield "KL", np.asarray(jnp.where(batch.mask, kl, 0))
+        kl = kl_divergence(l, clean(batch.ref_log_probs, mask), estimator=config.kl_estimator)
+        yield "KL", np.asarray(jnp.where(mask, kl, 0))
     grads, sums = updater.gradients(state, batch)
     yield "loss", np.asarray(finalize_metrics(fetch(sums))["loss"])
     first: dict[str, float] = {}
@@ -150,7 +148,7 @@ def _terms(
     yield "gradient", norms
 
 
-def _rewards(rows: Sequence[Mapping[str, Any]], config: GRPOConfig) -> np.ndarray:
+def _rewards(rows: Sequence[Json], config: GRPOConfig) -> np.ndarray:
     """Weighted sums [B·G] of the rewards in float32; what has no score adds nothing."""
     values = [[np.nan if x is None else x for x in row["rewards"].values()] for row in rows]
     rewards = np.nan_to_num(np.asarray(values, np.float32), nan=0.0, posinf=np.inf, neginf=-np.inf)

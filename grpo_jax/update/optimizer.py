@@ -58,7 +58,7 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
     checkpoints do not depend on it.
     """
 
-    def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+    def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         decays = is_decayed(jax.tree_util.keystr(path, simple=True, separator="/"))
         return update + weight * param if decays else update
 
@@ -88,7 +88,9 @@ def _scale_by_rate_of_step(schedule: optax.Schedule) -> optax.GradientTransforma
     """`optax.scale_by_learning_rate` at the `step` that `update` is given; without one it counts its own updates."""
     by_count = optax.scale_by_learning_rate(schedule)
 
-    def update(updates: Any, state: Any, params: Any = None, *, step: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Params, state: Any, params: Params = None, *, step: jax.Array | None = None, **_: Any
+    ) -> tuple[Params, Any]:
         return by_count.update(updates, state if step is None else state._replace(count=step), params)
 
     return optax.GradientTransformationExtraArgs(by_count.init, update)

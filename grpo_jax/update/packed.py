@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +31,14 @@ from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
-    best_shape,
-    evenly,
-    lengths_of,
-    pack,
+    pack_best,
+    pack_evenly,
     padding_share,
     sequence_shapes,
 )
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.models.sight import implementation
-from grpo_jax.types import Batch, Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
 from grpo_jax.update.state import TrainState
@@ -79,7 +76,7 @@ class PackedUpdater:
       mesh: where params are; None for one device.
     """
 
-    model: Any
+    model: CachedModel
     config: GRPOConfig
     micro: tuple[int, int]
     optimizer: optax.GradientTransformation | None = None
@@ -98,7 +95,8 @@ class PackedUpdater:
 
         They may still be on their way when this returns: with a single stream the last sequence is.
         """
-        sequences = self._pack(params, tokens, mask)
+        shapes, devices = self.shapes(params, mask.shape[2]), self.shards(prompts).count
+        sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=devices)
         prompts, mask = split((prompts, mask), self.mesh)
         return self._score(params, prompts, mask, sequences, with_entropy=False)[0]
 
@@ -127,19 +125,10 @@ class PackedUpdater:
             tokens = sequence_tokens(micro, t, cpu=all(device.platform == "cpu" for device in devices_of(params)))
         return sequence_shapes(tokens, t, fused=implementation(self.model.config.attention) != "einsum")
 
-    def _pack(self, params: Params, tokens: Any, mask: Any) -> list[PackedSequence]:
-        """The packed sequences of completions, of the shape that fits them best."""
-        tokens, mask = np.asarray(tokens), np.asarray(mask)
-        lengths, t, devices = lengths_of(mask), mask.shape[2], shard_count(self.mesh)
-        devices = devices if len(mask) % devices == 0 else 1
-        shape = best_shape(self.shapes(params, t), lengths, t, devices=devices)
-        return pack(tokens, mask, devices=devices, **shape._asdict())
-
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, list[PackedSequence]]:
         """Gradient and metric sums of a minibatch, and its packed sequences."""
-        shards, mask = self.shards(batch.prompts), np.asarray(batch.mask)
-        order = evenly(lengths_of(mask).sum(axis=1), shards.count)
-        sequences = self._pack(state.params, np.asarray(batch.tokens)[order], mask[order])
+        shards, shapes = self.shards(batch.prompts), self.shapes(state.params, batch.mask.shape[2])
+        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.count)
         batch = split(batch, self.mesh)
         if shards.count > 1:
             batch = _reorder(batch, order, shards=shards)
@@ -148,8 +137,7 @@ class PackedUpdater:
             _, entropies = self._score(state.params, batch.prompts, batch.mask, sequences, with_entropy=True)
             selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
-        size = self.shapes(state.params, mask.shape[2])[0].size
-        read, pullback = vjp_prompts(state.params, batch.prompts, dropout, self.model, size, shards)
+        read, pullback = vjp_prompts(state.params, batch.prompts, dropout, self.model, shapes[0].size, shards)
 
         def add_sequences(numbers: range) -> tuple[tuple[Params, ReadPrompts], list[MetricSums]]:
             grads, sums = zero_gradients((state.params, read), shards=shards), []
@@ -252,7 +240,7 @@ class PackedUpdater:
 
 
 Updater = PackedUpdater | PaddedUpdater
-"""What `choose_updater` returns; both have the same methods."""
+"""A run has one of the two, as `choose_updater` chooses; both have the same methods."""
 
 
 def choose_updater(

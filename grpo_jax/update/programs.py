@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import abstract, place_of, split_sharding, tree_sharding
-from grpo_jax.models.packing import PackedSequence, SequenceShape, pack
+from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import count_totals
@@ -122,7 +122,7 @@ def _filled(batch: Batch, shape: SequenceShape, shards: Shards) -> PackedSequenc
     mask = np.ones(batch.mask.shape, bool)
     if not shape.whole:
         mask[:, :, shape.longest // 2 :] = False
-    return pack(mask.astype(np.int32), mask, devices=shards.count, **shape._asdict())[0]
+    return pack_as(shape, mask.astype(np.int32), mask, devices=shards.count)[0]
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:

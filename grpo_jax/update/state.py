@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -41,7 +39,7 @@ class TrainState(flax.struct.PyTreeNode):
     old_params: Params | None
     ref_params: Params | None
     initial_params: Params | None
-    opt_state: Any
+    opt_state: optax.OptState
     step: jax.Array
     key: jax.Array
     entropy_coef: jax.Array
@@ -50,10 +48,10 @@ class TrainState(flax.struct.PyTreeNode):
     master_params: Params | None = None
 
 
-def _unshared(tree: Any, held: set[int]) -> Any:
+def _unshared(tree: TrainState, held: set[int]) -> TrainState:
     """The tree with copies of the arrays that stand in it twice or in `held` (ids), as a donated state needs it."""
 
-    def one(x: Any) -> Any:
+    def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
             x = jnp.copy(x)
         held.add(id(x))

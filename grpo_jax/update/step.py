@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -126,7 +125,10 @@ def gradients(
 
 
 def _accumulate(
-    loss_fn: Callable[..., tuple[jax.Array, MetricSums]], params: Params, parts: tuple[Any, ...], count: int
+    loss_fn: Callable[..., tuple[jax.Array, MetricSums]],
+    params: Params,
+    parts: tuple[Batch, jax.Array | None],
+    count: int,
 ) -> tuple[Params, MetricSums]:
     """Gradient and metric sums of a minibatch from those of its micro-batches, arrays [count, ...]."""
     gradient = jax.grad(loss_fn, has_aux=True)
@@ -239,7 +241,9 @@ def finish_update(
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
 
-    def move(params: Params, masters: Params | None, opt_state: Any) -> tuple[Params, Params | None, Any]:
+    def move(
+        params: Params, masters: Params | None, opt_state: optax.OptState
+    ) -> tuple[Params, Params | None, optax.OptState]:
         held = params if masters is None else masters
         updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
         held = optax.apply_updates(held, _trained(updates))
@@ -268,7 +272,7 @@ def finish_update(
 def _trained(updates: Params) -> Params:
     """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
 
-    def one(path: Any, x: jax.Array) -> jax.Array:
+    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
 
     return jax.tree_util.tree_map_with_path(one, updates)
@@ -301,7 +305,7 @@ class PaddedUpdater:
     Attributes as of `packed.PackedUpdater`.
     """
 
-    model: Any
+    model: Model
     config: GRPOConfig
     micro: tuple[int, int]
     optimizer: optax.GradientTransformation | None = None

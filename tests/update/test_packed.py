@@ -230,7 +230,10 @@ def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     b = batch(mask=jnp.ones((4, G, T), bool))
     updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
-    assert {sequence.segments.reach for sequence in updater._pack({}, b.tokens, b.mask)} == {reach}
+    assert {
+        sequence.segments.reach
+        for sequence in packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, T))
+    } == {reach}
     plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
     assert float(packed_step[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
     chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)

@@ -1,0 +1,66 @@
+"""The programs of an update are described by shapes alone, and are those that run."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from test_packed import OPTIMIZER, G, T, batch
+from test_updater import Bare
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora
+from grpo_jax.update import packed, step
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.programs import kept_bytes, update_programs
+from grpo_jax.update.state import create_state
+
+
+def case(kind):
+    """An updater and its state."""
+    model, params = tiny_model()
+    if kind == "padded":
+        model = Bare(model)
+    if kind == "dropout":
+        policy = add_lora(tiny_policy(), rank=2, dropout=0.5, key=jax.random.key(1))
+        model, params = policy.model, policy.params
+    settings = {"top_entropy_quantile": 0.5} if kind == "entropy" else {}
+    config = GRPOConfig(beta=0.1, max_completion_length=T, **settings)
+    updater = choose_updater(model, config, micro=(4, G), optimizer=OPTIMIZER)
+    return updater, create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(0), keep_reference=True)
+
+
+@pytest.mark.parametrize("kind", ["packed", "entropy", "dropout", "padded"])
+def test_what_an_update_runs_is_in_the_list(monkeypatch, kind):
+    """The text of the program, lowered from shapes before there is an update and from the arrays of one."""
+    updater, state = case(kind)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch()))
+    listed = update_programs(updater, *shapes)
+    texts, ran = {program.lower().as_text() for program in listed.by_length or listed[:2]}, []
+
+    def watched(program):
+        def call(*args, **keywords):
+            ran.append(program.lower(*args, **keywords).as_text())
+            return program(*args, **keywords)
+
+        return call
+
+    for module in (packed, step):
+        for name in {"_add_sequence", "_score_sequence", "_train_step", "_score_batch"} & set(vars(module)):
+            monkeypatch.setattr(module, name, watched(vars(module)[name]))
+    updater.score(state.ref_params, batch().prompts, batch().tokens, batch().mask)
+    updater.update(state, batch())
+    assert len(ran) >= 2
+    assert set(ran) <= texts
+    assert (kept_bytes(updater, *shapes) > 0) == (kind != "padded")
+
+
+@pytest.mark.quick
+def test_the_names_say_what_a_program_is_for():
+    updater, state = case("entropy")
+    listed = update_programs(updater, state, batch())
+    names = [program.name for program in listed.by_length]
+    assert len(set(names)) == len(names)
+    assert {name.split()[0] for name in names} == {"update", "score"}
+    assert any(name.endswith("with entropy") for name in names)
+    assert listed.update.name in names, "the largest is one of them"
+    assert optax.tree.size(listed.update.arguments[1].params) == optax.tree.size(state.params)
