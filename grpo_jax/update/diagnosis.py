@@ -116,7 +116,7 @@ def _terms(
     mask = batch.mask
     if rows is not None:
         yield "reward", _rewards(rows, config).reshape(batch.mask.shape[:2])
-    yield "advantage", batch.advantages
+    yield "advantage", np.asarray(batch.advantages)
     l_old = clean(batch.sampling_log_probs, mask)
     yield "sampler log-prob", np.asarray(l_old)
     if batch.old_log_probs is not None:

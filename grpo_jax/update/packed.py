@@ -95,7 +95,7 @@ class PackedUpdater:
 
         They may still be on their way when this returns: with a single stream the last sequence is.
         """
-        shapes, devices = self.shapes(params, mask.shape[2]), self.shards(prompts).count
+        shapes, devices = self.shapes(params, mask.shape[2]), self.shards(prompts).devices
         sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=devices)
         prompts, mask = split((prompts, mask), self.mesh)
         return self._score(params, prompts, mask, sequences, with_entropy=False)[0]
@@ -128,9 +128,9 @@ class PackedUpdater:
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, list[PackedSequence]]:
         """Gradient and metric sums of a minibatch, and its packed sequences."""
         shards, shapes = self.shards(batch.prompts), self.shapes(state.params, batch.mask.shape[2])
-        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.count)
+        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
         batch = split(batch, self.mesh)
-        if shards.count > 1:
+        if shards.devices > 1:
             batch = _reorder(batch, order, shards=shards)
         selected, quantile = None, self.config.top_entropy_quantile
         if quantile < 1:

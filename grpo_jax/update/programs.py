@@ -49,8 +49,8 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     """
     if isinstance(updater, PaddedUpdater):  # which lengths will come is not known
         scored_by = state.params if state.ref_params is None else state.ref_params
-        score = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
-        return UpdatePrograms(updater.update_call(state, batch), score, ())
+        scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
+        return UpdatePrograms(updater.update_call(state, batch), scores, ())
     t, shards = batch.mask.shape[2], updater.shards(batch.prompts)
     shapes = updater.shapes(state.params, t, tokens)
     state, batch = abstract((state, batch))
@@ -63,7 +63,7 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     selected = _placed(batch.mask, updater.mesh, (batch, params)) if quantile < 1 else None
     totals = _placed(jax.eval_shape(count_totals, batch, selected), updater.mesh, (batch, selected))
     dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), updater.mesh, params)
-    scores = _placed((jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32),) * 2, updater.mesh)
+    zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), updater.mesh)
     state, batch = _placed((state, batch), updater.mesh)
 
     def update(shape: SequenceShape) -> Program:
@@ -74,7 +74,7 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
         sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"score {_sizes(shape)}{suffix}"
         lengths, mask = batch.prompts.lengths, batch.mask
         return updater.put_scores(
-            scores, params, read, lengths, mask, sequence, shards, name, with_entropy=with_entropy
+            zero_scores, params, read, lengths, mask, sequence, shards, name, with_entropy=with_entropy
         )
 
     def by_length() -> Iterator[Program]:
@@ -102,7 +102,7 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     read = functools.partial(read_some, count=count, backward=True, shards=shards)
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
     _, kept = jax.eval_shape(read, state.params, batch.prompts, dropout, updater.model, 0)
-    return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.count
+    return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
 
 
 def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: int, shards: Shards) -> ReadPrompts:
@@ -122,7 +122,7 @@ def _filled(batch: Batch, shape: SequenceShape, shards: Shards) -> PackedSequenc
     mask = np.ones(batch.mask.shape, bool)
     if not shape.whole:
         mask[:, :, shape.longest // 2 :] = False
-    return pack_as(shape, mask.astype(np.int32), mask, devices=shards.count)[0]
+    return pack_as(shape, mask.astype(np.int32), mask, devices=shards.devices)[0]
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:

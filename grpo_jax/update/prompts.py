@@ -27,13 +27,13 @@ Activations = list[jax.Array]
 
 
 class Shards(NamedTuple):
-    """How the prompts of a batch are cut over a mesh: B / `count` of them, one after another, on each of its devices.
+    """How the prompts of a batch are cut over a mesh: B / `devices` of them, one after another, on each.
 
-    Where B does not divide, `count` is 1 and all devices compute all of them.
+    Where B does not divide, `devices` is 1 and all devices compute all of them.
     """
 
     mesh: jax.sharding.Mesh | None = None
-    count: int = 1
+    devices: int = 1
 
 
 def deal(params: Params, count: int) -> list[range]:
@@ -123,7 +123,7 @@ def _add_up(trees):
 def count_reads(prompts: Prompts, size: int, shards: Shards) -> int:
     """In how many equal parts the prompts are read: each has at most `size` tokens, or is a single prompt."""
     b, p = prompts.tokens.shape
-    b //= shards.count
+    b //= shards.devices
     return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= size))
 
 
@@ -131,8 +131,8 @@ def _take(tree: Tree, number: jax.Array | int, count: int, shards: Shards) -> Tr
     """The `number`-th of `count` parts of arrays [B, ...], which has a share of every device's prompts."""
 
     def some(x: jax.Array) -> jax.Array:
-        size = x.shape[0] // shards.count // count
-        parts = x.reshape(shards.count, -1, *x.shape[1:])
+        size = x.shape[0] // shards.devices // count
+        parts = x.reshape(shards.devices, -1, *x.shape[1:])
         return jax.lax.dynamic_slice_in_dim(parts, number * size, size, axis=1).reshape(-1, *x.shape[1:])
 
     return jax.tree.map(some, tree)
@@ -209,7 +209,7 @@ def join_reads(reads, *, shards):
     """The prompts [B, ...] of all parts, on each device its own one after another."""
 
     def joined(*parts):
-        by_device = [x.reshape(shards.count, -1, *x.shape[1:]) for x in parts]
+        by_device = [x.reshape(shards.devices, -1, *x.shape[1:]) for x in parts]
         return jnp.concatenate(by_device, axis=1).reshape(-1, *parts[0].shape[1:])
 
     return place_read(jax.tree.map(joined, *reads), shards)
