@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from grpo_jax.devices.program import Program
 from grpo_jax.devices.streams import beside
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
