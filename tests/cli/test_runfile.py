@@ -62,6 +62,9 @@ def test_the_command_line_names_files_from_where_it_is(folder):
     assert run.rewards[0](completions=["x"]) == ["a"]
     assert [fn.__name__ for fn in run.environment_factory.values()] == ["judge"]
     assert run.model == {"config": str(folder / "config.json"), "tokenizer": "model"}
+    (folder / "squad").mkdir()
+    hub = read_run(path, {"data": "{name: squad, split: test}"}).values["data"]
+    assert hub == {"name": "squad", "split": "test"}, "a name on the hub is no file"
 
 
 @pytest.mark.quick
