@@ -55,7 +55,7 @@ class Prompts(flax.struct.PyTreeNode):
 
 
 class Completions(flax.struct.PyTreeNode):
-    """What the sampler returned for a batch of prompts.
+    """The sampled completions of a batch of prompts.
 
     ```
     t              0     1     2     3     4
@@ -253,7 +253,7 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 
 
 class Environment(Protocol):
-    """What a completion of several turns is answered by: an object for each completion, with any of these methods.
+    """Answers the policy in completions of several turns: an object for each, with any of these methods.
 
     All may be `async`. Every other public method is a tool: the policy calls it in the form of its chat template, with
     a docstring that describes the arguments. What one method leaves in the object, the next one finds.
@@ -264,11 +264,11 @@ class Environment(Protocol):
         ...
 
     def respond(self, text: str) -> str | None:
-        """What the policy sees after a turn in which it called no tool; None where the completion is over."""
+        """Return the text that the policy sees after a turn without calls of tools; None ends the completion."""
         ...
 
     def get_reward(self) -> float | None:
-        """What the completion was worth, asked for when it is over; None for "not scored"."""
+        """Return the reward of the completion, when it is over; None for "not scored"."""
         ...
 
 
