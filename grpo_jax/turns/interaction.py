@@ -138,7 +138,7 @@ def make_interaction(
             " (or an environment with a method respond(text), and no other public methods)"
         )
     kwargs = dict(chat_template_kwargs or {})
-    # What the template shows of each row's tools; with `tool_use` beside `default` it is another one without tools.
+    # With `tool_use` beside `default`, rows with tools and rows without have different templates.
     shown = [schemas_of({**functions, **of_rows}) for of_rows in own.values()] or [schemas_of(functions)]
     schemas = next((some for some in shown if some), None)
     template = template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) if talks else None
@@ -151,16 +151,8 @@ def make_interaction(
     if talks:
         speaks = any(hasattr(environment, "respond") for environment in made.values())
         roles = ["tool"] * called + ["user"] * speaks
-        for some in shown:
-            try:
-                check_template(
-                    tokenizer, roles=roles, chat_template_kwargs=kwargs, tools=some, eos_token_ids=eos_token_ids
-                )
-                if form is not None and some:
-                    fault = call_fault(tokenizer, form, some, chat_template_kwargs=kwargs, eos_token_ids=eos_token_ids)
-                    problems += [fault] if fault else []
-            except ValueError as error:
-                problems.append(str(error))
+        for tools_of_rows in shown:
+            problems += _template_problems(tokenizer, form, tools_of_rows, kwargs, eos_token_ids, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
     return Interaction(
         tokenizer=tokenizer,
@@ -177,6 +169,29 @@ def make_interaction(
         seconds=seconds,
         on_error=on_error,
     )
+
+
+def _template_problems(
+    tokenizer: Tokenizer,
+    form: Format | None,
+    tools: list[Json] | None,
+    chat_template_kwargs: Json,
+    eos_token_ids: Sequence[int],
+    roles: Sequence[str],
+) -> list[str]:
+    """Return why a chat template cannot carry messages of these roles and calls of these tools."""
+    try:
+        check_template(
+            tokenizer, roles=roles, chat_template_kwargs=chat_template_kwargs, tools=tools, eos_token_ids=eos_token_ids
+        )
+        if form is None or not tools:
+            return []
+        fault = call_fault(
+            tokenizer, form, tools, chat_template_kwargs=chat_template_kwargs, eos_token_ids=eos_token_ids
+        )
+        return [fault] if fault else []
+    except ValueError as error:
+        return [str(error)]
 
 
 def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:

@@ -12,7 +12,7 @@ from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.rewards import number_reward
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import layout as layout_module
+from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.evaluate import pass_at_k
 
@@ -123,7 +123,7 @@ def test_each_device_of_a_mesh_has_its_own_batch(axes, batch_size, rows, rollout
     spy = lambda *args, **how: sizes.append(args[3].shape[0]) or prefill(*args, **how)
     settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
     alone = evaluate(tiny_policy(), dataset, length, **settings)
-    monkeypatch.setattr(layout_module, "prefill", spy)
+    monkeypatch.setattr(rollout_module, "prefill", spy)
     policy = tiny_policy() if axes is None else on_mesh(**axes)
     found = evaluate(policy, dataset, length, batch_size=batch_size, **settings)
     assert (len(sizes), sum(sizes)) == (rollouts, groups)

@@ -18,7 +18,7 @@ from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import layout as layout_module
+from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.types import as_argument
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import PackedUpdater, choose_updater
@@ -201,8 +201,13 @@ def test_a_device_holds_an_eighth_of_params_and_optimizer():
 
 def test_prompts_that_do_not_divide_are_sampled_all_the_same(monkeypatch):
     """And so are groups whose rows end early: the others move together, each group on its device."""
-    widths, plain = [], decode_module.narrow
-    monkeypatch.setattr(layout_module, "narrow", lambda *x, **y: widths.append(x[1].shape) or plain(*x, **y))
+    widths, plain = [], decode_module.move
+
+    def moved(streams, groups, order, start, *, mesh, **how):
+        widths.extend([] if mesh is None else [order.shape])
+        return plain(streams, groups, order, start, mesh=mesh, **how)
+
+    monkeypatch.setattr(rollout_module, "move", moved)
     model, params = tiny_model()
     prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
     settings = {"num_generations": 8, "max_completion_length": 40, "eos_token_ids": (5, 7, 9)}
@@ -234,9 +239,9 @@ def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, mon
     prompts = make_prompts([[3 + (i * 5 + j) % 20 for j in range(1 + i % 3)] for i in range(18)])
     settings = {"num_generations": 3, "max_completion_length": 20, "eos_token_ids": (5, 7, 9)}
     one = generate(model, params, prompts, jax.random.key(0), **settings)
-    monkeypatch.setattr(layout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    monkeypatch.setattr(rollout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
     monkeypatch.setattr(
-        layout_module, "decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how)
+        rollout_module, "decode", lambda *x, **how: decoded.add(x[3].token.shape[0]) or decode(*x, **how)
     )
     placed = place(params, make_mesh(axes))
     other = generate(model, placed, prompts, jax.random.key(0), batch_size=batch_size, **settings)
@@ -250,7 +255,7 @@ def test_so_many_completions_are_decoded_at_a_time(axes, batch_size, groups, mon
 def test_a_run_decodes_so_many_at_a_time_and_learns_the_same(monkeypatch):
     """Sixteen prompts × 2 completions, half of them at a time."""
     read, prefill = [], decode_module.prefill
-    monkeypatch.setattr(layout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
+    monkeypatch.setattr(rollout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
     settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": 2}
     whole = run(tiny_policy(), {"data": 8}, **settings)
     assert read == [(16, 2)] * 2
