@@ -1,4 +1,4 @@
-"""What a run will need, on devices that may not be there: memory by the compiler, seconds at least by arithmetic."""
+"""The needs of a run on devices that may not be there: memory by the compiler, seconds at least by arithmetic."""
 
 from grpo_jax.planning.estimate import plan, programs
 from grpo_jax.planning.report import Plan

@@ -1,4 +1,4 @@
-"""What a compiled program takes, calls and sends, read off it."""
+"""Bytes, kernels and collectives of a compiled program, read off it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 import re
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+
+Tree = TypeVar("Tree")
 
 # How TPUs' compilers say what a program that they refuse would have taken: by the version, beside its arguments or,
 # whatever the words say, with them.
@@ -16,24 +18,34 @@ _BESIDE = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
 
-class Compiled(NamedTuple):
-    """What is looked at of a compiled program."""
+class Memory(NamedTuple):
+    """Bytes that a program takes on each device.
 
-    memory: Any
-    text: str | None  # None: this jaxlib is older than the compiler, and does not understand what it wrote
-    seconds: float
-
-
-class Refused(NamedTuple):
-    """The memory of a program that a TPU's compiler has refused: what it would have taken, as far as it says so.
-
-    Of its arguments those that were named beforehand; what it takes beside them all counts as temporary.
+    Attributes:
+      arguments: that it is given.
+      temporaries: while it runs. Of a program that was refused, all that it takes beside its arguments.
+      results: that stand in no argument's place.
+      refused: whether a TPU's compiler has refused it, as it passes the memory: the rest is what it would have taken.
     """
 
-    temp_size_in_bytes: int
-    argument_size_in_bytes: int = 0
-    output_size_in_bytes: int = 0
-    alias_size_in_bytes: int = 0
+    arguments: int
+    temporaries: int
+    results: int = 0
+    refused: bool = False
+
+
+class Compiled(NamedTuple):
+    """A compiled program, as far as a plan looks at it.
+
+    Attributes:
+      memory: that it takes.
+      text: in HLO; None where this jaxlib is older than the compiler, and does not understand what it wrote.
+      seconds: that it took to compile.
+    """
+
+    memory: Memory
+    text: str | None
+    seconds: float
 
 
 def last_error(stderr: str) -> str:
@@ -48,10 +60,12 @@ def last_error(stderr: str) -> str:
     return (errors or lines or ["it said nothing"])[-1]
 
 
-def compile_program(lowered: Any, given: int = 0) -> Compiled:
-    """The program of what was lowered, or what a TPU's compiler says of one that passes its memory.
+def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> Compiled:
+    """Compile a program, or read what a TPU's compiler says of one that it refuses.
 
-    `given`: bytes on each device of arguments that the caller counts elsewhere, such as the params.
+    Args:
+      lowered: the program.
+      arguments: bytes on each device of those of its arguments that the caller counts elsewhere, such as the params.
     """
     begin = time.monotonic()
     try:
@@ -62,14 +76,16 @@ def compile_program(lowered: Any, given: int = 0) -> Compiled:
         if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
             raise
         size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
-        refused = Refused(size) if beside else Refused(max(0, size - given), given)
-        return Compiled(refused, "", time.monotonic() - begin)
-    seconds = time.monotonic() - begin
+        memory = Memory(0, size, refused=True) if beside else Memory(arguments, max(0, size - arguments), refused=True)
+        return Compiled(memory, "", time.monotonic() - begin)
+    seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:
         text = None
-    return Compiled(compiled.memory_analysis(), text, seconds)
+    assert stats is not None, "the compilers of CPUs, GPUs and TPUs count memory"
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Compiled(Memory(stats.argument_size_in_bytes, stats.temp_size_in_bytes, results), text, seconds)
 
 
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8, "f64": 8}
@@ -88,10 +104,7 @@ def collectives(text: str) -> dict[str, int]:
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            size = _BYTES.get(dtype, 4)
-            for n in dims.split(","):
-                size *= int(n or 1)
-            total[kind] += size
+            total[kind] += _BYTES.get(dtype, 4) * math.prod(int(n or 1) for n in dims.split(","))
     return dict(total)
 
 
@@ -105,18 +118,15 @@ def kernels(text: str) -> dict[str, int]:
     return dict(Counter(re.findall(r'custom_call_target="([^"]*)"', text)))
 
 
-def placed(tree: Any, shardings: Any) -> Any:
-    """Abstract arrays with their shardings."""
+def placed(tree: Tree, shardings: object) -> Tree:
+    """The shapes of a tree with their shardings."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
 
 
-def bytes_on_device(tree: Any) -> int:
+def bytes_on_device(tree: object) -> int:
     """Bytes of a tree on each device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * (8 if _is_key(x) else x.dtype.itemsize)
-        for x in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
 
 
-def _is_key(x: Any) -> bool:
-    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _itemsize(x: jax.ShapeDtypeStruct) -> int:
+    return 8 if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize

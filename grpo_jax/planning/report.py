@@ -1,4 +1,4 @@
-"""What a plan says, and how it reads."""
+"""The plan of a run: its figures and its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_jax.watch.summary import short_number
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run will need.
+    """Memory, operations and programs of a run.
 
     Attributes:
       devices: of the mesh.
@@ -36,7 +36,7 @@ class Plan:
       compile_seconds: of each phase's largest program.
       programs: all that a run may need, by name; they are compiled in its first iteration or beside it, and no later.
       state: bytes that the recurrent layers keep of each prompt and of each completion, however long it is.
-      note: what a reader of these numbers has to know.
+      note: a caution on these numbers.
     """
 
     devices: int
@@ -83,8 +83,9 @@ class Plan:
             f"operations of an iteration: {line(self.operations, 'FLOP')}",
         ]
         lines += [f"between devices, {phase}: {line(x, 'B')}" for phase, x in self.collectives.items() if x]
-        counts = lambda calls: " · ".join(f"{name} × {n}" for name, n in calls.items())
-        lines += [f"kernels, {phase}: {counts(calls)}" for phase, calls in self.kernels.items() if calls]
+        for phase, calls in self.kernels.items():
+            if calls:
+                lines.append(f"kernels, {phase}: " + " · ".join(f"{name} × {n}" for name, n in calls.items()))
         if self.bounds:
             lines.append(f"not below, in an iteration (a bound, no measurement): {line(self.bounds, 's')}")
         if self.compile_seconds:

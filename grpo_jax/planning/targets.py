@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 CHIPS = {
     "v4": ("v4", 32e9, "2x2x1"),
     "v5e": ("v5e", 16e9, "2x2"),
@@ -91,12 +93,12 @@ class Target:
         module, package = ("libtpu", "libtpu") if self.kind in CHIPS else ("jax_cuda12_plugin", "jax-cuda12-plugin")
         return None if importlib.util.find_spec(module) else package
 
-    def devices(self) -> Sequence[Any]:
+    def devices(self) -> Sequence[jax.Device]:
         """The devices. The process has to have been started with `ENVIRONMENT`."""
         return _tpus(self.kind, self.count) if self.kind in CHIPS else _gpus(self.kind, self.count)
 
 
-def _tpus(kind: str, count: int) -> Sequence[Any]:
+def _tpus(kind: str, count: int) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     name, _, smallest = CHIPS[kind]
@@ -104,7 +106,7 @@ def _tpus(kind: str, count: int) -> Sequence[Any]:
     return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{slices}").devices[:count]
 
 
-def _gpus(kind: str, count: int) -> Sequence[Any]:
+def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
     # jax has no public door to its CUDA plugin's topologies on a machine without a GPU.
     from jax._src import xla_bridge
     from jax._src.lib import xla_client

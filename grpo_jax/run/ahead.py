@@ -10,55 +10,24 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.streams import beside
-from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Run
-from grpo_jax.types import Batch, Prompts
-from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.programs import update_programs
 from grpo_jax.update.state import TrainState
 
 
 def programs_of(run: Run, state: TrainState) -> list[Program]:
     """The programs whose turn depends on what the policy does, the least likely first."""
-    config, sizes = run.config, run.sizes
-    params = state.params if state.old_params is None else state.old_params
-    batch = abstract_batch(run, state)
-    programs = [*update_programs(run.updater, state, batch).by_length]
-    if run.sampler is None and run.interaction is None:  # what is read between turns has no size known before
-        rollout = RolloutShapes.of(
-            *(run.policy.model, params, sizes.prompts, run.prompt_length),
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            batch_size=config.rollout_batch_size,
-            settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
-        )
+    programs = [*update_programs(run.updater, state, abstract_batch(run, state)).by_length]
+    if run.interaction is None:  # what is read between turns has no size known before
+        rollout = rollout_programs(run, state.params if state.old_params is None else state.old_params)
         programs = [*(() if rollout is None else rollout.programs()), *programs]
     return programs[::-1]
-
-
-def abstract_batch(run: Run, state: TrainState) -> Batch:
-    """The shapes of a minibatch, which comes from the host."""
-    shape: Any = jax.ShapeDtypeStruct
-    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.config.max_completion_length
-    log_probs = shape((b, g, t), "float32")
-    return Batch(
-        prompts=Prompts(tokens=shape((b, run.prompt_length), "int32"), lengths=shape((b,), "int32")),
-        tokens=shape((b, g, t), "int32"),
-        mask=shape((b, g, t), "bool"),
-        advantages=shape((b, g), "float32"),
-        sampling_log_probs=log_probs,
-        ref_log_probs=None if state.ref_params is None else log_probs,
-        initial_log_probs=None if state.initial_params is None else log_probs,
-        counted=shape((b,), "bool") if run.config.dynamic_sampling else None,
-        old_log_probs=None if run.sampler is None else log_probs,
-    )
 
 
 @contextlib.contextmanager

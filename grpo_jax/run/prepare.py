@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
@@ -28,7 +29,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run
-from grpo_jax.run.sampler import check_sampler
+from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
@@ -117,24 +118,52 @@ def _encoded_run(
     for name, some in encoded.items():
         if some is not None:
             warn_of_prompts(some, policy.tokenizer, reward_fns, name)
-    policy = place_policy(policy, mesh)
+    return derive_run(
+        place_policy(policy, mesh),
+        config,
+        data,
+        eval_data,
+        prompt_length=-(-longest // config.padding) * config.padding,
+        mesh=mesh,
+        reward_fns=reward_fns,
+        interaction=interaction,
+        sampler=arguments.sampler,
+        optimizer=arguments.optimizer,
+    )
+
+
+def derive_run(
+    policy: Policy,
+    config: GRPOConfig,
+    data: EncodedPrompts,
+    eval_data: EncodedPrompts | None = None,
+    *,
+    prompt_length: int,
+    mesh: jax.sharding.Mesh | None,
+    reward_fns: Sequence[Callable[..., Any]] = (),
+    interaction: Interaction | None = None,
+    sampler: Sampler | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """The run of arguments that have been checked; the policy's params may be shapes. Fields as in `Run`."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
-    optimizer = make_optimizer(config, total_steps) if arguments.optimizer is None else arguments.optimizer
+    schedule = make_schedule(config, total_steps) if optimizer is None else None
+    optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro = (sizes.micro_prompts, sizes.micro_completions)
     return Run(
         policy=policy,
         config=config,
         data=data,
         eval_data=eval_data,
-        prompt_length=-(-longest // config.padding) * config.padding,
+        prompt_length=prompt_length,
         reward_fns=reward_fns,
         interaction=interaction,
-        sampler=arguments.sampler,
+        sampler=sampler,
         mesh=mesh,
         sizes=sizes,
         total_steps=total_steps,
         optimizer=optimizer,
-        schedule=make_schedule(config, total_steps) if arguments.optimizer is None else None,
+        schedule=schedule,
         updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh),
     )
 

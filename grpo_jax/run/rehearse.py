@@ -19,17 +19,14 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.run.ahead import abstract_batch
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Environments, RewardFn, as_argument
 from grpo_jax.update.diagnosis import diagnose
-from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.programs import kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
@@ -192,17 +189,7 @@ def _bytes(tree: Any) -> int:
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
-    config = run.config
-    rollout = None
-    if run.sampler is None:
-        rollout = RolloutShapes.of(
-            *(run.policy.model, state.params, run.sizes.prompts, run.prompt_length),
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            batch_size=config.rollout_batch_size,
-            settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(config)),
-        )
-    batch = abstract_batch(run, state)
+    rollout, batch = rollout_programs(run, state.params), abstract_batch(run, state)
     programs = {
         "decode": (None if rollout is None else rollout.largest().lower(), 0),
         "update": (update_programs(run.updater, state, batch).update.lower(), kept_bytes(run.updater, state, batch)),

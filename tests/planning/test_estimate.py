@@ -14,8 +14,9 @@ from grpo_jax import GRPOConfig, plan
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.bounds import count_weights
 from grpo_jax.planning import programs
-from grpo_jax.planning.estimate import _at_batch, _plan, _Run
-from grpo_jax.planning.loaded import Loaded, checked
+from grpo_jax.planning.account import Account
+from grpo_jax.planning.estimate import Request, plan_here, plan_sizes
+from grpo_jax.planning.loaded import Loaded
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -83,7 +84,8 @@ def test_a_base_of_seven_billion_weights_is_held_in_four_gigabytes():
     raw |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
 
     def held(embeddings):
-        loaded = checked(raw, GRPOConfig(), Loaded("bfloat16", 16, "nf4", embeddings))
+        loaded = Loaded("bfloat16", 16, "nf4", embeddings)
+        loaded.check(raw, GRPOConfig())
         _, base = loaded.params(read_config(raw), raw)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base)) / 1e9
 
@@ -103,13 +105,23 @@ def test_a_quantized_base_is_planned_for_adapters_only(monkeypatch):
         plan(MODEL, config_of(), prompt_length=8, lora=2, quantize="int3")
     with pytest.raises(ValueError, match="quantize_embeddings is True, and quantize is None"):
         plan(MODEL, config_of(), prompt_length=8, lora=2, quantize_embeddings=True)
-    with pytest.raises(ValueError, match="lora is 0"):
-        plan(MODEL, config_of(), prompt_length=8, lora=0)
+    for lora in (0, {"rank": 0}):
+        with pytest.raises(ValueError, match=f"lora is {lora}; it is the rank of adapters"):
+            plan(MODEL, config_of(), prompt_length=8, lora=lora)
+
+
+@pytest.mark.quick
+def test_a_process_that_was_ended_from_outside_is_told_from_one_that_failed(monkeypatch):
+    for status, said in ((-9, r"could not be planned, ended by signal 9: I0000"), (1, r"could not be planned: I0000")):
+        ended = subprocess.CompletedProcess([], status, "", "I0000 a line of a log")
+        monkeypatch.setattr(subprocess, "run", lambda *_, ended=ended, **__: ended)
+        with pytest.raises(ValueError, match=said):
+            plan(MODEL, config_of(), prompt_length=8)
 
 
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
-    found = _at_batch(model, config_of(max_completion_length=8), 8, Loaded())
+    found = plan_sizes(Request(model, config_of(max_completion_length=8), 8, Loaded()))
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
@@ -118,7 +130,7 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     name, kept = "activations of all prompts", []
     for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
         config = config_of(max_completion_length=8, gradient_accumulation_steps=accumulate)
-        found = _at_batch({**MODEL, "hidden_size": hidden}, config, 8, Loaded())
+        found = plan_sizes(Request({**MODEL, "hidden_size": hidden}, config, 8, Loaded()))
         assert found.sizes["prompts"] == accumulate
         beside = found.parts["gradients, activations and batch"] + found.parts[name]
         assert found.peaks["update"] == sum(found.held.values()) + beside
@@ -136,7 +148,7 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time(mesh):
     devices = 1 if mesh is None else 2
     settings = {"max_completion_length": 64, "gradient_accumulation_steps": 8, "mesh": mesh}
     at_once = (None, 2 * 8 * devices, 100 * 8 * devices)
-    plans = [_at_batch(MODEL, config_of(rollout_batch_size=n, **settings), 8, Loaded()) for n in at_once]
+    plans = [plan_sizes(Request(MODEL, config_of(rollout_batch_size=n, **settings), 8, Loaded())) for n in at_once]
     assert plans[0].sizes["prompts"] == 8 * devices
     whole, quarter, most = (found.parts["KV cache"] for found in plans)
     assert whole == most
@@ -147,21 +159,21 @@ def test_what_fits_is_said_by_the_phase_that_grows():
     """A rollout of so many completions at a time is the larger phase at first, and the same for every batch."""
     settings = {"max_completion_length": 64, "gradient_accumulation_steps": 64, "rollout_batch_size": 512}
     of = lambda batch: config_of(per_device_train_batch_size=batch, **settings)
-    peaks = {batch: _at_batch(MODEL, of(batch), 8, Loaded()).peaks for batch in (8, 24, 32)}
+    peaks = {batch: plan_sizes(Request(MODEL, of(batch), 8, Loaded())).peaks for batch in (8, 24, 32)}
     assert peaks[8]["update"] < peaks[8]["rollout"] == peaks[32]["rollout"] < peaks[24]["update"]
     memory = 1.01 * peaks[24]["update"]
-    found = _plan(MODEL, of(8), prompt_length=8, memory=memory, loaded=Loaded())
+    found = plan_here(Request(MODEL, of(8), 8, Loaded(), memory))
     assert found.largest_batch == 24
     assert peaks[32]["update"] > memory
-    assert _plan(MODEL, of(8), prompt_length=8, memory=peaks[8]["rollout"] - 1, loaded=Loaded()).largest_batch == 0
+    assert plan_here(Request(MODEL, of(8), 8, Loaded(), peaks[8]["rollout"] - 1)).largest_batch == 0
 
 
 def test_weights_are_read_as_often_as_completions_follow_one_another():
     """Bounds of a v5e: four groups one by one read the weights four times, and the keys and values no oftener."""
     settings = {"max_completion_length": 64, "gradient_accumulation_steps": 4, "compute_dtype": "bfloat16"}
-    run = lambda at_once: _Run.of(MODEL, config_of(rollout_batch_size=at_once, **settings), 8, Loaded())
+    run = lambda at_once: Account.of(MODEL, config_of(rollout_batch_size=at_once, **settings), 8, Loaded())
     once, twice, four = (run(n).decode_bytes for n in (None, 16, 8))
-    weights = 64 * 2 * count_weights(run(None).shape)
+    weights = 64 * 2 * count_weights(run(None).work.shape)
     assert (twice - once, four - once) == (weights, 3 * weights)
 
 
@@ -172,7 +184,7 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
 
     def parts(mesh):
         config = config_of(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
-        return [_at_batch({**model, "num_hidden_layers": n}, config, 64, Loaded()).parts for n in (2, 4)]
+        return [plan_sizes(Request({**model, "num_hidden_layers": n}, config, 64, Loaded())).parts for n in (2, 4)]
 
     at = parts({"fsdp": 8})
     of_each, of_one = (two[1][name] - two[0][name] for two in (at, parts(None)))

@@ -44,13 +44,18 @@ from grpo_jax.planning.targets import ENVIRONMENT, Target
 os.environ.update(ENVIRONMENT)
 from grpo_jax import GRPOConfig
 from grpo_jax.planning import programs
+from grpo_jax.planning.account import Account
+from grpo_jax.planning.loaded import Loaded
 from grpo_jax.planning.compiled import collectives, compile_program, kernels
 devices, found = Target.read(request["device"]).devices(), []
 for length in request["lengths"]:
     config = GRPOConfig(max_completion_length=length, **request["config"])
+    if request["phase"] == "names":
+        found += Account.of(request["model"], config, 256, Loaded(), devices).names()
+        continue
     lowered = programs(request["model"], config, prompt_length=256, devices=devices)[request["phase"]]
     one = compile_program(lowered)
-    found.append([one.memory.temp_size_in_bytes, collectives(one.text), kernels(one.text), one.text.count(" copy(")])
+    found.append([one.memory.temporaries, collectives(one.text), kernels(one.text), one.text.count(" copy(")])
 print(json.dumps(found))
 """
 
@@ -67,7 +72,7 @@ array = lambda rows: jax.ShapeDtypeStruct((rows, 1024), jnp.float32, sharding=at
 program = jax.jit(lambda x, y: (jnp.sort(x, axis=1) * jnp.sort(x + 1, axis=0)).sum() + y.sum())
 for rows in (2**16, 2**20):  # 0.25 and 4 GiB
     found = compile_program(program.lower(array(3 * 2**19), array(rows)), (3 * 2**19 + rows) * 4096)
-    print(type(found.memory).__name__, found.memory.temp_size_in_bytes)
+    print(found.memory.refused, found.memory.temporaries)
 """
 
 
@@ -80,6 +85,13 @@ def compiled(device, lengths, phase="update", model=MODEL, **config):
     done = subprocess.run([PYTHON, "-c", PROGRAM], input=json.dumps(request), **CAPTURED)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("device", ["v5e", "H100"])
+def test_the_programs_of_a_plan_are_named_by_the_sequences_of_its_device(device):
+    """A micro-batch of 8 × 1,024 tokens is one packed sequence there, and 16 on a CPU."""
+    names = compiled(device, [1024], phase="names")
+    assert any(name.startswith("update 8192 tokens") for name in names), names
 
 
 @pytest.mark.parametrize("device", ["v5e", "H100"])
@@ -174,7 +186,7 @@ def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, arg
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
     found = compile_program(Lowered(), int(2.25 * 2**30)).memory
-    assert (found.argument_size_in_bytes, found.temp_size_in_bytes) == (arguments * 2**30, temporaries * 2**30)
+    assert found == (arguments * 2**30, temporaries * 2**30, 0, True)
 
 
 def test_what_a_refused_program_takes_beside_its_arguments_does_not_depend_on_them():
@@ -183,8 +195,8 @@ def test_what_a_refused_program_takes_beside_its_arguments_does_not_depend_on_th
         pytest.skip(f"libtpu is not installed for {PYTHON}")
     done = subprocess.run([PYTHON, "-c", REFUSED], **CAPTURED)
     assert done.returncode == 0, done.stderr[-3000:]
-    (kind, less), (_, more) = (line.split() for line in done.stdout.splitlines()[-2:])
-    assert kind == "Refused"
+    (refused, less), (_, more) = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert refused == "True"
     assert int(more) == pytest.approx(int(less), rel=0.01)
 
 

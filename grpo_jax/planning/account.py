@@ -1,0 +1,209 @@
+"""The account of a run of abstract shapes: what it holds, and what each phase adds and computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sizes import Sizes
+from grpo_jax.devices.platform import compute_dtype
+from grpo_jax.devices.program import Program
+from grpo_jax.devices.sharding import make_mesh, shard_count, split_sharding, tree_sharding
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.hub.quantize import without_quantization
+from grpo_jax.models.bounds import Work, count_weights, peaks_of
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.planning.compiled import Memory, bytes_on_device, placed
+from grpo_jax.planning.loaded import Loaded
+from grpo_jax.policy import Policy
+from grpo_jax.rollout.layout import places
+from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.run.prepare import derive_run, new_state
+from grpo_jax.run.programs import abstract_batch, rollout_programs
+from grpo_jax.run.run import Run
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.types import Batch, Json, Params
+from grpo_jax.update.optimizer import make_optimizer
+from grpo_jax.update.packed import sequence_tokens
+from grpo_jax.update.programs import UpdatePrograms, kept_bytes, update_programs
+from grpo_jax.update.state import TrainState
+
+_NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
+_STEPS = 1000
+"""Optimizer steps of a plan's schedule: no array depends on them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """A run by the shapes of its arrays, each with its place on the mesh, and what they come to.
+
+    Attributes:
+      run: as `prepare` derives it.
+      mesh: of one device or several.
+      state: as training begins with it.
+      base: of adapters, frozen; None where all params are trained.
+      batch: of one update.
+    """
+
+    run: Run
+    mesh: Mesh
+    state: TrainState
+    base: Params | None
+    batch: Batch
+
+    @classmethod
+    def of(
+        cls,
+        raw: Json,
+        config: GRPOConfig,
+        prompt_length: int,
+        loaded: Loaded,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> Account:
+        """The account of a config.json and a config, on the first of some devices."""
+        mesh = make_mesh(config.mesh or {}, devices)
+        on = list(mesh.devices.flat)
+        # Without devices that were asked for, the plan is that of an accelerator.
+        dtype = config.compute_dtype if devices is not None else config.compute_dtype.replace("auto", "bfloat16")
+        config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, on))
+        decoder = Transformer(read_config(without_quantization(raw), dtype=config.compute_dtype))
+        params, base = loaded.params(decoder.config, raw)
+        params, base = placed((params, base), tree_sharding((params, base), mesh))
+        model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
+        run = derive_run(
+            Policy(model, params, config=raw),
+            config,
+            _NO_ROWS,
+            prompt_length=prompt_length,
+            mesh=mesh,
+            optimizer=make_optimizer(config, _STEPS),
+        )
+
+        def make_state(params: Params) -> TrainState:
+            return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
+
+        state = jax.eval_shape(make_state, params)
+        state = placed(state, tree_sharding(state, mesh))
+        batch = abstract_batch(run, state)
+        return cls(run, mesh, state, base, placed(batch, split_sharding(batch, mesh)))
+
+    @property
+    def config(self) -> GRPOConfig:
+        """The settings, with the dtype that the devices have decided."""
+        return self.run.config
+
+    @property
+    def sizes(self) -> Sizes:
+        """Prompts and completions of an iteration and of its parts."""
+        return self.run.sizes
+
+    @functools.cached_property
+    def rollout(self) -> RolloutShapes:
+        """The programs of the rollout."""
+        shapes = rollout_programs(self.run, self.state.params)
+        assert shapes is not None, "a decoder has a cache"
+        return shapes
+
+    @functools.cached_property
+    def updates(self) -> UpdatePrograms:
+        """The programs of an update, of packed sequences as an accelerator has them."""
+        return update_programs(self.run.updater, self.state, self.batch, tokens=self._tokens)
+
+    def largest(self) -> dict[str, Program]:
+        """The largest program of each phase: a burst of the decode, scoring by the reference, an update."""
+        reference = {"reference": self.updates.score} if self.config.beta > 0 else {}
+        return {"rollout": self.rollout.largest(), "update": self.updates.update, **reference}
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all programs that the policy's lengths choose from."""
+        cpu = self.mesh.devices.flat[0].platform == "cpu"
+        updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
+        return tuple(program.name for program in (*self.rollout.programs(), *updates.by_length))
+
+    def held(self, *, donate: bool) -> dict[str, int]:
+        """Bytes that stay on each device, by part; with `donate` the caller holds no params beside the run's."""
+        parts = {
+            "base": self.base,
+            "params": self.state.params,
+            "master params": self.state.master_params,
+            "optimizer": self.state.opt_state,
+            "reference": self.state.ref_params,
+            "old params": self.state.old_params,
+            "initial params": self.state.initial_params,
+            "policy": None if donate else self.state.params,
+        }
+        return {name: size for name, tree in parts.items() if (size := bytes_on_device(tree))}
+
+    @functools.cached_property
+    def own_bytes(self) -> int:
+        """Bytes of params and base on each device, which every program is given and `held` counts."""
+        return bytes_on_device((self.state.params, self.base))
+
+    def added(self, phase: str, memory: Memory) -> dict[str, int]:
+        """Bytes that a phase adds on each device, by its largest program's memory."""
+        if phase == "reference":
+            return {"reference temporaries": memory.temporaries}
+        if phase == "rollout":
+            cache = max(0, memory.arguments - self.own_bytes)
+            return {"KV cache": cache, "decode temporaries": memory.temporaries}
+        # The program is that of a packed sequence, which is given the gradients so far.
+        beside = max(0, memory.arguments + memory.results - self.own_bytes)
+        added = {"gradients, activations and batch": beside + memory.temporaries}
+        if kept := kept_bytes(self.run.updater, self.state, self.batch, tokens=self._tokens):
+            added["activations of all prompts"] = kept
+        return added
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """The arithmetic of one iteration."""
+        return Work(
+            self.run.policy.model.config,
+            self.sizes.prompts,
+            self.config.num_generations,
+            self.run.prompt_length,
+            self.config.max_completion_length,
+            jnp.dtype(self.config.compute_dtype).itemsize,
+        )
+
+    def operations(self) -> dict[str, float]:
+        """Operations of each phase of one iteration, over all devices."""
+        update = self.work.update_operations
+        reference = {"reference": update / 3} if self.config.beta > 0 else {}
+        return {"rollout": update / 3, **reference, "update": update * self.config.num_iterations}
+
+    def bounds(self) -> dict[str, float]:
+        """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
+        found = peaks_of(self.mesh.devices.flat[0].device_kind)
+        if found is None:
+            return {}
+        operations, bandwidth = (peak * self.mesh.size for peak in found)
+        seconds = {phase: count / operations for phase, count in self.operations().items()}
+        seconds["rollout"] = max(seconds["rollout"], self.decode_bytes / bandwidth)
+        return seconds
+
+    @property
+    def decode_bytes(self) -> float:
+        """Bytes that the decode of one iteration reads, over all devices."""
+        # Weights are read for each device's own completions, as often as these follow one another; devices along
+        # "tensor" share completions, and read a part each.
+        shards, group = shard_count(self.mesh), self.config.num_generations
+        at_once = places(self.sizes.prompts, group, self.config.rollout_batch_size, shards)
+        times = shards * math.ceil(self.sizes.prompts / at_once)
+        weights = self.config.max_completion_length * count_weights(self.work.shape) * self.work.itemsize
+        return self.work.decode_bytes + (times - 1) * weights
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a packed sequence on one accelerator at most."""
+        micro = max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions
+        longest = self.config.max_completion_length
+        return sequence_tokens(micro * longest, longest, cpu=False)

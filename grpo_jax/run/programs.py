@@ -1,0 +1,50 @@
+"""The programs of a run by the shapes of their arguments: warm-up compiles them, a rehearsal and a plan weigh them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.run.run import Run
+from grpo_jax.types import Batch, Params, Prompts
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.state import TrainState
+
+
+def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
+    """The programs of a rollout by those params; None where `generate` has none of them, or another engine samples."""
+    if run.sampler is not None:
+        return None
+    return RolloutShapes.of(
+        run.policy.model,
+        params,
+        run.sizes.prompts,
+        run.prompt_length,
+        num_generations=run.config.num_generations,
+        max_completion_length=run.config.max_completion_length,
+        batch_size=run.config.rollout_batch_size,
+        settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(run.config)),
+    )
+
+
+def abstract_batch(run: Run, state: TrainState) -> Batch:
+    """The shapes of a minibatch, which comes from the host."""
+    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.config.max_completion_length
+
+    def make() -> Batch:
+        log_probs = jnp.zeros((b, g, t))
+        return Batch(
+            prompts=Prompts(jnp.zeros((b, run.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
+            tokens=jnp.zeros((b, g, t), jnp.int32),
+            mask=jnp.zeros((b, g, t), bool),
+            advantages=jnp.zeros((b, g)),
+            sampling_log_probs=log_probs,
+            ref_log_probs=None if state.ref_params is None else log_probs,
+            initial_log_probs=None if state.initial_params is None else log_probs,
+            counted=jnp.zeros(b, bool) if run.config.dynamic_sampling else None,
+            old_log_probs=None if run.sampler is None else log_probs,
+        )
+
+    return jax.eval_shape(make)
