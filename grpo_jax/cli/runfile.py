@@ -291,14 +291,14 @@ def _check_model(given: object, folder: Path) -> None:
 
 def config_of(model: Json, folder: Path) -> Json:
     """Return the config of new weights, which stands in the file itself or in a config.json."""
-    given = model.get("config")
-    if isinstance(given, Mapping):
-        return given
+    stated = model.get("config")
+    if isinstance(stated, Mapping):
+        return stated
     try:
-        config: Json = json.loads((folder / str(given)).read_text(encoding="utf-8"))
+        config: Json = json.loads((folder / str(stated)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"config = {show(given)} is no file of JSON ({one_line(error)}); give a config.json, or what one holds"
+            f"config = {show(stated)} is no file of JSON ({one_line(error)}); give a config.json, or what one holds"
         ) from error
     return config
 
