@@ -20,7 +20,7 @@ from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_rewar
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Request, Sampler, check_sampler
-from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset
@@ -332,7 +332,7 @@ def evaluate_encoded(
 def _means(
     names: Sequence[str],
     weights: Sequence[float] | None,
-    scored: Sequence[Scores],
+    scored: Sequence[Rewarded],
     *,
     mean_length: float,
     clipped_ratio: float,

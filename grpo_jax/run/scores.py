@@ -20,7 +20,7 @@ from grpo_jax.turns.episodes import Played
 from grpo_jax.types import RewardFn, Tokenizer
 
 
-class Scores(NamedTuple):
+class Rewarded(NamedTuple):
     """The rewards of some completions, and all else that the reward functions left."""
 
     texts: list[Any]  # B·G completions, text or messages
@@ -32,7 +32,7 @@ class Scores(NamedTuple):
 
 def score_own(
     tokenizer: Tokenizer, reward_fns: RewardFn | Sequence[RewardFn], sampled: Sampled, *, on_error: str, extras: Extras
-) -> Scores:
+) -> Rewarded:
     """Call the reward functions for this process's share of the B rows and their completions [B, G, T].
 
     The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
@@ -42,7 +42,7 @@ def score_own(
     part = own_part(len(rows)) if sampled.own is None else sampled.own
     own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
     if not part:
-        return Scores([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
+        return Rewarded([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
     prompts = zip(*map(np.asarray, (sampled.prompts.tokens[own], sampled.prompts.lengths[own])), strict=True)
     ids = [row[:length] for row, length in prompts]
     inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own], prompt_ids=ids)
@@ -63,17 +63,17 @@ def score_own(
         extras=extras.given(),
     )
     texts = list(inputs.completions)
-    return Scores(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
+    return Rewarded(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
 
 
-def of_all_processes(own: Scores, reward_fns: RewardFn | Sequence[RewardFn]) -> Scores:
+def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewarded:
     """The scores of all rows, from those of each process; all processes have to ask together.
 
     Statistics are those of all completions; faults are added, and of the seconds the slowest process's count.
     """
     if jax.process_count() == 1:
         return own
-    parts = [Scores(*part) for part in gather_objects([*own._replace(rewards=own.rewards.tolist())])]
+    parts = [Rewarded(*part) for part in gather_objects([*own._replace(rewards=own.rewards.tolist())])]
     chain, names = itertools.chain.from_iterable, reward_names(reward_fns)
     rewards = np.array([*chain(part.rewards for part in parts)], np.float32)
 
@@ -85,7 +85,7 @@ def of_all_processes(own: Scores, reward_fns: RewardFn | Sequence[RewardFn]) -> 
         for name, values in together([part.stats for part in parts]).items()
         if name.endswith(("/errors", "/seconds"))
     }
-    return Scores(
+    return Rewarded(
         texts=[*chain(part.texts for part in parts)],
         extras=[*chain(part.extras for part in parts)],
         rewards=rewards,
@@ -95,7 +95,7 @@ def of_all_processes(own: Scores, reward_fns: RewardFn | Sequence[RewardFn]) -> 
 
 
 def completion_rows(
-    scores: Scores, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
+    scores: Rewarded, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
 ) -> list[dict[str, Any]]:
     """One dict per completion, in prompt-major order; of one with several turns, who said what.
 

@@ -12,7 +12,7 @@ from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.extras import OWN_COLUMNS, Extras
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import Scores, completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.turns.episodes import EpisodeCounts, Played
 from grpo_jax.types import Completions
@@ -127,6 +127,6 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
 def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
-    scores = Scores([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
+    scores = Rewarded([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
     for row in completion_rows(scores, ["length"], sampled, weighed=True):
         assert {"step", *row} == {"number", *OWN_COLUMNS}
