@@ -1,5 +1,6 @@
-"""Several turns: `tools` (functions and methods as the policy sees them, their arguments and returns), `formats` (how a
-model's chat template writes calls, read back out of a turn), `templates` (an observation's tokens after a turn).
+"""Several turns: `interaction` (who answers the policy, checked before a run), `episodes` (a rollout of it), `tools`
+(functions and methods as the policy sees them), `formats` (how chat templates write calls, read back out of a turn),
+`templates` (an observation's tokens after a turn), `roundtrip` (a call of our own, there and back).
 """
 
 from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, tool_message
