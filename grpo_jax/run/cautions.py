@@ -15,7 +15,7 @@ from grpo_jax.messages import show
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import RewardFn, Row, Tokenizer
+from grpo_jax.types import Messages, RewardFn, Row, Tokenizer
 
 _THINK = "<think>"
 _LAST = 8
@@ -45,7 +45,7 @@ def warn_of_prompts(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequ
 
 
 def _doubled_bos(data: EncodedPrompts, tokenizer: Tokenizer, argument: str) -> str | None:
-    """What to say of text prompts that begin with two BOS; a chat template writes its own, and none is added."""
+    """Warns of text prompts that begin with two BOS; a chat template writes its own, and none is added."""
     bos = getattr(tokenizer, "bos_token_id", None)
     doubled = [i for i, ids in enumerate(data.token_ids) if bos is not None and list(ids[:2]) == [bos, bos]]
     if not doubled or is_conversation(data.rows[doubled[0]]["prompt"]):
@@ -58,7 +58,7 @@ def _doubled_bos(data: EncodedPrompts, tokenizer: Tokenizer, argument: str) -> s
 
 
 def _empty_arguments(rows: Sequence[Row], argument: str) -> str | None:
-    """What to say of calls of tools in prompts that have None for an argument."""
+    """Warns of calls of tools in prompts that have None for an argument."""
     found = [(i, name) for i, row in enumerate(rows) for name, value in _arguments(row["prompt"]) if value is None]
     if not found:
         return None
@@ -70,17 +70,17 @@ def _empty_arguments(rows: Sequence[Row], argument: str) -> str | None:
     )
 
 
-def _arguments(prompt: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(prompt: str | Messages) -> Iterator[tuple[str, object]]:
     """Names and values of the arguments of all calls in a prompt."""
-    for message in prompt if is_conversation(prompt) else ():
+    for message in () if isinstance(prompt, str) else prompt:
         for call in message.get("tool_calls") or ():
             function = call.get("function") or call
-            given = function.get("arguments")
-            yield from given.items() if isinstance(given, Mapping) else ()
+            arguments = function.get("arguments")
+            yield from arguments.items() if isinstance(arguments, Mapping) else ()
 
 
 def _opened_thought(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequence[RewardFn]) -> str | None:
-    """What to say where completions begin inside a thought and reward functions look for its beginning."""
+    """Warns where completions begin inside a thought and reward functions look for its beginning."""
     ends = tokenizer.decode(list(data.token_ids[0][-_LAST:]))
     if not ends.rstrip().endswith(_THINK):
         return None
@@ -103,10 +103,10 @@ def _mentions(fn: Callable[..., Any], word: str) -> bool:
     return any(word in text.replace("\\", "") for text in _texts(fn, depth=5) if text != doc)
 
 
-def _texts(value: Any, depth: int) -> Iterator[str]:
+def _texts(value: object, depth: int) -> Iterator[str]:
     """The strings in a function, down to some depth: its constants, what it closes over, the globals that it names and
     the parts of objects that are called."""
-    parts: Iterable[Any] = ()
+    parts: Iterable[object] = ()
     if isinstance(value, str | re.Pattern):
         yield str(getattr(value, "pattern", value))
     elif isinstance(value, types.CodeType):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,13 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
     with np.load(directory / "arrays.npz") as arrays:
         state, batch = _read(arrays, policy)
     sizes = of_run.sizes()
-    how: dict[str, Any] = {"micro": (sizes.micro_prompts, sizes.micro_completions), "on_policy": of_run.on_policy}
-    model = with_settings(policy.model, config, list(devices_of(state.params)))
-    updater = choose_updater(model, config, mesh=mesh_of(state.params), **how)
+    updater = choose_updater(
+        with_settings(policy.model, config, list(devices_of(state.params))),
+        config,
+        micro=(sizes.micro_prompts, sizes.micro_completions),
+        mesh=mesh_of(state.params),
+        on_policy=of_run.on_policy,
+    )
     found = diagnose(state, batch, updater, rows=about["rows"])
     print(f"{directory}: {found or 'loss and gradient are finite'}")
     return found
@@ -179,16 +184,16 @@ def _write(
         (scratch / "about.json").write_text(json.dumps(about, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _read(arrays: Any, policy: Policy) -> tuple[TrainState, Batch]:
-    """What `_write` wrote; the params take their tree and their dtypes from the policy."""
+def _read(arrays: Mapping[str, Any], policy: Policy) -> tuple[TrainState, Batch]:
+    """The state and batch of a skipped update; the params take their tree and their dtypes from the policy."""
     like, tree = jax.tree.flatten(policy.params)
-    leaves = [arrays[f"params/{i}"] for i in range(sum(name.startswith("params/") for name in arrays.files))]
+    leaves = [arrays[f"params/{i}"] for i in range(sum(name.startswith("params/") for name in arrays))]
     if [x.shape for x in leaves] != [x.shape for x in like]:
         raise ValueError("policy: its params have other shapes than those of the kept batch; give the run's own model")
     # NumPy's files know bfloat16 as two bytes only.
     leaves = [jnp.asarray(x.view(y.dtype) if x.dtype.kind == "V" else x) for x, y in zip(leaves, like, strict=True)]
-    fields = {name[6:]: jnp.asarray(arrays[name]) for name in arrays.files if name.startswith("batch/")}
-    prompts = Prompts(jnp.asarray(arrays["prompts/tokens"]), jnp.asarray(arrays["prompts/lengths"]))
+    fields = {name[6:]: arrays[name] for name in arrays if name.startswith("batch/")}
+    prompts = Prompts(arrays["prompts/tokens"], arrays["prompts/lengths"])
     state = TrainState(
         params=jax.tree.unflatten(tree, leaves),
         old_params=None,

@@ -89,7 +89,7 @@ class Ahead(NamedTuple):
         """The completions as they were sampled, without their environments; the arguments are those of `sample`."""
         rows = [data.rows[i] for i in numbers]
         if request.interaction is None or self.transcript is None:
-            prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length)
+            prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
             return Sampled(rows, prompts, self.completions)
         transcript = json.loads(np.asarray(self.transcript).tobytes())
         kept = zip(rows, transcript["prompts"], strict=True)
@@ -136,7 +136,7 @@ def sample(
             prompt_indices=prompt_indices,
             interrupt=interrupt,
         )
-    prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length)
+    prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
     if request.sampler is None:
         completions = generate(
             model,
@@ -216,7 +216,7 @@ def _prompts(
         for i, row in zip(numbers, opened, strict=True)
     ]
     longest = -(-max(map(len, ids)) // request.padding) * request.padding
-    return make_prompts(ids, length=max(request.prompt_length, longest))
+    return make_prompts(ids, length=max(request.prompt_length, longest), on_host=True)
 
 
 def _encoded(interaction: Interaction, opened: Row) -> Sequence[int]:

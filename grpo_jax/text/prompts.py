@@ -30,7 +30,7 @@ _OWN_TEMPLATE_KWARGS = ("add_generation_prompt", "continue_final_message", "toke
 
 
 def make_prompts(
-    token_ids: Sequence[Sequence[int]], *, pad_to_multiple_of: int = 1, length: int | None = None
+    token_ids: Sequence[Sequence[int]], *, pad_to_multiple_of: int = 1, length: int | None = None, on_host: bool = False
 ) -> Prompts:
     """Right-pad lists of token ids to one `Prompts`.
 
@@ -38,6 +38,7 @@ def make_prompts(
       token_ids: B lists of token ids, none of them empty.
       pad_to_multiple_of: P is rounded up to a multiple of this, so that few different shapes get compiled.
       length: P before rounding; default is the longest prompt.
+      on_host: return NumPy's arrays in the place of JAX's.
 
     Returns:
       `Prompts` with tokens [B, P] int32, 0 as padding, and lengths [B] int32.
@@ -66,7 +67,8 @@ def make_prompts(
     tokens = np.zeros((len(rows), padded_length), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-    return Prompts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths))
+    array: Any = np.asarray if on_host else jnp.asarray
+    return Prompts(tokens=array(tokens), lengths=array(lengths))
 
 
 def _id_array(ids: Any, where: str) -> np.ndarray:

@@ -248,6 +248,17 @@ def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
 
 
 @pytest.mark.quick
+def test_a_batch_is_on_the_host_until_it_is_packed(monkeypatch):
+    """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
+    scored, score = [], PackedUpdater.score
+    monkeypatch.setattr(PackedUpdater, "score", lambda self, params, *x: scored.append(x) or score(self, params, *x))
+    batch = collected(run_of(length_reward, beta=0.1), keep_reference=True).batch
+    assert len(scored) == 1
+    assert batch.ref_log_probs is not None
+    assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
+
+
+@pytest.mark.quick
 def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
     run, theirs = run_of(), tiny_policy(seed=1).params
