@@ -32,7 +32,7 @@ def faults(run_dir):
     from types import SimpleNamespace
 
     import jax
-    import jax.numpy as jnp
+    import numpy as np
     from tiny import tiny_policy
 
     from grpo_jax import GRPOConfig, train
@@ -63,10 +63,12 @@ def faults(run_dir):
 
     real, collect = checkpoint.time, module.collect
 
-    def spoilt(task, state, cursor, **how):
-        found = collect(task, state, cursor, **how)
-        nan = found.batch.advantages.at[1, 2].set(jnp.nan if cursor == len(ROWS) else found.batch.advantages[1, 2])
-        return dataclasses.replace(found, batch=found.batch.replace(advantages=nan))
+    def spoilt(run, state, cursor, **how):
+        found = collect(run, state, cursor, **how)
+        advantages = found.batch.advantages.copy()
+        if cursor == len(ROWS):
+            advantages[1, 2] = np.nan
+        return dataclasses.replace(found, batch=found.batch.replace(advantages=advantages))
 
     checkpoint.time = SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns, sleep=time.sleep)
     module.collect = spoilt
