@@ -133,7 +133,10 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     if page.file.src_uri.startswith("reference/"):
         names = {name: os.path.relpath(made, "reference") for made, name in named_in(source)}
-        line = lambda found: f"- [`{found[1].rpartition('.')[2]}`]({names[found[1]]}): {first_line(found[1])}"
+
+        def line(found: re.Match[str]) -> str:
+            return f"- [`{found[1].rpartition('.')[2]}`]({names[found[1]]}): {first_line(found[1])}"
+
         markdown = re.sub(r"^::: (\S+)$", line, markdown, flags=re.M)
         return re.sub(r"^(- .*\n)\n(?=- )", r"\1", markdown, flags=re.M)
     return relink(markdown, source, page.file.src_uri)

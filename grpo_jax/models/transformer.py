@@ -62,8 +62,7 @@ class Embedding(nn.Module):
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def attend(self, x):
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if self.held is not None:
             return matmul_quantized(x, self.held, jnp.float32).reshape(*shape[:-1], -1)
         return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32).reshape(*shape[:-1], -1)
@@ -93,8 +92,7 @@ class Transformer(nn.Module):
         self.embed_tokens = Embedding(c)
         if c.layer_input_size:
             width, linear = c.num_layers * c.layer_input_size, functools.partial(Linear, use_bias=False)
-            scale = c.layer_input_size**0.5
-            of_layers = dataclasses.replace(c, hidden_size=width, embedding_scale=scale)
+            of_layers = dataclasses.replace(c, hidden_size=width, embedding_scale=c.layer_input_size**0.5)
             self.embed_tokens_per_layer = Embedding(of_layers)
             self.per_layer_model_projection = linear(width, dtype=jnp.dtype(c.dtype), stddev=c.initializer_range)
             self.per_layer_projection_norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
@@ -394,8 +392,7 @@ def kernels_by_columns(params: Any) -> Any:
 
     Quantized kernels are left out: a copy of them would be the model that they save.
     """
-    plain = ((path, kernel) for path, kernel in projections(params) if not isinstance(kernel, Quantized))
-    return unflatten_dict({(*path, "kernel"): kernel.T for path, kernel in plain})
+    return unflatten_dict({(*at, "kernel"): x.T for at, x in projections(params) if not isinstance(x, Quantized)})
 
 
 def count_parameters(params: Any) -> int:

@@ -388,6 +388,5 @@ def _value_of(reply: Reply) -> Any:
     if not reply.get("other"):
         return value
     members = {"__repr__": lambda self: value["repr"], "__str__": lambda self: value["text"]}
-    if value["number"] is not None:
-        members["__float__"] = lambda self: value["number"]
-    return type(value["type"], (), members)()
+    number = {} if value["number"] is None else {"__float__": lambda self: value["number"]}
+    return type(value["type"], (), members | number)()

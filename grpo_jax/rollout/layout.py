@@ -235,14 +235,14 @@ class Layout:
         return self._look().rollout.table.completions(len(self.rollout.keys))
 
     def _note(self, new: _Pending) -> Layout:
-        """What is being drawn, to be looked at; on an accelerator after the next tokens have been asked for."""
+        """Keep a burst until its tokens are looked at: on an accelerator, until the next burst is under way."""
         for x in jax.tree.leaves(new.drawn):
             if x.is_fully_addressable:
                 x.copy_to_host_async()
         return dataclasses.replace(self, pending=(*self.pending, new))._look(self.rollout.ahead)
 
     def _look(self, ahead: int = 0) -> Layout:
-        """What was drawn, looked at, but for the last `ahead` bursts."""
+        """Take the tokens of all bursts but the last `ahead` into the table."""
         table, waiting, completions = self.rollout.table, list(self.pending), self.completions
         while len(waiting) > ahead:
             old = waiting.pop(0)

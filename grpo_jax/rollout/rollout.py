@@ -116,7 +116,7 @@ class Rollout:
 
     @functools.cached_property
     def mesh(self) -> Mesh | None:
-        """Of the params; None on one device."""
+        """Mesh that the params are on; None for one device."""
         return mesh_of(self.params)
 
     @functools.cached_property
