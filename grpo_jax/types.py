@@ -62,18 +62,19 @@ class Completions(flax.struct.PyTreeNode):
     tokens       "the" "cat"  EOS    0     0
     mask           1     1     1     0     0
     log_probs    -1.2  -0.7  -0.1    0     0     log-prob of tokens[t], given the prompt and tokens[:t]
-    ended = True: the completion drew an EOS. One that reached T without it has ended = False (it was truncated).
+    ended = True: the completion ended by itself. One that was cut off at T has ended = False (it was truncated).
     ```
 
     Attributes:
-      tokens: [B, G, T] int32; the pad id where `mask` is False.
-      mask: [B, G, T] bool; True on completion tokens up to and including the first EOS.
+      tokens: [B, G, T] int32: those that the policy drew and, of several turns, those that it observed in between; the
+        pad id after the last.
+      mask: [B, G, T] bool; True on the tokens that the policy drew: of one turn up to and including the first EOS, of
+        several turns those of every turn, without the observations.
       log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
-      ended: [B, G] bool; True if the completion drew an EOS, from the sampler's own record.
-      present: [B, G, T] bool; True on all tokens of a completion of several turns, those that were observed between its
-        turns too, which `mask` leaves out. None: those of `mask`.
+      ended: [B, G] bool; False if the completion was cut off at T, from the sampler's own record.
+      present: [B, G, T] bool; True on all tokens of a completion of several turns, the observations too. None: `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
-        False. None: `log_probs` are just these.
+        False. None: the sampler was `generate`, and `log_probs` are the old log-probs.
     """
 
     tokens: jax.Array
@@ -92,7 +93,8 @@ class Batch(flax.struct.PyTreeNode):
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32.
-      sampling_log_probs: [B, G, T] float32, kept from the sampler.
+      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which
+        `rollout.rollout.Table.draw` writes for every turn. The ratio's old log-probs, unless there are `old_log_probs`.
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.

@@ -1,8 +1,8 @@
 """`GRPOConfig`: every setting of a run, its default stated once, wrong values refused before anything runs.
 
 A field that TRL 1.16's `GRPOConfig` (or `transformers.TrainingArguments` under it) has keeps its name, meaning and
-default here; the docs below say "ours" where it does not exist there. Defaults live in this file only: the functions
-of the library take plain keyword arguments, which the loop reads from a config and hands on.
+default here; the docs below say "ours" where it does not exist there. The defaults of a run live in this file only; the
+functions of the library take plain arguments, which the loop reads from a config and hands on.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ class GRPOConfig(Settings):
 
     # The policy loss.
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
-    """Surrogate and reduction, see `losses`."""
+    """Surrogate and reduction: a row of `LOSS_TYPES` in `maths.surrogates`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
     """Level of the ratio: the token's own, a completion's geometric mean (GSPO, arXiv 2507.18071) or product (ours)."""
     epsilon: Positive = 0.2

@@ -151,7 +151,7 @@ def grpo_loss_terms(
     if selected is not None:
         selected = mask & read_mask(log_probs, selected, "selected")
         p = jnp.where(selected, p, 0)
-    if weights is not None and surrogate is not vespo:
+    if weights is not None and surrogate is not vespo:  # which has them in its own weight already
         p = p * jnp.where(mask, weights, 1)
     loss = reduction(p, mask, counts)
     sums = {"policy_loss": loss, "kl_bounded_tokens": jnp.zeros_like(count), "kl_in_loss": jnp.zeros_like(loss)}

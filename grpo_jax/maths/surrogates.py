@@ -172,7 +172,10 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool."""
+    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool.
+
+    Nowhere for a surrogate that is not named here: one with a clip of its own is to be added.
+    """
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never

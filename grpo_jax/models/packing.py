@@ -70,6 +70,10 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
+OPEN = 4
+"""Sequences that a completion is tried in before a new one is begun."""
+
+
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
     """N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
     return -(-max(tokens, longest) // block) * block
@@ -139,7 +143,7 @@ def pack(
     """Lay the completions of a batch end to end.
 
     They stay with their group where they can: group by group, long ones first, each into the first sequence with room
-    among the last few that were begun.
+    among the last `OPEN` that were begun.
 
     Args:
       tokens: [B, G, T] integer.
@@ -176,7 +180,7 @@ def pack(
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # [S, T] is as long as the tokens, and not as long as their square.
+    # A bound on S, the segments, so that arrays [S, T] are of the order of N.
     most = max(8, min(size // 8, 32 * size // longest))
     flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     chosen = [_choose(part, size // block, block, most) for part in own]
@@ -246,7 +250,7 @@ def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[
             n = int(own[i])
             if n == 0:
                 continue
-            for at in range(max(0, len(members) - 4), len(members) + 1):
+            for at in range(max(0, len(members) - OPEN), len(members) + 1):
                 if at == len(members):
                     members.append({})
                     filled.append({})

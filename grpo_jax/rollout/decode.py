@@ -36,7 +36,8 @@ class Stream(flax.struct.PyTreeNode):
 
     Attributes:
       prefix: of the prompts, B of them.
-      cache: what is kept of the completions, of one turn `_without_ones`; its slots are a ring.
+      cache: keys and values, or states, of the completions, in a ring of slots; for one turn without axes of size 1
+        (`_without_ones`).
       token: [B, G] the last token of each completion, which is not in the cache yet.
       ended: [B, G] whether that was the last of the completion, or of its turn.
       keys: [B, G] typed keys.

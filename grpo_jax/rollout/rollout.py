@@ -121,7 +121,7 @@ class Rollout:
 
     @functools.cached_property
     def ahead(self) -> int:
-        """Bursts that are begun before the host looks at what came of the one before them."""
+        """Bursts in flight: those that are begun before the host looks at the tokens of the one before them."""
         return 0 if on_cpu(self.params, self.mesh) else 1
 
     def numbers(self, groups: np.ndarray) -> np.ndarray:

@@ -4,7 +4,10 @@ The host's part of the loop. What is random or ordered is found by counting prom
 prompt is the n-th entry of the shuffled epochs, and its samples come from the keys of n. So the cursor is one integer.
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
-asked for first, and with `rollout_ahead` the next completions are sampled in a thread beside (`streams.beside`).
+asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
+completions are sampled in a thread beside (`streams.beside`). On the device then are the `TrainState` (which of its
+trees, `prepare.new_state` says), the log-probs being computed with what they need (`update.packed`), and with
+`rollout_ahead` the caches of a rollout. Those of this iteration's rollout are gone, and its batch is on the host.
 
 ```
 rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …
@@ -96,9 +99,9 @@ class _Round(NamedTuple):
 
     groups: _Groups
     metrics: dict[str, float]
-    batch: Batch | None  # as far as it is known without rewards; None where they choose among the groups
+    batch: Batch | None  # without advantages; None with dynamic_sampling, where rewards choose its groups
     cursor: int  # prompts used since the start of the run, after this round
-    ahead: Ahead | None  # of the next round; None without `look_ahead`
+    ahead: Ahead | None  # completions of the next round; None without `look_ahead`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ class _Rollouts:
                     sampled = self.sample(start)
             else:
                 sampled = ahead.sampled(run.data, self.numbers(start), self.request)
-            if config.rollout_ahead:  # so that no iteration knows more than one whose completions have waited
+            if config.rollout_ahead:  # in the first iteration too: environments of waiting completions are not kept
                 sampled = sampled._replace(environments=None)
             batch = None
             if begin is not None:

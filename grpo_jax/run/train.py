@@ -162,16 +162,16 @@ def train(
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
         Profile(own_dir, config.profile_steps) as profile,
-        contextlib.ExitStack() as ahead,
+        contextlib.ExitStack() as warm_up,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
-        state = checkpoints.target(state)  # by now only shapes, where a state will be read: there is room for one
+        state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
         state = begin_or_resume(loop, state, resume)
         publisher.open()
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         evaluate_if_due(loop, state)
-        ahead.enter_context(compiled_ahead(run, state, say=monitor.say))
+        warm_up.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
             profile.at(loop.progress.step)
@@ -267,7 +267,7 @@ def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
 
 
 def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
-    """One optimizer step; a minibatch whose update was skipped is kept."""
+    """One optimizer step (`update.packed`, of other models `update.step`); a minibatch that was skipped is kept."""
     run, progress, config = loop.run, loop.progress, loop.run.config
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)

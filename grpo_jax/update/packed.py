@@ -45,8 +45,8 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import PaddedUpdater, apply_gradients, dropout_key, zeros_like
 
 CPU_TOKENS = 512
-"""Tokens of a packed sequence on a CPU at most: enough to fill the matrix products of all cores; with more, activations
-leave the cache."""
+"""Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
+more, activations leave the cache."""
 
 
 ACCELERATOR_TOKENS = 32768
@@ -54,7 +54,9 @@ ACCELERATOR_TOKENS = 32768
 
 
 def sequence_tokens(tokens: int, longest: int, *, cpu: bool) -> int:
-    """Tokens of a packed sequence at most, where a micro-batch has `tokens` on a device.
+    """Tokens that a packed sequence is made for, where a micro-batch has `tokens` on a device.
+
+    It gets more where the longest completion has more, and up to a whole number of blocks.
 
     Example:
       >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
@@ -70,7 +72,7 @@ class PackedUpdater:
     Attributes:
       model: a `types.CachedModel`, as an argument of a compiled function.
       config: the settings.
-      micro: (prompts, completions per prompt) of a micro-batch; a packed sequence has no more tokens.
+      micro: (prompts, completions per prompt) of a micro-batch, whose tokens a packed sequence is made for at most.
       optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
       on_policy: as in `step.train_step`.
       mesh: where params are; None for one device.
@@ -151,7 +153,7 @@ class PackedUpdater:
             return grads, sums
 
         results = run_in_streams(add_sequences, deal(state.params, len(sequences)))
-        # A stream's prompts are added to the gradient of the same stream's sequences.
+        # Each thread adds the gradient through its share of the prompts to its own sum; the sums are added at the end.
         grads = pullback([grads for (grads, _), _ in results], sum_trees([grads for (_, grads), _ in results]))
         # Two by two: whatever the number of sequences, one program.
         sums = functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])

@@ -1,8 +1,8 @@
 """The prompts of an update: read once for all of their completions, and the way back through them.
 
-From the reading of the prompts to the backward pass through them, only activations are kept. What that pass needs of
-the weights alone, themselves or cast to the compute dtype, is made anew there: kept, it would be a copy for each batch
-of prompts that is read at a time.
+From the reading of the prompts to the backward pass through them, only residuals that depend on tokens are kept. Those
+that are weights, or weights cast to the compute dtype, are made anew in the backward pass: kept, they would be a copy
+of the weights for each batch of prompts that is read at a time.
 """
 
 from __future__ import annotations
