@@ -149,8 +149,8 @@ class GRPOConfig(Settings):
     sampler_correction_min: NotNegative | None = None
     """Lower bound of those weights. Ours."""
     max_kl_old: Positive | None = None
-    """Nats per token: the rest of an iteration's updates is skipped once KL(old‖new) passes it, and the metric
-    `moved_too_far` is 1 there; None: never. Ours."""
+    """Nats per token: an iteration ends early once KL(old‖new) passes it: its remaining updates are not made, and
+    count as no steps. The metric `moved_too_far` is 1 there; None: never. Ours."""
     router_aux_loss_coef: NotNegative | None = None
     """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
     The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""

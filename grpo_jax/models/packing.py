@@ -174,8 +174,8 @@ def pack(
         )
     longest = t if longest is None else longest
     if whole and longest == t and t % block == 0 and (lengths == t).all():
-        # Completions that all run to the end, as those of a young policy may, are blocks themselves where a sequence
-        # is whole completions: no key is copied for the blocks after. (One of two layouts, so few are compiled.)
+        # If every completion is T long, as a young policy's may be, a block is gcd(N, T) tokens: where T divides N, a
+        # completion is one block and looks at none before it, so that no keys are copied.
         block = math.gcd(size, t)
         reach = t // block - 1
     else:

@@ -138,7 +138,9 @@ def programs(
       prompt_length: P, tokens that prompts are padded to.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
-      lora, quantize, quantize_embeddings: as in `plan`.
+      lora: as in `plan`.
+      quantize: likewise.
+      quantize_embeddings: likewise.
 
     Returns:
       "rollout", a burst of the decode; "update"; and with `beta` "reference". All for completions that are T long.

@@ -5,9 +5,11 @@ prompt is the n-th entry of the shuffled epochs, and its samples come from the k
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
 asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
-completions are sampled in a thread beside (`streams.beside`). On the device then are the `TrainState` (which of its
-trees, `prepare.new_state` says), the log-probs being computed with what they need (`update.packed`), and with
-`rollout_ahead` the caches of a rollout. Those of this iteration's rollout are gone, and its batch is on the host.
+completions are sampled in a thread beside (`streams.beside`). On the device then are: params and the optimizer's
+moments; masters beside bfloat16 params; old params if an iteration has several updates; the reference if beta > 0, and
+the initial policy if it is synced; the frozen base of adapters; the caller's params unless `donate`. While log-probs
+are computed, the prompts' keys and values and one packed sequence; with `rollout_ahead`, a rollout's caches. The caches
+of this iteration's rollout are gone, and its batch is on the host.
 
 ```
 rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …

@@ -153,7 +153,8 @@ class PackedUpdater:
             return grads, sums
 
         results = run_in_streams(add_sequences, deal(state.params, len(sequences)))
-        # Each thread adds the gradient through its share of the prompts to its own sum; the sums are added at the end.
+        # The backward pass through the prompts is dealt out to the streams too, each adding to the gradient of its own
+        # sequences; the streams' gradients are added last.
         grads = pullback([grads for (grads, _), _ in results], sum_trees([grads for (_, grads), _ in results]))
         # Two by two: whatever the number of sequences, one program.
         sums = functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])

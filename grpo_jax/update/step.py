@@ -53,9 +53,9 @@ def train_step(
       model: a model of this package, or any `apply` by `types.Model`.
       optimizer: the transformation that made `state.opt_state`.
       config: a `GRPOConfig`.
-      on_policy: True if this is the only update of these completions: the ratio is then 1 in value
-        (`old_log_probs=None`). False takes the batch's `old_log_probs` as the old ones, or where there are none
-        the sampler's.
+      on_policy: True if this is the only update of these completions: `grpo_loss` is then given no old log-probs,
+        whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`, or if
+        there are none `sampling_log_probs`.
       micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
 
     Returns:
@@ -233,10 +233,10 @@ def finish_update(
 
     Where `ok` ([] bool: loss and gradient are finite) is False, params and optimizer stay as they are to the last bit,
     and `skipped` counts one. The step is counted all the same, so that schedules, the data and the keys of a run do not
-    depend on it: the optimizer is given it as the extra argument `step`. A schedule that counts its own updates, as
-    those of optax do, lags behind. Where `trained` (a token of the minibatch is trained at all) is False they stay too,
-    and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move them. `sync_every` is None
-    for a reference that stays; `sync_alpha` is α.
+    depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
+    whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
+    all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
+    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
