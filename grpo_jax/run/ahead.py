@@ -44,11 +44,10 @@ def compiled_ahead(run: Run, state: TrainState, *, say: Callable[[str], None]) -
     if programs:
         kinds = Counter(program.name.split()[0] for program in programs)
         say(f"the first iteration compiles: {', '.join(f'{kind} × {n}' for kind, n in sorted(kinds.items()))}")
-    if jax.process_count() > 1:
-        programs.clear()
+    ahead = programs if jax.process_count() == 1 else []
 
     def compile_all() -> None:
-        for program in programs:
+        for program in ahead:
             if done.is_set():
                 return
             with contextlib.suppress(Exception):  # whoever needs the program meets the fault, and tells of it
