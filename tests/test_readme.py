@@ -162,8 +162,10 @@ def test_the_map_has_every_room():
 @pytest.mark.quick
 def test_train_generate_and_a_step_are_read_in_four_files_each():
     _, trails = tables_of_the_house()
+    runs = ["`train`", "the arguments of `train`"]
+    rollouts = ["`generate`", "completions of several turns"]
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model"]
-    assert [what for what, _ in trails] == ["`train`", "`generate`", *steps]
+    assert [what for what, _ in trails] == [*runs, *rollouts, *steps]
     for _, files in trails:
         assert 1 <= len(re.findall(r"`[a-z_/]+\.py`", files)) <= 4
 

@@ -124,6 +124,7 @@ def train(
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
       >>> from transformers import PreTrainedTokenizerFast
+      >>> from grpo_jax import evaluate
       >>> class Pairs:
       ...     def apply(self, variables, tokens):
       ...         return variables["params"]["logits"][tokens]
