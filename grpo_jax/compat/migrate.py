@@ -163,7 +163,7 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     # TRL's default of eval_strategy: eval_steps count for nothing then. A run saves unless it is told not to.
     elif name == "save_strategy" or moved.values.get(steps) is not None:
         moved.values[steps] = None
-        moved.translated[name] = f"{steps}=None" + ": one checkpoint, at the end" * (name == "save_strategy")
+        moved.translated[name] = f"{steps}=None" + ": one checkpoint stays, that of the end" * (name == "save_strategy")
         if steps in moved.same:
             moved.same.remove(steps)
 

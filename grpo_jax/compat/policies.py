@@ -46,6 +46,35 @@ def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None = None) -> Policy
     return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
 
 
+def quantized_as(config: object, *, adapted: bool) -> str | None:
+    """Return the `quantize` of `from_pretrained` that a `BitsAndBytesConfig` asks for; None for no config.
+
+    Args:
+      config: the config, or any object with some of its attributes.
+      adapted: whether there are adapters to train on the base.
+
+    Raises:
+      ValueError: a config of another kind, other four bits, or no adapters.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> quantized_as(SimpleNamespace(load_in_4bit=True, bnb_4bit_quant_type="nf4"), adapted=True)
+      'nf4'
+    """
+    if config is None:
+        return None
+    four, eight = (bool(getattr(config, f"load_in_{bits}bit", False)) for bits in (4, 8))
+    kind = getattr(config, "bnb_4bit_quant_type", "nf4")
+    if four == eight or (four and kind != "nf4"):
+        raise ValueError(
+            f"quantization_config asks for {kind!r} with load_in_4bit = {four}, load_in_8bit = {eight}: give a"
+            ' BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), or load_in_8bit=True'
+        )
+    if not adapted:
+        raise ValueError("quantization_config is given without a peft_config: quantized weights are not trained")
+    return "nf4" if four else "int8"
+
+
 def write_into(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
     """Write a policy with its tokenizer into a directory, beside what else is there: a run's files, say.
 

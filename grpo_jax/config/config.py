@@ -248,12 +248,13 @@ class GRPOConfig(Settings):
     """How many of them are shown; None: all."""
     save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints; None: at the end only. One at the end is always written."""
-    save_minutes: Positive | None = setting(None, resume="free")
-    """Minutes after which a checkpoint is written even so; None: never. Of several processes the first one's clock
-    decides. Ours."""
+    save_minutes: Positive | None = setting(5.0, resume="free")
+    """Minutes since the last checkpoint after which another is written even so, at the end of an optimizer step, so
+    that a run that is killed loses no more; 20 times as long as the last one held the run up, if that is longer; None:
+    never. Of several processes the first one's clock decides. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
-    """Checkpoints kept, the newest ones of `save_steps` and the best; one that a stop or `save_minutes` adds goes when
-    the next of them is there. None: all."""
+    """Checkpoints kept, the newest ones of `save_steps` and the best; None: all of `save_steps`. One that a stop or
+    `save_minutes` adds goes when the next is there."""
     profile_steps: Count | None = setting(None, resume="free")
     """Optimizer steps of which `jax.profiler` writes a trace into the run directory, for TensorBoard or XProf, from the
     third iteration on; None: none. Ours."""
@@ -278,7 +279,8 @@ class GRPOConfig(Settings):
     project: str = setting("huggingface", resume="free")
     """Project in trackio, and in Weights & Biases where the variable WANDB_PROJECT is not set."""
     push_to_hub: bool = setting(False, resume="free")
-    """Push the policy to the Hugging Face hub at every checkpoint, in the background, and at the end, waited for."""
+    """Push the policy to the Hugging Face hub at every checkpoint of `save_steps`, in the background, and at the end,
+    waited for."""
     hub_model_id: str | None = setting(None, resume="free")
     """Repository, "name" or "owner/name"; None: the name of the run directory."""
     hub_private_repo: bool | None = setting(None, resume="free")

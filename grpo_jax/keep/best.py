@@ -1,8 +1,9 @@
 """The schedule of checkpoints, the best of them and those that are kept, by their steps alone.
 
 A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop or the clock
-(`save_minutes`) adds are there to go on from: none of them becomes the best, and none takes a place of
-`save_total_limit`. So a run that was interrupted ends with the checkpoints, and with the best, of one that was not.
+(`save_minutes`) adds are there to go on from: none of them becomes the best, none takes a place of `save_total_limit`,
+and each goes when the next checkpoint is there. So a run that was interrupted ends with the checkpoints, and with the
+best, of one that was not.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ def best_of(
 def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, float], last: int | None) -> set[int]:
     """The steps whose checkpoints are kept.
 
-    All without `save_total_limit`. With it, as many of the newest scheduled ones, the best, and what is newer than all
-    scheduled ones, at most as many too. Where `save_steps` is None there is no schedule, and all take places.
+    As many of the newest scheduled ones as `save_total_limit` says (None: all), the best, and what is newer than all
+    scheduled ones, at most as many too (None: one). Where `save_steps` is None there is no schedule, and with a limit
+    all take places.
 
     Example:
-      >>> sorted(kept_of(GRPOConfig(save_steps=2, save_total_limit=1), [2, 3, 4, 5], {}, 8))
-      [4, 5]
+      >>> [sorted(kept_of(GRPOConfig(save_steps=2, save_total_limit=n), [2, 4, 5, 6, 7], {}, 8)) for n in (1, None)]
+      [[6, 7], [2, 4, 6, 7]]
     """
     limit, steps = config.save_total_limit, sorted(steps)
-    if limit is None:
-        return set(steps)
-    planned = [step for step in steps if config.save_steps is None or is_scheduled(config, step, last)]
-    beside = [step for step in steps if step > max(planned, default=-1)]
+    unplanned = config.save_steps is None and limit is not None
+    planned = [step for step in steps if unplanned or is_scheduled(config, step, last)]
     best = best_of(config, steps, metrics, last)
-    return {*planned[-limit:], *beside[-limit:], *([] if best is None else best[:1])}
+    beside = [step for step in steps if step > max(planned, default=-1)]
+    return {*planned[-(limit or 0) :], *beside[-(limit or 1) :], *([] if best is None else best[:1])}
 
 
 @dataclasses.dataclass

@@ -43,6 +43,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 RESUME = ("auto", "must", "never")
 
+_PAUSE = 20  # times that a checkpoint of the clock has held the run up lie between it and the next
+
 
 class Restored(NamedTuple):
     """The moment that a run goes on from.
@@ -77,7 +79,7 @@ class Checkpoints:
         self._last = None if about is None else about["total_steps"]
         self._retention = Retention(config, self._last)
         self._run_dir = None if run_dir is None else Path(run_dir)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._held_up = time.monotonic(), 0.0
         self._checkpointer = None
         self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
         if run_dir is not None:
@@ -108,11 +110,19 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
-        if is_scheduled(self._config, step, self._last):
+        if self.scheduled(step):
             return True
         minutes = self._config.save_minutes
+        if minutes is None or self._checkpointer is None:
+            return False
+        # A state so large that writing it takes minutes is not written all the time.
+        pause = max(60 * minutes, _PAUSE * self._held_up)
         # All write together: where each asked its own clock, one would write and wait for the others.
-        return minutes is not None and gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0]
+        return bool(gather_objects(time.monotonic() - self._saved_at >= pause)[0])
+
+    def scheduled(self, step: int) -> bool:
+        """Whether a run that nothing disturbs has a checkpoint of this step, whatever its clock says."""
+        return is_scheduled(self._config, step, self._last)
 
     def save(
         self,
@@ -133,6 +143,7 @@ class Checkpoints:
         self.measured(progress)
         if progress.step in steps[-1:]:
             return
+        began = time.monotonic()
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
@@ -147,6 +158,7 @@ class Checkpoints:
             )
         self._pending = progress.step, response
         self._saved_at = time.monotonic()
+        self._held_up = self._saved_at - began
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole."""

@@ -51,7 +51,11 @@ class _Loop:
     ahead: Ahead | None = None  # sampled already for the next iteration
 
     def stopping(self) -> bool:
-        """Whether the run was asked to stop; the signal may have come to another of its processes."""
+        """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
+        return any(gather_objects(self.signals.received is not None or self.monitor.stopped))
+
+    def signalled(self) -> bool:
+        """Whether a signal has asked the program to end, in any of its processes."""
         return any(gather_objects(self.signals.received is not None))
 
     def save(self, state: TrainState) -> None:
@@ -89,7 +93,8 @@ def train(
         belongs to one process at a time.
       resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
         "must" is an error if there is none, "never" if there is one.
-      callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`.
+      callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
+        raises `watch.StopRun` ends the run there, saved.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
       tools: functions, sync or async, that the policy may call between its turns: their signatures and docstrings are
         shown by the chat template, and what they return is read by the policy before its next turn.
@@ -189,15 +194,15 @@ def train(
             if not loop.stopping():
                 evaluate_if_due(loop, state)
                 save_if_due(loop, state)
-        stop = loop.stopping()
-        if stop:
+        if loop.stopping():
             loop.save(state)
+        signalled = loop.signalled()
         checkpoints.wait()
         monitor.end(loop.progress.step, run.total_steps, best=checkpoints.best(loop.progress), hurry=signals.hurry)
-        if not stop:
+        if not signalled:
             state = checkpoints.restore_best(state, loop.progress)
             publisher.end(state.params, draw=monitor.draw)
-    if stop or loop.stopping():  # the second, while the pictures were drawn
+    if signalled or loop.signalled():  # the second, while the pictures were drawn
         signals.leave()
     return state
 
@@ -304,11 +309,12 @@ def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) 
 
 
 def save_if_due(loop: _Loop, state: TrainState) -> None:
-    """Write a checkpoint, and push the policy to the hub where the config says so."""
+    """Write a checkpoint, and push the policy of one of `save_steps` to the hub where the config says so."""
     step = loop.progress.step
     if loop.checkpoints.due(step):
         loop.save(state)
-        loop.publisher.saved(step, state.params, last=loop.run.total_steps)
+        if loop.checkpoints.scheduled(step):
+            loop.publisher.saved(step, state.params, last=loop.run.total_steps)
 
 
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:

@@ -30,6 +30,9 @@ class Monitor:
 
     A context manager: inside, Python's warnings are shown as ever and kept in `warnings.jsonl` too; at the end the
     pictures are drawn and the trackers of `report_to` closed. A quiet one opens none: it is not the process that logs.
+
+    Attributes:
+      stopped: whether a callback has asked the run to stop.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Monitor:
         self._hints = Hints(config)
         self._tokens = 0.0
         self._hurry = self._drawn = False
+        self.stopped = False
         self._step: int | None = None  # None: the files are not cut back yet
         self._early: list[tuple[str, str]] = []
         self._warned: set[tuple[str, str]] = set()
@@ -160,7 +164,7 @@ class Monitor:
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)
-        notify((self._display, *self._callbacks, *self._trackers), step, line)
+        self.stopped |= notify((self._display, *self._callbacks, *self._trackers), step, line)
 
     def _hear(self, line: Line) -> list[str]:
         """Return the hints that a line of training gives reason for; an evaluation gives none."""

@@ -40,6 +40,8 @@ def tensorboard(step, metrics):
 
 callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step)]
 ```
+
+One that raises `StopRun` ends the run, saved; others are errors.
 """
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -57,19 +59,30 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     return callbacks
 
 
-def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> None:
+class StopRun(Exception):
+    """Raised by a callback: the run ends after this step, with a checkpoint, and `train` returns its state."""
+
+
+def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:
     """Call each callback with the step and a copy of the metrics as plain Python numbers.
 
+    Returns:
+      Whether one of them has asked the run to stop, by `StopRun`.
+
     Raises:
-      Exception: whatever a callback raises, with a note that names it.
+      Exception: whatever else a callback raises, with a note that names it.
     """
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
+    stop = False
     for i, callback in enumerate(callbacks):
         try:
             callback(step, dict(values))
+        except StopRun:
+            stop = True
         except Exception as error:
             error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
             raise
+    return stop
 
 
 class Tracker:

@@ -67,7 +67,8 @@ async def later(completion_ids, number=None, trainer_state=None):
 def test_a_rollout_func_samples_and_its_fields_are_rewarded():
     engine = Engine()
     trainer, lines = trainer_of(engine, [first_letter, later])
-    state = trainer.train()
+    trainer.train()
+    state = trainer.train_state
     assert engine.calls == [["ab"] * 4 + ["cde"] * 4] * 2
     assert [line["rewards/first_letter/mean"] for line in lines] == [7 / 8, 7 / 8]
     assert all("rewards/later/mean" in line for line in lines)

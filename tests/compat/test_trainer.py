@@ -13,9 +13,11 @@ from test_trackers import Fake, scalars
 from tiny import tiny_policy
 
 import grpo_jax
-from grpo_jax import from_pretrained, save_pretrained
+from grpo_jax import compat, from_pretrained, save_pretrained
+from grpo_jax.compat.records import TrainOutput
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.quantized import Quantized
 
 # As it would be written for TRL, but for the import, which the issue lets us change. Its dataset is conversational and
 # has a column with the truth; of its two reward functions one is asynchronous, and they use all that TRL gives.
@@ -139,7 +141,7 @@ def test_a_script_with_trackers_a_hub_and_the_best_model_runs_with_another_impor
     assert totals == pytest.approx(sums)
     best = max(range(1, 4), key=lambda step: (totals[step], step))
     trainer = names["trainer"]
-    assert int(trainer.state.step) == best
+    assert int(trainer.train_state.step) == best
     assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {str(best), "3"}
     # model_init_kwargs: params in bfloat16, with masters for the optimizer, computing in bfloat16.
     assert {leaf.dtype.name for leaf in jax.tree.leaves(trainer.policy.params)} == {"bfloat16"}
@@ -222,7 +224,7 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     total = found["eval_rewards/correct/mean"] + 0.5 * found["eval_rewards/brevity/mean"]
     assert found["eval_reward"] == pytest.approx(total), "every completion is scored by both"
     saved = from_pretrained(out)
-    trained = names["trainer"].state.params
+    trained = names["trainer"].train_state.params
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, trained))
     assert not jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), saved.params, tiny_policy().params))
 
@@ -244,7 +246,8 @@ def test_the_config_is_ours_and_refuses_what_cannot_be_had():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantization_config": 4, "use_liger": True}, "takes no quantization_config, use_liger here"),
+        ({"reward_processing_classes": 4, "use_liger": True}, "takes no reward_processing_classes, use_liger here"),
+        ({"quantization_config": 4}, "quantization_config asks for 'nf4' with load_in_4bit = False"),
         ({"rollout_func": print, "sampler": print}, "give one of them"),
         ({"rollout_func": print, "args": grpo_jax.GRPOConfig(rollout_ahead=True)}, "rollout_ahead does not go with"),
         ({"model": object()}, "model is a object: give a name, a directory or a Policy"),
@@ -290,3 +293,198 @@ def test_a_trainer_says_what_it_lacks(tmp_path):
         trainer.save_model()
     with pytest.raises(ValueError, match="resume_from_checkpoint is 'checkpoint-5'"):
         trainer.train(resume_from_checkpoint="checkpoint-5")
+
+
+# What TRL's documentation, example scripts and notebooks use of a trainer, its arguments and what train() returns: read
+# out of docs/source, examples/ and trl/scripts/grpo.py of TRL 1.10 and 1.16.
+AROUND = """
+from {package} import GRPOConfig, GRPOTrainer
+
+def short(completions, **kwargs):
+    return [float(-len(completion[0]["content"])) for completion in completions]
+
+training_args = GRPOConfig(
+    output_dir=output_dir, per_device_train_batch_size=4, num_generations=4, max_completion_length=4, max_steps=2,
+    logging_steps=1, learning_rate=1e-3, hub_model_id="me/sums", eval_strategy="steps", eval_steps=2,
+)
+training_args.model_init_kwargs = {"revision": None, "trust_remote_code": False, "dtype": "float32"}
+trainer = GRPOTrainer(
+    model=model, reward_funcs=short, args=training_args, train_dataset=dataset, eval_dataset=dataset,
+    callbacks=[Progress()], quantization_config=None, peft_config=None,
+)
+trainer.add_callback(Logged(logged))
+trainer_stats = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+print(f"{trainer_stats.metrics['train_runtime']} seconds used for training.")
+trainer.accelerator.print("done")
+metrics = trainer_stats.metrics
+metrics["train_samples"] = len(trainer.train_dataset)
+trainer.log_metrics("train", metrics)
+trainer.save_metrics("train", metrics)
+trainer.save_state()
+if trainer.is_world_process_zero():
+    metrics = trainer.evaluate(eval_dataset=trainer.eval_dataset)
+    trainer.save_metrics("eval", metrics)
+trainer.save_model(training_args.output_dir)
+trainer.model.save_pretrained(trainer.args.output_dir + "/again")
+repository = f"https://huggingface.co/{trainer.hub_model_id}"
+ids = trainer.processing_class("ab")["input_ids"]
+texts = trainer.tokenizer.batch_decode([ids], skip_special_tokens=True)
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+trainer.end()
+"""
+
+
+def logged_callback():
+    """A callback object as the documentation has it, of transformers' class where that can be imported."""
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        TrainerCallback = type("TrainerCallback", (), {})
+
+    class Logged(TrainerCallback):
+        def __init__(self, lines):
+            self.lines = lines
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.lines.append(("begin", args.learning_rate, state.global_step))
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.lines.append((state.global_step, sorted(logs)))
+            assert kwargs["processing_class"] is not None
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            self.lines.append(("evaluated", metrics["eval_rewards/short/mean"]))
+
+        def on_train_end(self, args, state, control, **kwargs):
+            self.lines.append(("end", state.global_step, state.max_steps))
+
+    return Logged
+
+
+def test_what_scripts_and_notebooks_use_around_training_is_there(tmp_path, capsys):
+    out, logged = tmp_path / "out", []
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}]} for n in range(2)]
+    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": rows, "logged": logged}
+    names |= {"Logged": logged_callback(), "Progress": compat.RichProgressCallback}
+    exec(compile(AROUND.replace("{package}", "grpo_jax.compat"), "script.py", "exec"), names)
+    trainer, stats = names["trainer"], names["trainer_stats"]
+    # One completion batch of 4 is one prompt: two steps see both rows once.
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert stats.global_step == trainer.state.global_step == trainer.state.max_steps == 2
+    assert names["losses"] == [line["loss"] for line in lines if "loss" in line]
+    assert stats.training_loss == pytest.approx(sum(names["losses"]) / 2)
+    assert (trainer.state.epoch, trainer.state.num_train_epochs, stats.metrics["epoch"]) == (1.0, 1, 1.0)
+    assert [line["step"] for line in trainer.state.log_history] == [line["step"] for line in lines] == [0, 1, 2, 2]
+    held_out = [line["eval_rewards/short/mean"] for line in trainer.state.log_history if "eval_reward" in line]
+    assert held_out == [line["eval/short"] for line in lines if "eval/short" in line]
+    rate = stats.metrics["train_steps_per_second"] * stats.metrics["train_runtime"]
+    assert rate == pytest.approx(2)
+    assert stats.metrics["train_samples_per_second"] == pytest.approx(4 * stats.metrics["train_steps_per_second"])
+    # Callback objects hear all of it.
+    assert logged[0] == ("begin", 1e-3, 0)
+    assert logged[-1] == ("end", 2, 2)
+    assert [event[1] for event in logged if event[0] == "evaluated"] == held_out
+    assert [step for step, *_ in logged if isinstance(step, int)] == [0, 1, 2, 2]
+    # Files, prints and names.
+    printed = capsys.readouterr().out
+    assert "seconds used for training." in printed
+    assert "done\n***** train metrics *****" in printed
+    written = {path.stem: json.loads(path.read_text()) for path in out.glob("*_results.json")}
+    assert written["train_results"]["train_samples"] == 2
+    assert written["all_results"] == written["train_results"] | written["eval_results"]
+    assert json.loads((out / "trainer_state.json").read_text())["log_history"] == trainer.state.log_history
+    assert names["repository"] == "https://huggingface.co/me/sums"
+    assert names["texts"] == ["ab"]
+    again = from_pretrained(out / "again")
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again.params, trainer.train_state.params))
+    dumped = trainer.args.to_dict()
+    assert (dumped["learning_rate"], dumped["output_dir"], dumped["eval_strategy"]) == (1e-3, str(out), "steps")
+    assert grpo_jax.compat.from_trl(dumped).config() == trainer.args.config
+    # A finished run called again has the same log and no time of its own.
+    assert trainer.train().training_loss == stats.training_loss
+    assert len(trainer.state.log_history) == 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("reach", "message"),
+    [
+        (lambda t: t.lr_scheduler, "GRPOTrainer has no lr_scheduler here: lr_scheduler_type names it"),
+        (lambda t: t.compute_loss, "grpo_jax.grpo_loss is the loss"),
+        (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine here: docs/coming_from_trl.md lists what is here"),
+        (lambda t: t.model.generate, "trainer.model, a policy of JAX, has no generate here: grpo_jax.generate"),
+        (lambda t: t.accelerator.gather, "trainer.accelerator has no gather here: metrics are gathered already"),
+        (lambda t: t.state.best_metric, "trainer.state has no best_metric here: the run prints its best checkpoint"),
+        (lambda t: TrainOutput(0, 0.0, {}).params, "what train.. returns has no params here: trainer.train_state is"),
+        (lambda t: t.args.learning_rat, "has no learning_rat: did you mean learning_rate?"),
+        (lambda t: setattr(t.args, "learning_rat", 1), "has no learning_rat: did you mean learning_rate?"),
+        (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would not be called"),
+    ],
+)
+def test_any_other_name_says_where_it_went(reach, message):
+    trainer = GRPOTrainer(tiny_policy(), reward)
+    with pytest.raises(AttributeError, match=message):
+        reach(trainer)
+
+
+@pytest.mark.quick
+def test_arguments_that_are_set_are_checked_and_translated():
+    args = GRPOConfig(output_dir="out")
+    args.learning_rate, args.bf16 = 1e-4, True
+    assert (args.learning_rate, args.config.learning_rate, args.config.compute_dtype) == (1e-4, 1e-4, "bfloat16")
+    with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
+        args.num_generations = 1
+    with pytest.raises(ValueError, match="asks for what is not here:\n  hub_token"):
+        args.hub_token = "hf_secret"
+    assert (args.num_generations, args.hub_token) == (8, None), "nothing was taken"
+    assert repr(args) == "GRPOConfig(output_dir='out', learning_rate=0.0001, bf16=True)"
+    assert copy.deepcopy(args).to_dict() == args.to_dict()
+
+
+class Early:
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        control.should_training_stop = state.global_step >= 2
+        return control
+
+
+def test_a_callback_that_asks_to_stop_ends_the_run_saved(tmp_path):
+    args = GRPOConfig(str(tmp_path), max_steps=5, logging_steps=1, max_completion_length=4, learning_rate=1e-3)
+    trainer = GRPOTrainer(tiny_policy(), reward, args, [{"prompt": "a"}], callbacks=[Early])
+    assert trainer.train().global_step == int(trainer.train_state.step) == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert isinstance(trainer.pop_callback(Early), Early)
+    assert trainer.train().global_step == 5
+
+
+@pytest.mark.quick
+def test_callback_objects_that_would_never_be_called_are_refused():
+    class Stepwise:
+        def on_step_end(self, args, state, control, **kwargs): ...
+
+    class Saving:
+        def on_save(self, args, state, control, **kwargs): ...
+
+    def trainer(callback, **settings):
+        return GRPOTrainer(tiny_policy(), reward, GRPOConfig(**settings), callbacks=[callback])
+
+    trainer(Stepwise(), logging_steps=1)
+    with pytest.raises(ValueError, match=r"a Stepwise with on_step_end, which nothing here calls: .* logging_steps=1"):
+        trainer(Stepwise())
+    with pytest.raises(ValueError, match="a Saving with on_save, which nothing here calls"):
+        trainer(Saving(), logging_steps=1)
+    with pytest.raises(ValueError, match="callbacks has a object: give a function"):
+        trainer(object())
+    with pytest.raises(ImportError, match="TrlParser takes dataclasses, and GRPOConfig is none here"):
+        compat.TrlParser  # noqa: B018
+
+
+@pytest.mark.quick
+def test_a_base_is_held_as_bitsandbytes_is_asked_to(tmp_path):
+    save_pretrained(tmp_path, tiny_policy())
+    peft = types.SimpleNamespace(r=4, lora_alpha=8)
+    asked = types.SimpleNamespace(load_in_8bit=True, load_in_4bit=False, bnb_4bit_quant_type="fp4")
+    policy = GRPOTrainer(str(tmp_path), reward, peft_config=peft, quantization_config=asked).policy
+    held = jax.tree.leaves(policy.model.base, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    assert {leaf.codes.dtype.name for leaf in held if isinstance(leaf, Quantized)} == {"int8"}
+    with pytest.raises(ValueError, match="without a peft_config: quantized weights are not trained"):
+        GRPOTrainer(str(tmp_path), reward, quantization_config=asked)

@@ -650,7 +650,7 @@ OURS = dict(
     mesh=None,
     temperature_eval=None,
     max_skipped_updates=10,
-    save_minutes=None,
+    save_minutes=5.0,
     profile_steps=None,
 )
 

@@ -31,7 +31,11 @@ LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "rew
         # The last step counts; that of a shorter run does not, once the run is longer.
         ({}, [4, 8, 12, 14], {"14": 0.9}, (14, 0.9), {12, 14}),
         ({}, [4, 6, 8], {"6": 0.9}, None, {4, 8}),
-        ({"save_total_limit": None}, [4, 5, 8], {"5": 0.9}, None, {4, 5, 8}),
+        ({"save_total_limit": None}, [4, 5, 8], {"5": 0.9}, None, {4, 8}),
+        ({"save_total_limit": None}, [4, 5, 8, 9, 10], {}, None, {4, 8, 10}),
+        # Without either, those of the clock follow one another, and the last step's stays.
+        ({"save_total_limit": None, "save_steps": None}, [3, 5, 9], {}, None, {9}),
+        ({"save_total_limit": None, "save_steps": None}, [9, 14], {}, None, {14}),
         # Without a schedule all take places; the last one alone can be the best.
         ({"save_steps": None}, [3, 5, 9, 14], {"5": 0.9, "14": 0.1}, (14, 0.1), {9, 14}),
     ],

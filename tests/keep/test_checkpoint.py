@@ -177,6 +177,34 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
         assert not checkpoints.due(2), "counted from the last save"
 
 
+@pytest.mark.quick
+def test_a_run_that_says_nothing_of_saving_is_saved_every_five_minutes_or_as_often_as_it_is_cheap(
+    tmp_path, monkeypatch
+):
+    clock = [100.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
+
+    def due_after(seconds):
+        before, clock[0] = clock[0], clock[0] + seconds
+        due = checkpoints.due(1)
+        clock[0] = before
+        return due
+
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        assert [due_after(seconds) for seconds in (299, 301)] == [False, True]
+
+        def slow(self):
+            clock[0] += 60  # to copy, and to wait for the one before
+
+        monkeypatch.setattr(Checkpoints, "wait", slow)
+        checkpoints.save(state_at(1), Progress(step=1), None)
+        monkeypatch.undo()
+        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
+        assert [due_after(seconds) for seconds in (301, 1199, 1201)] == [False, False, True]
+    with Checkpoints(None, GRPOConfig()) as checkpoints:
+        assert not due_after(301), "there is nowhere to write it"
+
+
 def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
     """On a CPU the arrays to be written are views of the device's: the runtime may not give their memory away."""
 
