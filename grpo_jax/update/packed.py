@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,40 @@ def sequence_tokens(tokens: int, longest: int, *, cpu: bool) -> int:
     return min(tokens, CPU_TOKENS if cpu else max(longest, ACCELERATOR_TOKENS))
 
 
+class Packing(NamedTuple):
+    """How the completions of a batch are packed.
+
+    Attributes:
+      sequences: all of one shape, on the host.
+      shards: how the prompts are cut over the mesh.
+      size: tokens of prompts that are read at a time, at most.
+    """
+
+    sequences: list[PackedSequence]
+    shards: Shards
+    size: int
+
+
+class Minibatch(NamedTuple):
+    """What every packed sequence of an update is given: arrays on the device, or their shapes.
+
+    Attributes:
+      state: at whose params the gradient is.
+      read: its prompts, read.
+      batch: its completions.
+      totals: `count_totals` of it.
+      selected: its `top_entropy_mask` [B, G, T]; None where all tokens are trained.
+      dropout: `dropout_key`.
+    """
+
+    state: TrainState
+    read: ReadPrompts
+    batch: Batch
+    totals: dict[str, jax.Array]
+    selected: jax.Array | None
+    dropout: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedUpdater:
     """How a run scores completions and makes its updates with a model of this package, one packed sequence at a time.
@@ -97,23 +132,38 @@ class PackedUpdater:
 
         They may still be on their way when this returns: with a single stream the last sequence is.
         """
-        shapes, devices = self.shapes(params, mask.shape[2]), self.shards(prompts).devices
-        sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=devices)
+        shards, shapes = self.shards(prompts), self.shapes(params, mask.shape[2])
+        sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=shards.devices)
         prompts, mask = split((prompts, mask), self.mesh)
-        return self._score(params, prompts, mask, sequences, with_entropy=False)[0]
+        return self._score(params, prompts, mask, Packing(sequences, shards, shapes[0].size), with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is consumed. The metric `padding_share` is added."""
-        grads, sums, sequences = self._gradients(state, batch)
+        batch, packing = self.lay_out(state.params, batch)
+        grads, sums = self._gradients(state, batch, packing)
         state, metrics = _apply(state, grads, sums, optimizer=self.optimizer, config=self.config, mesh=self.mesh)
         # A sequence counts the segments that only fill its shape, and completions without a token are in none.
         rows = batch.mask.shape[0] * batch.mask.shape[1]
-        return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding_share(sequences))}
+        return state, {
+            **metrics,
+            "rows": jnp.float32(rows),
+            "padding_share": jnp.float32(padding_share(packing.sequences)),
+        }
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         """The first half of `update`: the gradient of a minibatch, and its metric sums."""
-        grads, sums, _ = self._gradients(state, batch)
-        return grads, sums
+        return self._gradients(state, *self.lay_out(state.params, batch))
+
+    def lay_out(self, params: Params, batch: Batch) -> tuple[Batch, Packing]:
+        """The batch on its devices, and how it is packed.
+
+        On a mesh its prompts get an order in which all devices have about as many tokens; sums over them are the same.
+        """
+        shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape[2])
+        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
+        if shards.devices > 1:
+            batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
+        return split(batch, self.mesh), Packing(sequences, shards, shapes[0].size)
 
     def shards(self, prompts: Prompts) -> Shards:
         """How the prompts of a batch are cut over the mesh."""
@@ -127,27 +177,21 @@ class PackedUpdater:
             tokens = sequence_tokens(micro, t, cpu=all(device.platform == "cpu" for device in devices_of(params)))
         return sequence_shapes(tokens, t, fused=implementation(self.model.config.attention) != "einsum")
 
-    def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, list[PackedSequence]]:
-        """Gradient and metric sums of a minibatch, and its packed sequences."""
-        shards, shapes = self.shards(batch.prompts), self.shapes(state.params, batch.mask.shape[2])
-        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
-        batch = split(batch, self.mesh)
-        if shards.devices > 1:
-            batch = _reorder(batch, order, shards=shards)
+    def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
+        """Gradient and metric sums of a minibatch that is laid out."""
+        sequences, shards, size = packing
         selected, quantile = None, self.config.top_entropy_quantile
         if quantile < 1:
-            _, entropies = self._score(state.params, batch.prompts, batch.mask, sequences, with_entropy=True)
+            _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
             selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
-        read, pullback = vjp_prompts(state.params, batch.prompts, dropout, self.model, shapes[0].size, shards)
+        read, pullback = vjp_prompts(state.params, batch.prompts, dropout, self.model, size, shards)
+        minibatch = Minibatch(state, read, batch, totals, selected, dropout)
 
         def add_sequences(numbers: range) -> tuple[tuple[Params, ReadPrompts], list[MetricSums]]:
             grads, sums = zero_gradients((state.params, read), shards=shards), []
             for i in numbers:
-                sequence = split(sequences[i], self.mesh)
-                add = self.add_sequence(
-                    in_turn(grads), state, read, batch, sequence, totals, selected, dropout, i, shards
-                )
+                add = self.add_sequence(in_turn(grads), minibatch, split(sequences[i], self.mesh), i, shards)
                 grads, more = add()
                 sums.append(more)
             return grads, sums
@@ -157,14 +201,13 @@ class PackedUpdater:
         # sequences; the streams' gradients are added last.
         grads = pullback([grads for (grads, _), _ in results], sum_trees([grads for (_, grads), _ in results]))
         # Two by two: whatever the number of sequences, one program.
-        sums = functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])
-        return grads, sums, sequences
+        return grads, functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])
 
     def _score(
-        self, params: Params, prompts: Prompts, mask: jax.Array, sequences: list[PackedSequence], *, with_entropy: bool
+        self, params: Params, prompts: Prompts, mask: jax.Array, packing: Packing, *, with_entropy: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [B, G, T] of all completions."""
-        shards, size = self.shards(prompts), self.shapes(params, mask.shape[2])[0].size
+        sequences, shards, size = packing
         read = read_all(params, prompts, self.model, size, shards)
 
         def put_sequences(numbers: range) -> tuple[jax.Array, jax.Array]:
@@ -182,35 +225,15 @@ class PackedUpdater:
     def add_sequence(
         self,
         grads: tuple[Params, ReadPrompts],
-        state: TrainState,
-        read: ReadPrompts,
-        batch: Batch,
+        minibatch: Minibatch,
         sequence: PackedSequence,
-        totals: dict[str, jax.Array],
-        selected: jax.Array | None,
-        dropout: jax.Array | None,
         number: int,
         shards: Shards,
         name: str = "update",
     ) -> Program:
         """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
-        return Program.of(
-            name,
-            _add_sequence,
-            grads,
-            state,
-            read,
-            batch,
-            sequence,
-            totals,
-            selected,
-            dropout,
-            number,
-            model=self.model,
-            config=self.config,
-            on_policy=self.on_policy,
-            shards=shards,
-        )
+        keywords = {"model": self.model, "config": self.config, "on_policy": self.on_policy, "shards": shards}
+        return Program(name, _add_sequence, (grads, minibatch, sequence, number), keywords)
 
     def put_scores(
         self,
@@ -226,20 +249,10 @@ class PackedUpdater:
         with_entropy: bool,
     ) -> Program:
         """The call that puts the scores of a packed sequence in their places; of arrays or of shapes."""
-        return Program.of(
-            name,
-            _score_sequence,
-            scores,
-            params,
-            read,
-            lengths,
-            mask,
-            sequence,
-            model=self.model,
-            sampling=sampling_of(self.config),
-            with_entropy=with_entropy,
-            shards=shards,
-        )
+        arguments = (scores, params, read, lengths, mask, sequence)
+        sampling = sampling_of(self.config)
+        keywords = {"model": self.model, "sampling": sampling, "with_entropy": with_entropy, "shards": shards}
+        return Program(name, _score_sequence, arguments, keywords)
 
 
 Updater = PackedUpdater | PaddedUpdater
@@ -287,12 +300,6 @@ def _select(entropies, mask, *, quantile, mesh):
 
 
 @functools.partial(jax.jit, static_argnames=("shards",))
-def _reorder(batch, order, *, shards):
-    """The batch with its prompts in that order: sums over them are the same."""
-    return jax.tree.map(lambda x: constrain(x[order], shards.mesh), batch)
-
-
-@functools.partial(jax.jit, static_argnames=("shards",))
 def zero_gradients(like, *, shards):
     # Also of what was read: gradients of keys and values are sums over many sequences, whatever the compute dtype.
     return _place_gradients(zeros_like(like), shards)
@@ -306,25 +313,16 @@ def _place_gradients(grads: tuple[Params, ReadPrompts], shards: Shards) -> tuple
 
 @shared
 @functools.partial(jax.jit, static_argnames=("config", "on_policy", "shards"), donate_argnums=(0,))
-def _add_sequence(
-    grads, state, read, batch, sequence, totals, selected, dropout, number, *, model, config, on_policy, shards
-):
+def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
+    state, read, batch, totals, selected, dropout = minibatch
     part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None))
     part, coef = part.replace(mask=part.mask & sequence.mask), router_coef(model, config)
     selected = None if selected is None else sequence.take(selected)
+    lengths, counted, rngs = batch.prompts.lengths, part.mask if coef else None, rngs_of(dropout, 1, number)
 
     def loss_fn(params, read):
-        scores = score_packed(
-            model,
-            params,
-            read,
-            batch.prompts.lengths,
-            sequence,
-            sampling_of(config),
-            counted=part.mask if coef else None,
-            rngs=rngs_of(dropout, 1, number),
-        )
+        scores = score_packed(model, params, read, lengths, sequence, sampling_of(config), counted=counted, rngs=rngs)
         return loss_of(
             scores, part, state, totals, config=config, on_policy=on_policy, selected=selected, router_coef=coef
         )

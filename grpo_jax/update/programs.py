@@ -1,4 +1,4 @@
-"""The programs of an update by the shapes of their arguments, so that none has to be compiled while it runs."""
+"""The programs of an update by the shapes of their arguments: of packed sequences, or of whole steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import count_totals
-from grpo_jax.update.packed import PackedUpdater, Updater, zero_gradients
+from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradients
 from grpo_jax.update.prompts import Shards, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key
@@ -65,10 +65,11 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), updater.mesh, params)
     zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), updater.mesh)
     state, batch = _placed((state, batch), updater.mesh)
+    minibatch = Minibatch(state, read, batch, totals, selected, dropout)
 
     def update(shape: SequenceShape) -> Program:
         sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"update {_sizes(shape)}"
-        return updater.add_sequence(zeros, state, read, batch, sequence, totals, selected, dropout, 0, shards, name)
+        return updater.add_sequence(zeros, minibatch, sequence, 0, shards, name)
 
     def score(shape: SequenceShape, params: Params, suffix: str = "", *, with_entropy: bool = False) -> Program:
         sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"score {_sizes(shape)}{suffix}"
