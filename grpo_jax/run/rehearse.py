@@ -127,15 +127,7 @@ def rehearse(
     phase = Phases()
     with phase("load and tokenize"):
         arguments = Arguments(
-            policy=policy,
-            dataset=dataset,
-            reward_fns=reward_fns,
-            config=config,
-            eval_dataset=eval_dataset,
-            optimizer=optimizer,
-            tools=tools,
-            environment_factory=environment_factory,
-            sampler=sampler,
+            policy, dataset, reward_fns, config, eval_dataset, optimizer, tools, environment_factory, sampler
         )
         run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices

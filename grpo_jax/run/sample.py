@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -123,40 +124,14 @@ def sample(
       interrupt: likewise.
       updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
-    rows, sampling = [data.rows[i] for i in numbers], request.sampling
     if request.interaction is not None:
-        return _sample_turns(
-            request.interaction,
-            model,
-            params,
-            data,
-            numbers,
-            key,
-            request,
-            prompt_indices=prompt_indices,
-            interrupt=interrupt,
-        )
+        play = _as_requested(generate_turns, model, params, request, prompt_indices, interrupt)
+        return _sample_turns(request.interaction, play, data, numbers, key, request)
+    rows = [data.rows[i] for i in numbers]
     prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
     if request.sampler is None:
-        completions = generate(
-            model,
-            params,
-            prompts,
-            key,
-            num_generations=request.num_generations,
-            max_completion_length=request.max_completion_length,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            eos_token_ids=request.eos_token_ids,
-            pad_token_id=request.pad_token_id,
-            prompt_indices=prompt_indices,
-            batch_size=request.batch_size,
-            interrupt=interrupt,
-            on_host=True,
-        )
-        return Sampled(rows, prompts, completions)
+        draw = _as_requested(generate, model, params, request, prompt_indices, interrupt)
+        return Sampled(rows, prompts, draw(prompts, key, on_host=True))
     completions = completions_by(
         request.sampler, model, params, prompts, key, request, prompt_indices=prompt_indices, interrupt=interrupt
     )
@@ -165,42 +140,48 @@ def sample(
     return Sampled(rows, prompts, completions)
 
 
-def _sample_turns(
-    interaction: Interaction,
+def _as_requested(
+    function: Callable[..., Completions],
     model: Model,
     params: Params,
+    request: Request,
+    prompt_indices: np.ndarray,
+    interrupt: Callable[[], None],
+) -> Callable[..., Completions]:
+    """`generate` or `generate_turns` with all arguments that a request decides."""
+    return functools.partial(
+        function,
+        model,
+        params,
+        num_generations=request.num_generations,
+        max_completion_length=request.max_completion_length,
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        top_p=request.sampling.top_p,
+        min_p=request.sampling.min_p,
+        eos_token_ids=request.eos_token_ids,
+        pad_token_id=request.pad_token_id,
+        prompt_indices=prompt_indices,
+        batch_size=request.batch_size,
+        interrupt=interrupt,
+    )
+
+
+def _sample_turns(
+    interaction: Interaction,
+    play: Callable[..., Completions],
     data: EncodedPrompts,
     numbers: Sequence[int],
     key: jax.Array,
     request: Request,
-    *,
-    prompt_indices: np.ndarray,
-    interrupt: Callable[[], None],
 ) -> Sampled:
     """`sample`, of completions of several turns: their environments are opened, answer, and are closed."""
-    rows, sampling = [data.rows[i] for i in numbers], request.sampling
+    rows = [data.rows[i] for i in numbers]
     with Episodes(interaction, rows, request.num_generations, numbers) as episodes:
         opened = episodes.reset(rows)
         prompts = _prompts(interaction, request, data, numbers, opened)
         episodes.follow(opened, prompts)
-        completions = generate_turns(
-            model,
-            params,
-            prompts,
-            key,
-            episodes,
-            num_generations=request.num_generations,
-            max_completion_length=request.max_completion_length,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            eos_token_ids=request.eos_token_ids,
-            pad_token_id=request.pad_token_id,
-            prompt_indices=prompt_indices,
-            batch_size=request.batch_size,
-            interrupt=interrupt,
-        )
+        completions = play(prompts, key, episodes)
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
         played = episodes.end(tokens, mask)
     environments = [episode.environment for episode in episodes.all]

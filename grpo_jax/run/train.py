@@ -146,15 +146,7 @@ def train(
       1.0
     """
     arguments = Arguments(
-        policy=policy,
-        dataset=dataset,
-        reward_fns=reward_fns,
-        config=config,
-        eval_dataset=eval_dataset,
-        optimizer=optimizer,
-        tools=tools,
-        environment_factory=environment_factory,
-        sampler=sampler,
+        policy, dataset, reward_fns, config, eval_dataset, optimizer, tools, environment_factory, sampler
     )
     run = prepare(arguments)
     config, publisher = run.config, _check_run_dir(run, run_dir, resume)
