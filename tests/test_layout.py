@@ -282,6 +282,7 @@ TESTED_ELSEWHERE = {
     "models.block": "models/test_transformer.py",
     "models.bounds": "experiments/test_benchmark.py",
     "models.cache": "models/test_recurrent.py",
+    "models.context": "models/test_transformer.py",
     "models.layers": "models/test_transformer.py",
     "models.rope": "models/test_transformer.py",
     "planning.__main__": "planning/test_estimate.py",

@@ -33,7 +33,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.keep.best import Retention, best_of, is_scheduled
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
-from grpo_jax.keep.stored import abstract, abstract_of, shapes_of, tried_by_all
+from grpo_jax.keep.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.messages import one_line, raise_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
@@ -216,14 +216,14 @@ class Checkpoints:
             )
         if best is None or best[0] == int(state.step):
             return state
-        like = jax.tree.map(abstract, state)
+        like = jax.tree.map(as_target, state)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
         return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)}).state
 
     def target(self, state: TrainState) -> TrainState:
         """Return the state as `restore` takes it: only its shapes, where another is read and this one can be freed."""
-        return jax.tree.map(abstract, state) if self.steps() else state
+        return jax.tree.map(as_target, state) if self.steps() else state
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """Return the moment of the newest checkpoint that can be read.
@@ -295,7 +295,7 @@ class Checkpoints:
 
         own = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
-        like = jax.tree.map(abstract, state)
+        like = jax.tree.map(as_target, state)
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if about.get(name) is not None:

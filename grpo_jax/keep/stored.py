@@ -47,7 +47,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
         asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         there = f"; there are those of {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
         raise ValueError(f"run_dir = {str(run_dir)!r} holds {asked}{there}")
-    found, reason = tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(abstract, like)})
+    found, reason = tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(as_target, like)})
     if found is None:
         raise ValueError(
             f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is the model that of"
@@ -76,7 +76,7 @@ def tried_by_all(function: Callable[[*_Arguments], _Result], *args: *_Arguments)
     return (None, reason) if reason else (found, "")
 
 
-def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of an array, in its place."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 

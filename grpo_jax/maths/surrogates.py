@@ -85,7 +85,7 @@ def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
     return jnp.where(first <= second, first, second)
 
 
-def clipped(tokens: Tokens, settings: LossSettings) -> jax.Array:
+def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     """p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
     w, A = tokens.ratio, tokens.advantages
     first = w if settings.delta is None else _lesser(w, settings.delta)
@@ -160,11 +160,11 @@ Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
 
 
 LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
-    "grpo": (clipped, mean_of_row_means),
-    "bnpo": (clipped, mean_of_tokens),
-    "dr_grpo": (clipped, sum_over_constant),
-    "dapo": (clipped, sum_over_normalizer),
-    "luspo": (clipped, mean_of_row_sums),
+    "grpo": (ppo, mean_of_row_means),
+    "bnpo": (ppo, mean_of_tokens),
+    "dr_grpo": (ppo, sum_over_constant),
+    "dapo": (ppo, sum_over_normalizer),
+    "luspo": (ppo, mean_of_row_sums),
     "cispo": (cispo, sum_over_normalizer),
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
@@ -179,7 +179,7 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
-    if surrogate is clipped:
+    if surrogate is ppo:
         low = (w < 1 - settings.epsilon) & (A < 0)
         high = (w > 1 + settings.upper_epsilon) & (A > 0)
         capped = never if settings.delta is None else (w > settings.delta) & (A < 0)

@@ -14,7 +14,7 @@ copied to the completions before. Tokens that are not there (`Context.present`) 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,11 +22,9 @@ import jax.numpy as jnp
 
 from grpo_jax.models.attention import Segments
 from grpo_jax.models.cache import State
+from grpo_jax.models.context import Context
 from grpo_jax.models.delta import CHUNK, delta_rule, delta_step
 from grpo_jax.models.layers import ConvShape, DeltaShape, RMSNorm, TransformerConfig, linear
-
-if TYPE_CHECKING:
-    from grpo_jax.models.block import Context
 
 
 class Positions(NamedTuple):

@@ -21,8 +21,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, see
-from grpo_jax.models.block import Context, Layer
+from grpo_jax.models.block import Layer
 from grpo_jax.models.cache import State, slots_of
+from grpo_jax.models.context import Context
 from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
 from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel

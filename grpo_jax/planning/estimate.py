@@ -35,7 +35,7 @@ UNREAD = "what {} exchanges and calls is not known: this jaxlib does not underst
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """A run to be planned, as it goes to the process that plans it; fields as in `plan`.
 
     Attributes:
@@ -95,7 +95,7 @@ def plan(
       (2, True)
     """
     loaded = Loaded(param_dtype, lora, quantize, quantize_embeddings, donate)
-    request = Request(read_model(model), config, prompt_length, loaded, memory, device, largest)
+    request = PlanRequest(read_model(model), config, prompt_length, loaded, memory, device, largest)
     loaded.check(request.model, config)
     target = None if device is None else Target.read(device)
     devices = math.prod((config.mesh or {}).values())
@@ -173,10 +173,10 @@ def answer(text: str) -> str:
     """The plan that a request of `plan` asks for, both as JSON."""
     fields = json.loads(text)
     fields |= {"config": GRPOConfig.from_dict(fields["config"]), "loaded": Loaded(**fields["loaded"])}
-    return json.dumps(dataclasses.asdict(plan_here(Request(**fields))))
+    return json.dumps(dataclasses.asdict(plan_here(PlanRequest(**fields))))
 
 
-def plan_here(request: Request) -> Plan:
+def plan_here(request: PlanRequest) -> Plan:
     """Make a plan, in this process."""
     target, memory, note = None, request.memory, ""
     if request.device is not None:
@@ -212,7 +212,7 @@ def _whole(most: int, unit: int) -> int:
     return most // unit * unit
 
 
-def plan_sizes(request: Request, target: Target | None = None) -> Plan:
+def plan_sizes(request: PlanRequest, target: Target | None = None) -> Plan:
     """The plan at the sizes of the config, by the compiler of a target, or of this CPU."""
     devices = None if target is None else target.devices()
     account = Account.of(request.model, request.config, request.prompt_length, request.loaded, devices)

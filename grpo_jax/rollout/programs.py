@@ -1,4 +1,4 @@
-"""All programs of a rollout by their shapes, so that none has to be compiled while it runs."""
+"""The programs of a rollout by the shapes of their arguments: prefill, decode, and what moves streams between them."""
 
 from __future__ import annotations
 

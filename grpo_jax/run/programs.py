@@ -1,4 +1,7 @@
-"""The programs of a run by the shapes of their arguments: warm-up compiles them, a rehearsal and a plan weigh them."""
+"""A run's own part of its programs: the sizes by which the rooms `rollout` and `update` list theirs.
+
+Warm-up compiles what they list, a rehearsal and a plan weigh it.
+"""
 
 from __future__ import annotations
 

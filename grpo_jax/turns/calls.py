@@ -75,16 +75,16 @@ class Unreadable(ValueError):
     """A call that cannot be read; its text is the end of a sentence."""
 
 
-def read_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return the value of JSON text from anybody: nothing infinite, no NaN, no deep nesting, no lone surrogate.
 
     Raises:
       ValueError: it is none, and why.
 
     Example:
-      >>> read_json('{"n": 1}')
+      >>> parse_json('{"n": 1}')
       {'n': 1}
-      >>> read_json('{"n": 1e999}')
+      >>> parse_json('{"n": 1e999}')
       Traceback (most recent call last):
       ValueError: 1e999 is no number that can be given to a tool
     """
@@ -127,7 +127,7 @@ def call_of(text: str) -> ToolCall:
       Unreadable: it stands for none.
     """
     try:
-        value = read_json(text)
+        value = parse_json(text)
     except ValueError as error:
         raise Unreadable(str(error)) from None
     if not isinstance(value, dict):

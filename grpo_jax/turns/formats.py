@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.turns.calls import Format, Parsed, ToolCall, Unreadable, call_of, problem_of, read_json
+from grpo_jax.turns.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
 from grpo_jax.types import Json
 
 MOST_CALLS = 64
@@ -183,7 +183,7 @@ def _value(text: str, schema: Json | None) -> Any:
     if kind == "string":
         return text
     try:
-        return read_json(text)
+        return parse_json(text)
     except ValueError:
         return text
 
@@ -275,7 +275,7 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     if end != "<|call|>":
         raise Unreadable("it is not closed by <|call|>")
     try:
-        return ToolCall(name, read_json(body) if body.strip() else {})
+        return ToolCall(name, parse_json(body) if body.strip() else {})
     except ValueError as error:
         raise Unreadable(str(error)) from None
 

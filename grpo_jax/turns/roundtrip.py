@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, read_json
+from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, parse_json
 from grpo_jax.turns.templates import opens_thinking, special_tokens, turn_of
 from grpo_jax.types import Json, Tokenizer
 
@@ -108,7 +108,7 @@ def _described(parsed: Parsed) -> str:
 def _value(arguments: Any) -> Any:
     """Return arguments that may be JSON text as what they stand for."""
     try:
-        return read_json(arguments) if isinstance(arguments, str) else arguments
+        return parse_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments
 

@@ -24,7 +24,7 @@ from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.calls import event_loop
 from grpo_jax.rewards.contract import own_copy
 from grpo_jax.rewards.workers import CALLED_BY_TRAINER
-from grpo_jax.turns.calls import read_json
+from grpo_jax.turns.calls import parse_json
 from grpo_jax.types import Json, Row
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -238,7 +238,7 @@ def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
     """
     if isinstance(arguments, str):
         try:
-            arguments = read_json(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             return f"{tool.name}: the arguments are text that cannot be read: {error}"
     if arguments is None:
@@ -275,7 +275,7 @@ def _fitted(value: Any, schema: Json) -> tuple[Any, str | None]:
         return int(value), None
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            read = read_json(value.strip().lower() if kind == "boolean" else value.strip())
+            read = parse_json(value.strip().lower() if kind == "boolean" else value.strip())
             if read is not None and not isinstance(read, str):
                 read, misfit = _fitted(read, schema)
                 return (value, wanted) if misfit else (read, None)

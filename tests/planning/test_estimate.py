@@ -15,7 +15,7 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.models.bounds import count_weights
 from grpo_jax.planning import programs
 from grpo_jax.planning.account import Account
-from grpo_jax.planning.estimate import Request, plan_here, plan_sizes
+from grpo_jax.planning.estimate import PlanRequest, plan_here, plan_sizes
 from grpo_jax.planning.loaded import Loaded
 
 MODEL = {
@@ -121,7 +121,7 @@ def test_a_process_that_was_ended_from_outside_is_told_from_one_that_failed(monk
 
 def test_one_device_holds_the_gradient_so_far_beside_that_of_a_piece():
     model = {**MODEL, "vocab_size": 16384, "hidden_size": 128}
-    found = plan_sizes(Request(model, config_of(max_completion_length=8), 8, Loaded()))
+    found = plan_sizes(PlanRequest(model, config_of(max_completion_length=8), 8, Loaded()))
     assert 2 < found.parts["gradients, activations and batch"] / found.held["params"] < 3
 
 
@@ -130,7 +130,7 @@ def test_one_device_keeps_the_activations_of_all_prompts_of_a_step():
     name, kept = "activations of all prompts", []
     for accumulate, hidden in ((1, 16), (4, 16), (4, 64)):
         config = config_of(max_completion_length=8, gradient_accumulation_steps=accumulate)
-        found = plan_sizes(Request({**MODEL, "hidden_size": hidden}, config, 8, Loaded()))
+        found = plan_sizes(PlanRequest({**MODEL, "hidden_size": hidden}, config, 8, Loaded()))
         assert found.sizes["prompts"] == accumulate
         beside = found.parts["gradients, activations and batch"] + found.parts[name]
         assert found.peaks["update"] == sum(found.held.values()) + beside
@@ -148,7 +148,7 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time(mesh):
     devices = 1 if mesh is None else 2
     settings = {"max_completion_length": 64, "gradient_accumulation_steps": 8, "mesh": mesh}
     at_once = (None, 2 * 8 * devices, 100 * 8 * devices)
-    plans = [plan_sizes(Request(MODEL, config_of(rollout_batch_size=n, **settings), 8, Loaded())) for n in at_once]
+    plans = [plan_sizes(PlanRequest(MODEL, config_of(rollout_batch_size=n, **settings), 8, Loaded())) for n in at_once]
     assert plans[0].sizes["prompts"] == 8 * devices
     whole, quarter, most = (found.parts["KV cache"] for found in plans)
     assert whole == most
@@ -159,13 +159,13 @@ def test_what_fits_is_said_by_the_phase_that_grows():
     """A rollout of so many completions at a time is the larger phase at first, and the same for every batch."""
     settings = {"max_completion_length": 64, "gradient_accumulation_steps": 64, "rollout_batch_size": 512}
     of = lambda batch: config_of(per_device_train_batch_size=batch, **settings)
-    peaks = {batch: plan_sizes(Request(MODEL, of(batch), 8, Loaded())).peaks for batch in (8, 24, 32)}
+    peaks = {batch: plan_sizes(PlanRequest(MODEL, of(batch), 8, Loaded())).peaks for batch in (8, 24, 32)}
     assert peaks[8]["update"] < peaks[8]["rollout"] == peaks[32]["rollout"] < peaks[24]["update"]
     memory = 1.01 * peaks[24]["update"]
-    found = plan_here(Request(MODEL, of(8), 8, Loaded(), memory))
+    found = plan_here(PlanRequest(MODEL, of(8), 8, Loaded(), memory))
     assert found.largest_batch == 24
     assert peaks[32]["update"] > memory
-    assert plan_here(Request(MODEL, of(8), 8, Loaded(), peaks[8]["rollout"] - 1)).largest_batch == 0
+    assert plan_here(PlanRequest(MODEL, of(8), 8, Loaded(), peaks[8]["rollout"] - 1)).largest_batch == 0
 
 
 def test_weights_are_read_as_often_as_completions_follow_one_another():
@@ -184,7 +184,7 @@ def test_a_layer_of_an_update_costs_a_device_its_own_rows():
 
     def parts(mesh):
         config = config_of(max_completion_length=64, per_device_train_batch_size=8, mesh=mesh)
-        return [plan_sizes(Request({**model, "num_hidden_layers": n}, config, 64, Loaded())).parts for n in (2, 4)]
+        return [plan_sizes(PlanRequest({**model, "num_hidden_layers": n}, config, 64, Loaded())).parts for n in (2, 4)]
 
     at = parts({"fsdp": 8})
     of_each, of_one = (two[1][name] - two[0][name] for two in (at, parts(None)))

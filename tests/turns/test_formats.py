@@ -7,7 +7,7 @@ import time
 import pytest
 from chat_families import FAMILIES, PLAIN, family
 
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, read_json, tool_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, parse_json, tool_message
 from grpo_jax.turns.formats import FORMATS, MOST_CALLS, format_of
 
 # Strings that a careless reader stumbles over.
@@ -467,7 +467,7 @@ def test_the_calls_of_a_turn_are_counted():
 
 @pytest.mark.quick
 def test_read_json_replaces_halves_of_characters():
-    assert read_json('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "?", "b": "😀"}
+    assert parse_json('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "?", "b": "😀"}
 
 
 # --- Which format a template has.
