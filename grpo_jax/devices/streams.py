@@ -109,9 +109,6 @@ def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
     JAX keeps settings made by `with` to their thread: two that decide numbers and places,
     `jax.default_matmul_precision` and `jax.default_device`, are taken along.
 
-    Args:
-      function: what the thread does.
-
     Yields:
       A future, whose `result()` waits for what the function returns, or raises what it has raised.
 

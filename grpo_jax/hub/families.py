@@ -344,10 +344,6 @@ def family_of(raw: Json) -> Family:
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
     """The decoder that a config.json describes.
 
-    Args:
-      raw: the content of a config.json.
-      dtype: compute dtype, "float32" or "bfloat16".
-
     Returns:
       The config of `Transformer`.
 

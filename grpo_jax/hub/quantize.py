@@ -125,8 +125,6 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
     """A parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
 
     Args:
-      shape: of the parameter.
-      sources: where it is stored.
       method: of `METHODS`. "nf4": blocks of 64 weights, their scales quantized once more; "int8": a scale a row.
       dtype: name of the dtype that the parameter would have.
     """

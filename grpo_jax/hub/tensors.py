@@ -106,8 +106,6 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
 
     Args:
-      raw: the content of config.json, for its architecture.
-      config: what `read_config` made of it.
       layout: of a model that sees, index into `LAYOUTS`.
       stacked: the experts of a layer are stored as one tensor of each kind.
 

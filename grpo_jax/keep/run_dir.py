@@ -22,9 +22,6 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     The lock is the kernel's (`flock` on the file `.lock`), so it ends with the process however that ends, `kill -9`
     included. Where there is no such lock (Windows, some network file systems), nothing is held.
 
-    Args:
-      run_dir: the directory; None: there is none.
-
     Raises:
       ValueError: the directory cannot be made or written to.
       RuntimeError: another run holds it; the message says which process on which machine.

@@ -49,7 +49,6 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     """Weights of a decoder's matrix products.
 
     Args:
-      shape: of the decoder.
       head: with the output head; the embedding's lookup multiplies nothing.
       experts: of a mixture-of-experts layer, how many count; None for those that one token is sent to.
 

@@ -100,7 +100,6 @@ def init_adapters(
 
     Args:
       key: typed PRNG key, consumed.
-      base: params of a `Transformer`.
       rank: columns of A, at least 1.
       targets: regular expression that the whole path of a projection, as `layers_0/self_attn/q_proj`, has to match.
       init: A is "uniform" in ±in^(−1/2), or "gaussian" with the standard deviation 1 / rank.
@@ -150,7 +149,6 @@ def reference_of(adapters: Params, alpha: float) -> Params:
     With alpha = 1 a sync copies the adapters, and they are returned as they are.
 
     Args:
-      adapters: of a `LoraModel`.
       alpha: in (0, 1], the weight of the policy in each sync.
     """
     if alpha == 1:
@@ -174,8 +172,6 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
 
     Args:
-      reference: what `reference_of` or this function returned.
-      adapters: the policy's.
       step: [] integer, number of optimizer steps done so far.
       every: steps between two syncs.
       alpha: as it was given to `reference_of`.

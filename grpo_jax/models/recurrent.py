@@ -85,7 +85,6 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
       x: [B, G, T, C] float32.
       kernel: [K, C]; its last row weighs the token itself.
       tail: [R, S, K − 1, C] of what was before: R, S are B, G or 1, or of a packed sequence A, M.
-      positions: of the tokens.
 
     Returns:
       [B, G, T, C] float32.

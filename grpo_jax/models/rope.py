@@ -119,7 +119,6 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
     """Angular frequencies of a rotary embedding.
 
     Args:
-      rope: the embedding.
       head_dim: width d of a head, of which the first `rope.fraction` is rotated.
       length: tokens of the sequence; only "dynamic" and "longrope" depend on it.
 

@@ -101,9 +101,6 @@ def score_completions(
     token is never cut, so its log-prob stays finite while the params move.
 
     Args:
-      model: a model of this package, or any `apply` by `types.Model`.
-      params: its parameters.
-      prompts: tokens [B, P].
       tokens: [B, G, T] int32.
       mask: [B, G, T] bool.
       sampling: as the sampler had it.

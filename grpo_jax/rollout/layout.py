@@ -50,8 +50,6 @@ def places(groups: int, num_generations: int, batch_size: int | None, shards: in
     """How many groups stand on the devices at a time: at most `batch_size` completions, as many on each device.
 
     Args:
-      groups: B, all that there are.
-      num_generations: G.
       batch_size: completions at a time over all devices; None: all.
       shards: devices that prompts are cut over.
 

@@ -28,12 +28,6 @@ _PARTS = 100
 def warn_of_prompts(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequence[RewardFn], argument: str) -> None:
     """Warn of text prompts that bring the BOS which the tokenizer adds, of calls of tools with None among their
     arguments, and of prompts that open <think> themselves where a reward function asks for it.
-
-    Args:
-      data: the encoded rows.
-      tokenizer: that encoded them.
-      reward_fns: that will judge the completions.
-      argument: what the caller calls the dataset.
     """
     for line in (
         _doubled_bos(data, tokenizer, argument),

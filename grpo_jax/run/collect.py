@@ -253,7 +253,6 @@ def collect(
     """Sample, score and weigh one iteration's completions.
 
     Args:
-      run: the run.
       state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.

@@ -30,11 +30,6 @@ class Publisher:
     that fails is a warning, and one that is due while another is under way is left out; the last one is waited for.
     Without `push_to_hub` every method does nothing.
 
-    Args:
-      config: says whether, where to and when.
-      policy: of the run, for all but its params.
-      run_dir: of the run.
-
     Raises:
       ValueError: there is no run_dir, or the model is not one that can be written.
     """
@@ -79,10 +74,6 @@ class Publisher:
 
     def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
         """Push the policy that a run ends with and its card, and wait until they are there.
-
-        Args:
-          params: of the policy.
-          draw: draws the picture of the run, for the card.
 
         Raises:
           OSError: it could not be pushed; where it lies, and what to do.

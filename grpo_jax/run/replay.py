@@ -51,7 +51,6 @@ class BadBatches:
 
         Args:
           state: the state after the update, whose params are those before it.
-          batch: the minibatch.
           step: optimizer steps done, this one included.
           index: which minibatch of the iteration it is.
         """

@@ -114,9 +114,6 @@ def sample(
     """Sample completions of rows of a dataset: by the engine that the request names, or by ours.
 
     Args:
-      model: of the policy.
-      params: to sample from.
-      data: the dataset.
       numbers: B rows of it, by their indices.
       key: as in `generate`.
       request: how many completions, how long, from which distribution, and who answers them.

@@ -66,7 +66,6 @@ def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
     """Return the unpadded token ids of each completion, in prompt-major order.
 
     Args:
-      tokens: [B, G, T] int.
       mask: [B, G, T] bool; the ids where it is True are kept, the EOS with them.
 
     Returns:

@@ -106,10 +106,6 @@ def make_interaction(
     """Make the `Interaction` of a run from its tools and environments; None where there are neither.
 
     Args:
-      tokenizer: of the policy.
-      eos_token_ids: ids that end a turn.
-      rows: those of the dataset.
-      tools: as `train` takes them.
       environment_factory: likewise. Each factory is called once here, to see what it makes.
       chat_template_kwargs, most_calls, seconds, on_error: of the config, as `Interaction` has them.
 

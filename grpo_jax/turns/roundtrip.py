@@ -25,10 +25,6 @@ Decode = Callable[..., str]
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
     """Return the special tokens that a parser is not shown, where others of them mark calls and it has to see these.
 
-    Args:
-      tokenizer: a transformers tokenizer.
-      form: how calls are written.
-
     Returns:
       Ids for `turn_text`; None where no special token marks a call.
     """
@@ -38,14 +34,7 @@ def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
 
 
 def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[int] | None) -> str:
-    """Return a turn as its parser reads it.
-
-    Args:
-      ids: of the turn [n].
-      decode: the tokenizer's.
-      form: how calls are written.
-      hidden: what `hidden_ids` returned.
-    """
+    """Return a turn as its parser reads it."""
     if hidden is None:
         return decode(ids, skip_special_tokens=not form.keeps_special_tokens)
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
@@ -62,11 +51,7 @@ def call_fault(
     """Return what keeps a call that the chat template has written from being read; "" if nothing does.
 
     Args:
-      tokenizer: a transformers tokenizer with a chat template.
-      form: how calls are written.
       tools: schemas, at least one; the first is called, with all of its arguments.
-      eos_token_ids: that end a turn.
-      chat_template_kwargs: as for `templates.observation_ids`.
     """
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}

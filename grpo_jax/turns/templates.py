@@ -209,11 +209,6 @@ def template_of(
 
     It is what the keyword `chat_template` says, which may be a name; else, of several under names, "tool_use" with
     tools and "default" without, as transformers chooses.
-
-    Args:
-      tokenizer: a transformers tokenizer.
-      chat_template_kwargs: as for `observation_ids`.
-      tools: as for `observation_ids`.
     """
     named = (chat_template_kwargs or {}).get("chat_template")
     if named is None and getattr(tokenizer, "chat_template", None) is None:
@@ -227,13 +222,7 @@ def template_of(
 def opens_thinking(
     tokenizer: Tokenizer, *, chat_template_kwargs: Json | None = None, tools: Sequence[Json] | None = None
 ) -> bool:
-    """Return whether the generation prompt opens <think>, so that a turn begins in the middle of a thought.
-
-    Args:
-      tokenizer: a transformers tokenizer with a chat template.
-      chat_template_kwargs: as for `observation_ids`.
-      tools: as for `observation_ids`.
-    """
+    """Return whether the generation prompt opens <think>, so that a turn begins in the middle of a thought."""
     text = _template(tokenizer, chat_template_kwargs, tools, None).render([_USER])
     opening = text[text.rfind(_USER["content"]) :]
     return opening.rfind("<think>") > opening.rfind("</think>")
@@ -247,12 +236,6 @@ def turn_of(
     tools: Sequence[Json] | None = None,
 ) -> tuple[str, bool]:
     """Return a message of the assistant as the template writes it, from where the generation prompt ends.
-
-    Args:
-      tokenizer: a transformers tokenizer with a chat template.
-      message: of the assistant.
-      chat_template_kwargs: as for `observation_ids`.
-      tools: as for `observation_ids`.
 
     Returns:
       The text, and whether it goes on from the whole generation prompt: a template may open a thought there, and write

@@ -304,7 +304,6 @@ def call_within(seconds: float | None, function: Callable[..., Any], *args: Any,
     Args:
       seconds: None: however long it takes.
       function: sync, then it runs in a thread of its own; or async, then on the loop that async rewards share.
-      args, keywords: its arguments.
 
     Raises:
       TimeoutError: it took longer.

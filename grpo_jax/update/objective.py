@@ -71,7 +71,6 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
     """The counts of the whole minibatch that the loss of any part of it is divided by.
 
     Args:
-      batch: the minibatch, [B, G, T].
       selected: [B, G, T] bool, its `top_entropy_mask` where `top_entropy_quantile` < 1 (the quantile is over the whole
         minibatch, so the mask has to be made before the first part); else None.
     """

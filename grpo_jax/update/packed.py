@@ -271,11 +271,7 @@ def choose_updater(
     """Packed for the models of this package, padded for any other.
 
     Args:
-      model: a model of this package, or any `apply` by `types.Model`.
-      config: the settings.
       micro: (prompts, completions per prompt) of a micro-batch.
-      optimizer: the transformation that made the state's `opt_state`; None where nothing is updated.
-      mesh: where params and batches are; None for one device.
       on_policy: as in `step.train_step`; None for what the config says.
     """
     kind = PackedUpdater if is_cached(model) else PaddedUpdater

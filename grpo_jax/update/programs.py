@@ -43,7 +43,6 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     """The programs of an updater.
 
     Args:
-      updater: of the run.
       state, batch: as they are, or their shapes.
       tokens: of a packed sequence at most; None for those of the present device.
     """

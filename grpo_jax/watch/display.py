@@ -54,9 +54,7 @@ class Display:
     the program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
 
     Args:
-      quiet: show nothing.
       console: a `rich.console.Console` to write to instead.
-      clock: returns seconds.
 
     Example:
       >>> with Display(quiet=True) as display:

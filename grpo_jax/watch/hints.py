@@ -354,9 +354,6 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 class Hints:
     """The hints of one run, each of which speaks once.
 
-    Args:
-      config: the run's settings.
-
     Example:
       >>> hints = Hints(GRPOConfig())
       >>> [len(hints({"completions/clipped_ratio": 1.0})) for _ in range(12)]

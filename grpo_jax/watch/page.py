@@ -71,9 +71,6 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 def html_report(run_dir: str | os.PathLike[str]) -> str:
     """Return the page of a run, made from the files of its directory.
 
-    Args:
-      run_dir: with `metrics.jsonl`, `completions.jsonl`, `run.json` and `warnings.jsonl`, as far as they are there.
-
     Returns:
       HTML, for UTF-8.
 

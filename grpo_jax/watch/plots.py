@@ -222,9 +222,6 @@ def _rows(count: int) -> list[int]:
 def find_panels(lines: Sequence[Line]) -> list[Found]:
     """Return the panels for which anything was logged, with their curves.
 
-    Args:
-      lines: n objects of `metrics.jsonl`.
-
     Example:
       >>> [(found.panel.title, found.meanings) for found in find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])]
       [('Reward', {'weighted sum': 'policy'}), ('KL divergence', {'to the reference': 'reference'})]

@@ -81,9 +81,6 @@ class Phases:
     Phases may lie inside each other; a second counts for the innermost only, so that phases add up to no more than the
     total. JAX returns before the device is done: end a phase with what waits for its results, or the next one pays.
 
-    Args:
-      clock: returns seconds.
-
     Example:
       >>> phases = Phases()
       >>> with phases("rollout"):

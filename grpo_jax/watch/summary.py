@@ -91,9 +91,6 @@ def describe_run(
     """Return what the sizes of a run come to, in three lines for its start.
 
     Args:
-      config: the run's settings.
-      num_rows: rows of the dataset.
-      num_parameters: of the policy.
       state_bytes: of the whole training state: policy, old policy, references, optimizer.
       num_devices: devices of the run; None: those of `config.mesh`, 1 without one.
       device: their kind.
@@ -124,9 +121,6 @@ def describe_run(
 
 def headline(lines: Sequence[Line]) -> str:
     """Return the sentence of a run: its first held-out score, or else its reward, and the phase that took most time.
-
-    Args:
-      lines: objects of `metrics.jsonl`.
 
     Returns:
       One line without a full stop, "" where nothing was logged.
@@ -188,7 +182,6 @@ def model_card(
     The command line of the run, its paths and its prompts are not in it: they may be nobody else's business.
 
     Args:
-      repo_id: of the repository, for the lines that load it.
       run_dir: the directory of the run; None leaves out what only a run can tell.
       adapters: PEFT's format, rather than all weights.
       base_model: name on the hub of the model that training began with, or None.
