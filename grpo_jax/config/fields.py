@@ -37,7 +37,6 @@ class In:
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
-Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
 """How a setting may differ when a run goes on from a checkpoint: freely, since the params never depend on it; in how it

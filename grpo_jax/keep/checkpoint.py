@@ -173,10 +173,6 @@ class Checkpoints:
         own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
         return gather_objects(own)[0]
 
-    def latest(self) -> int | None:
-        """Return the step of the newest checkpoint, None if there is none."""
-        return max(self.steps(), default=None)
-
     def measured(self, progress: Progress) -> None:
         """Note the metric that the best checkpoint is found by, if it was measured for this step and that is scheduled.
 
