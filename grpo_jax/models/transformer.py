@@ -125,8 +125,7 @@ class Transformer(nn.Module):
         Args:
           tokens: [B, G, T] int32.
           prefix: what is kept of the prompts; None where the tokens stand for themselves.
-          cache: what is kept of the completions, with S slots, of which 0..index-1 are filled; None where tokens are
-            all there is.
+          cache: of the completions, S slots, of which 0..index-1 are filled; None where tokens are all there is.
           index: slot of the first token; the slots are a ring, from S on it is counted on.
           start: [B] int32, the slot in which the completions of each prompt begin, or [B, G] of each completion; None:
             the first.

@@ -81,7 +81,7 @@ class Packing(NamedTuple):
 
 
 class Minibatch(NamedTuple):
-    """What every packed sequence of an update is given: arrays on the device, or their shapes.
+    """The arguments that all packed sequences of an update share: arrays on the device, or their shapes.
 
     Attributes:
       state: at whose params the gradient is.
