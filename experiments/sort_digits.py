@@ -257,6 +257,7 @@ def draw_before_and_after(run_dir: Path, samples: dict[str, list[Row]], argument
         return
     title = f"A small language model sorts five digits, before and after {arguments.steps} steps of GRPO"
     draw_hero(run_dir, samples, title=title)
+    print(f"\npicture: {run_dir / 'hero.png'}; page of the run: {run_dir / 'report.html'}")
     if arguments.picture:
         shutil.copyfile(run_dir / "hero.png", arguments.picture)
         dark = arguments.picture.with_stem(f"{arguments.picture.stem}-dark")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -49,10 +50,28 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 
 
 def raise_all(what: str, problems: Sequence[str]) -> None:
-    """Raise one `ValueError` with a line for each problem; nothing if there is none."""
-    if problems:
-        count = f"{len(problems)} error{'s' * (len(problems) > 1)}"
-        raise ValueError("\n  ".join([f"{what} has {count}:", *problems]))
+    """Raise one `ValueError` with a line for each problem; nothing if there is none.
+
+    A problem that is itself the message of several stands for these, each behind what they are of.
+
+    Example:
+      >>> raise_all("this run", ["the template has 2 errors:\\n  a\\n  b", "c"])
+      Traceback (most recent call last):
+      ValueError: this run has 3 errors:
+        the template: a
+        the template: b
+        c
+    """
+    lines = [line for problem in problems for line in _flat(problem)]
+    if lines:
+        count = f"{len(lines)} error{'s' * (len(lines) > 1)}"
+        raise ValueError("\n  ".join([f"{what} has {count}:", *lines]))
+
+
+def _flat(problem: str) -> list[str]:
+    """The lines of a problem that may be a message of `raise_all`."""
+    heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
+    return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 
 
 def problems_of(error: BaseException) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,21 @@ class Donated(dict[str, Any]):
 jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 
 
-@dataclasses.dataclass(frozen=True)
+def describe_params(params: Params) -> str:
+    """Return how many parameters a tree has, and of which dtypes, for a repr.
+
+    Example:
+      >>> describe_params({"w": np.zeros((3, 4), np.float32)})
+      '12 parameters float32'
+    """
+    if isinstance(params, Donated):
+        return "no params any more"
+    leaves = jax.tree.leaves(params)
+    kinds = sorted({str(leaf.dtype) for leaf in leaves})
+    return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters {'/'.join(kinds)}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """A language model with everything that goes into its checkpoint.
 
@@ -64,6 +79,10 @@ class Policy:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
     beside: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     stacked_experts: bool = False
+
+    def __repr__(self) -> str:
+        names = (self.config.get("architectures") or [type(self.model).__name__])[:1]
+        return f"Policy({names[0]}, {describe_params(self.params)}, {type(self.tokenizer).__name__})"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

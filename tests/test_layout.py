@@ -290,6 +290,7 @@ TESTED_ELSEWHERE = {
     "planning.compiled": "planning/test_targets.py",
     "planning.loaded": "planning/test_estimate.py",
     "planning.report": "planning/test_estimate.py",
+    "watch.standstill": "watch/test_hints.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
     "rewards.worker_main": "rewards/test_workers.py",

@@ -53,3 +53,19 @@ def test_what_is_no_fault_of_the_arguments_is_not_kept():
 
     with pytest.raises(KeyError):
         Faults().of(broken)
+
+
+@pytest.mark.quick
+def test_headings_are_no_errors():
+    def nested(what, problems):
+        with pytest.raises(ValueError, match="has") as caught:
+            raise_all(what, problems)
+        return str(caught.value)
+
+    inner = nested("the template", ["a", "b"])
+    assert nested("this run", [inner, "c"]).splitlines() == [
+        "this run has 3 errors:",
+        "  the template: a",
+        "  the template: b",
+        "  c",
+    ]

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from grpo_jax.cli.chat import talk, typed
+from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
@@ -21,10 +22,13 @@ from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.keep.run_dir import POLICY
 from grpo_jax.keep.stored import load_params
+from grpo_jax.messages import some
 from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
@@ -32,9 +36,11 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_pictures
-from grpo_jax.watch.writer import RunWriter, plain
+from grpo_jax.watch.writer import RunWriter, plain, read_settings
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
+_OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
+_OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
 
 
 def train(arguments: Namespace) -> None:
@@ -46,6 +52,12 @@ def train(arguments: Namespace) -> None:
 def resume(arguments: Namespace) -> None:
     """`grpo-jax resume`."""
     run_dir = Path(arguments.run_dir).expanduser()
+    if not (run_dir / NAME).is_file() and (run_dir / "run.json").is_file():
+        program = " ".join(read_settings(run_dir).get("argv") or ["the program"])
+        raise ValueError(
+            f"{run_dir} was begun from Python, and its data and reward functions are there: run {program!r} again, and"
+            " train(..., run_dir=...) goes on where it stopped"
+        )
     run = _read(arguments, _kept_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
 
@@ -60,12 +72,33 @@ def _read(arguments: Namespace, path: str | Path) -> RunFile:
 
 def _kept_file(run_dir: Path) -> Path:
     """Return the RUN.yaml that a run directory keeps."""
-    if not (run_dir / NAME).is_file():
+    if (run_dir / NAME).is_file():
+        return run_dir / NAME
+    if not run_dir.is_dir():
+        runs = [str(path.parent) for path in sorted(run_dir.parent.glob("*/run.json"))]
         raise FileNotFoundError(
-            f"{run_dir} has no {NAME}, which grpo-jax train leaves in a run directory: give one that has, or use the"
-            " Python API that has started the run"
+            f"{run_dir} is no directory; give that of a run" + (f": there are {some(runs)}" if runs else "")
         )
-    return run_dir / NAME
+    if (run_dir / "run.json").is_file():
+        raise ValueError(
+            f"{run_dir} was begun from Python, and its files do not hold the whole policy (of adapters the base is"
+            " elsewhere): load that in Python, and give it the params of"
+            " grpo_jax.keep.stored.load_params(run_dir, policy.params)"
+        )
+    raise FileNotFoundError(f"{run_dir} holds no run: neither {NAME}, of grpo-jax train, nor run.json, of train")
+
+
+def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) -> RunFile:
+    """Read the run of a directory: by its RUN.yaml, or by what `train` in Python has left there."""
+    kept = run_dir / POLICY
+    if (run_dir / NAME).is_file() or not (kept / "config.json").is_file():
+        return read_run(_kept_file(run_dir), keys, wanted=wanted)
+    settings = read_settings(run_dir)
+    stated = {name: settings["config"][name] for name in _OF_SAMPLING if name in settings["config"]}
+    stated["model"] = {"config": str(kept / "config.json"), "tokenizer": str(kept)}
+    stated["param_dtype"] = settings.get("param_dtype", "float32")
+    texts = {name: json.dumps(value) for name, value in stated.items()}
+    return read_run(None, {**texts, **keys}, wanted=wanted)
 
 
 def load_policy(run: RunFile) -> Policy:
@@ -107,8 +140,9 @@ def load_policy(run: RunFile) -> Policy:
 def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
     """Make a policy with fresh weights."""
     key = jax.random.key(model.get("seed") or 0)
-    tokenizer = load_tokenizer(in_folder(model["tokenizer"], folder))
-    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, dtype=dtype)
+    tokenizer, stated = load_tokenizer(in_folder(model["tokenizer"], folder)), model["config"]
+    beside = read_json((folder / stated).with_name("generation_config.json")) if isinstance(stated, str) else None
+    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, generation_config=beside, dtype=dtype)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
@@ -130,7 +164,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             donate=True,
         )
         return
-    with _kept(run) as keep:
+    with _kept(run) as keep, _said_how_to_go_on(run):
         train_policy(
             policy,
             run.rows,
@@ -146,6 +180,16 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         )
     if run.run_dir is not None:
         print(f"{run.run_dir}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+
+
+@contextlib.contextmanager
+def _said_how_to_go_on(run: RunFile) -> Iterator[None]:
+    """Name the command that goes on with a run that a signal ends."""
+    try:
+        yield
+    except SystemExit:
+        print(f"to go on: grpo-jax resume {run.run_dir}", file=sys.stderr)
+        raise
 
 
 @contextlib.contextmanager
@@ -199,13 +243,14 @@ def plan(arguments: Namespace) -> None:
         quantize_embeddings=run.quantize_embeddings,
         donate=True,
     )
-    print(found)
+    print(found.describe(verbose=arguments.verbose))
 
 
 def evaluate(arguments: Namespace) -> None:
     """`grpo-jax evaluate`."""
     target = Path(arguments.run).expanduser()
-    run = read_run(_kept_file(target) if target.is_dir() else target, arguments.keys, wanted=_ALL)
+    is_run = target.is_dir()
+    run = _run_at(target, arguments.keys, _ALL) if is_run else read_run(target, arguments.keys, wanted=_ALL)
     policy, step = load_policy(run), None
     if target.is_dir():
         step, params = load_params(target, policy.params, arguments.checkpoint)
@@ -240,7 +285,7 @@ def report(arguments: Namespace) -> None:
 def export(arguments: Namespace) -> None:
     """`grpo-jax export`."""
     run_dir = Path(arguments.run_dir).expanduser()
-    run = read_run(_kept_file(run_dir), arguments.keys, wanted=("model",))
+    run = _run_at(run_dir, arguments.keys, ("model",))
     policy = load_policy(run)
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
@@ -258,8 +303,8 @@ def chat(arguments: Namespace) -> None:
     if arguments.samples < 1:
         raise ValueError(f"--samples {arguments.samples}: use a whole number from 1 up")
     target = Path(arguments.model).expanduser()
-    if (target / NAME).is_file():
-        run = read_run(target / NAME, arguments.keys, wanted=("model",))
+    if (target / NAME).is_file() or (target / "run.json").is_file():
+        run = _run_at(target, arguments.keys, ("model",))
         policy = load_policy(run)
         policy = policy.replace(params=load_params(target, policy.params, arguments.checkpoint)[1])
     elif arguments.checkpoint is not None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,7 +38,10 @@ class _Help(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, value: object, option: str | None = None
     ) -> NoReturn:
-        key = str(value).replace("-", "_")
+        key = str(value).lstrip("-").replace("-", "_")
+        if value is not None and key not in GROUPS:
+            close = nearest(key, GROUPS)
+            parser.error(f"--help {value}: there is no such key" + (f"; did you mean {close}?" if close else ""))
         print(explain(key) if key in GROUPS else parser.format_help().rstrip())
         raise SystemExit(0)
 
@@ -140,6 +144,7 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens; default max_prompt_length, or 256")
     plan.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, v5e-8, v6e-8, v5p-4, …")
+    plan.add_argument("--verbose", action="store_true", help="name every program that will be compiled")
     plan.add_argument("--memory", type=float, metavar="GB", help="of one device; the plan then says what fits")
 
 
@@ -222,13 +227,36 @@ def _spelt(argument: str) -> str:
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; of one that no command understands say which option is near."""
-    arguments, unknown = parser.parse_known_args([_spelt(argument) for argument in argv])
+    arguments, unknown = parser.parse_known_args(_joined([_spelt(argument) for argument in argv]))
     if unknown:
         name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-        close = None if name in GROUPS or not unknown[0].startswith("--") else nearest(name, GROUPS)
+        options = {*GROUPS, *(option.lstrip("-") for option in _options(parser, arguments.command))}
+        close = nearest(name, options - {name}) if unknown[0].startswith("--") and name not in GROUPS else None
         hint = f"; did you mean --{close}?" if close else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which a negative number is the value of the key before it, and no option.
+
+    Example:
+      >>> _joined(["a.yaml", "--beta", "-1e-5", "--seed", "3"])
+      ['a.yaml', '--beta=-1e-5', '--seed', '3']
+    """
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1][2:] in GROUPS and re.fullmatch(r"-[\d.]+(?:[eE][-+]?\d+)?", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _options(parser: argparse.ArgumentParser, command: str | None) -> list[str]:
+    """The options of a command."""
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return [] if command is None else [*commands.choices[command]._option_string_actions]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -246,26 +274,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.keys = keys_of(arguments)
     try:
         COMMANDS[arguments.command](arguments)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
-        if not _is_ours(error):
+        from grpo_jax.rewards.contract import RewardError
+
+        if isinstance(error, RewardError) and error.__cause__ is not None:  # the user's own lines, and what to do
+            print("".join(traceback.format_exception(error.__cause__)), end="", file=sys.stderr)
+        elif not _is_ours(error):
             raise
         distributed.end_by_error()
         raise SystemExit(f"grpo-jax {arguments.command}: {error}") from error
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether this package itself refused, and no function of the user's failed: then the message says all."""
-    from grpo_jax.rewards.contract import RewardError
-
+    """Return whether this package itself refused, and no other code failed: then the message says all."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     package = Path(__file__).parent.parent
     here = trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parents
-    return here and not isinstance(error, RewardError)
+    return here
 
 
 def _print_completion(parser: argparse.ArgumentParser, shell: str) -> None:

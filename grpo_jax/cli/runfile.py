@@ -152,7 +152,8 @@ def read_run(
         run = _with_rows(run, stated, problems)
     if not problems and run.rows and not (run.tools or run.environment_factory):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], extras=EXTRAS, argument="data", rows=run.rows)
-    raise_all(str(path), problems)
+    flags = " ".join(f"--{name}" for name in overrides or ())
+    raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
     return run
 
 

@@ -57,9 +57,16 @@ def run_problems(
     problems += _eval_problems(config, num_eval_rows)
     prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
     if context_length is not None and prompt + config.max_completion_length > context_length:
+        room = context_length - prompt
+        mend = f"use {room} or less, or shorter prompts"
+        if room < 1:
+            mend = (
+                "no value helps, the prompts fill them: shorten the prompts, drop long ones (max_prompt_length with"
+                ' on_long_prompt="drop"), or use another model'
+            )
         problems.append(
             f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt} tokens this passes"
-            f" the {context_length} positions of the model; lower it, or max_prompt_length"
+            f" the {context_length} positions of the model; {mend}"
         )
     if config.router_aux_loss_coef and num_experts == 0:
         problems.append(

@@ -270,11 +270,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     except Exception as error:
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
-            "mend or remove its tokenizer files."
+            "repair or remove its tokenizer files."
         ) from error
     raise ValueError(
         f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it "
-        f"as {type(tokenizer).__name__}); mend its tokenizer files, or give it a token for unknown words."
+        f"as {type(tokenizer).__name__}); repair its tokenizer files, or give it a token for unknown words."
     )
 
 

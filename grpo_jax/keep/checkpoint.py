@@ -346,7 +346,7 @@ class Checkpoints:
             last = f"the last whole one is of step {max(whole)}" if whole else "there is none before it"
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
-                " Make room or mend the directory, then call train again with the same run_dir: it goes on from there"
+                " Make room or repair the directory, then call train again with the same run_dir: it goes on from there"
             ) from error
 
 

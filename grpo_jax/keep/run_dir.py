@@ -1,18 +1,43 @@
-"""A run directory belongs to one run at a time."""
+"""A run directory: it belongs to one run at a time, and holds what its checkpoints do not say of the policy."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
 from grpo_jax.watch.writer import refused_if_unusable
 
 if sys.platform != "win32":
     import fcntl
+
+
+POLICY = "policy"
+"""Folder of a run directory with config.json, generation_config.json and the tokenizer of its policy."""
+
+
+def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
+    """Write what makes a policy of a checkpoint's params, for `grpo-jax chat`, `evaluate` and `export`.
+
+    Nothing where a `run.yaml` says it already, where there is no directory, of a model of the caller's own, and of
+    adapters or towers, whose other weights are elsewhere.
+    """
+    known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
+    if known or policy.beside or not policy.config or not isinstance(policy.model, Transformer):
+        return
+    folder = Path(str(run_dir)) / POLICY
+    folder.mkdir(exist_ok=True)
+    for name, content in policy.files.items():
+        (folder / name).write_bytes(content)
+    for name, values in (("config.json", policy.config), ("generation_config.json", policy.generation_config)):
+        (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
-from grpo_jax.watch.summary import short_number
+from grpo_jax.watch.summary import many, short_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +70,19 @@ class Plan:
         return max(self.peaks.values())
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, *, verbose: bool = False) -> str:
+        """Return the plan in words, and the name of every program if it is to be verbose."""
+
         def line(values: Mapping[str, float], unit: str) -> str:
             return " · ".join(f"{name} {short_number(x, unit)}" for name, x in values.items())
 
         recurrent = short_number(self.state, "B")
         sizes = self.sizes
+        devices = many(self.devices, "device") if self.device is None else f"{self.devices} {self.device}"
         lines = [
-            f"{self.devices} {self.device or 'devices'}, each of an iteration's {sizes['prompts']} prompts ×"
-            f" {sizes['group']} completions",
+            f"{devices}, each of an iteration's {sizes['prompts']} prompts × {sizes['group']} completions",
             f"held on each device: {line(self.held, 'B')}",
             f"added by the phases: {line(self.parts, 'B')}",
             *([f"recurrent state: {recurrent} of each prompt and completion"] if self.state else []),
@@ -91,7 +98,10 @@ class Plan:
         if self.compile_seconds:
             lines.append("to compile: " + " · ".join(f"{name} {x:.0f} s" for name, x in self.compile_seconds.items()))
         if self.programs:
-            lines.append("programs of a run:\n  " + "\n  ".join(self.programs))
+            kinds = collections.Counter(re.split(r"[ ,]", name)[0] for name in self.programs)
+            told = ", ".join(f"{kind} × {count}" for kind, count in kinds.items())
+            lines.append(f"programs of a run: {told}")
+            lines += [f"  {name}" for name in self.programs] if verbose else []
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {short_number(self.memory, 'B')} a device")
         if self.longest_completion is not None:

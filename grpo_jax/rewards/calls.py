@@ -36,6 +36,7 @@ from grpo_jax.rewards.contract import (
     as_list,
     check_reward_fns,
     describe_fault,
+    own_frames,
     read_outcome,
     reward_names,
     select_inputs,
@@ -147,8 +148,10 @@ def compute_rewards(
         scores, faults = read_outcome(outcome, count)
         if faults and on_error == "raise":
             first = next(iter(faults.values()))
+            if isinstance(first, BaseException):
+                first.__traceback__ = own_frames(first.__traceback__)
             raise RewardError(
-                f"{_explain(name, faults, inputs, num_generations)}. Mend it, or let such completions be scored as "
+                f"{_explain(name, faults, inputs, num_generations)}. Fix it, or let such completions be scored as "
                 "missing with on_error='none' (on_reward_error in GRPOConfig)"
             ) from (first if isinstance(first, BaseException) else None)
         errors = count if None in faults else len(faults)

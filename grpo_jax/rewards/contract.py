@@ -9,6 +9,8 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,24 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 class RewardError(ValueError):
     """A reward function failed, or returned something that is no list of rewards."""
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from its first frame that is none of this package's: where the caller's own code begins."""
+    package = Path(__file__).parent.parent
+    while trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parents:
+        trace = trace.tb_next
+    return trace
+
+
+class ShortTraceback:
+    """A context that an error of a reward function leaves without the frames in between, which say nothing of it."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RewardError):
+            error.__traceback__ = None
 
 
 Faults = dict[int | None, BaseException | str]

@@ -67,7 +67,8 @@ def prepare(arguments: Arguments) -> Run:
         rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
     known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
     interaction = faults.of(_interaction, arguments, rows) if known else None
-    if fns is not None:
+    unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
+    if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
         faults.of(_check_no_environments, fns, config)
         read = {name: some for name, some in rows.items() if some} or {"dataset": []}

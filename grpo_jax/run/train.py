@@ -14,8 +14,9 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
-from grpo_jax.keep.run_dir import locked
+from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.policy import Policy
+from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
@@ -155,6 +156,7 @@ def train(
     own_dir, state = run_dir if leads else None, new_state(run, donate=donate)
     run.policy.empty()  # on a mesh its params may be a copy, and only the state's are needed
     with (
+        ShortTraceback(),
         locked(own_dir),
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
@@ -166,10 +168,12 @@ def train(
         state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
         state = begin_or_resume(loop, state, resume)
         publisher.open()
+        keep_policy(own_dir, run.policy)
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         evaluate_if_due(loop, state)
-        warm_up.enter_context(compiled_ahead(run, state, say=monitor.say))
+        if loop.progress.step < run.total_steps:
+            warm_up.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
             profile.at(loop.progress.step)
@@ -186,15 +190,8 @@ def train(
             if not loop.stopping():
                 evaluate_if_due(loop, state)
                 save_if_due(loop, state)
-        if loop.stopping():
-            loop.save(state)
-        signalled = loop.signalled()
-        checkpoints.wait()
-        monitor.end(loop.progress.step, run.total_steps, best=checkpoints.best(loop.progress), hurry=signals.hurry)
-        if not signalled:
-            state = checkpoints.restore_best(state, loop.progress)
-            publisher.end(state.params, draw=monitor.draw)
-    if signalled or loop.signalled():  # the second, while the pictures were drawn
+        state = end_run(loop, state)
+    if loop.signalled():
         signals.leave()
     return state
 
@@ -228,6 +225,21 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_dropped=len(data.dropped),
         resumed=found is not None,
     )
+    return state
+
+
+def end_run(loop: _Loop, state: TrainState) -> TrainState:
+    """Save a run that was stopped, say where it stands, and of one that no signal ends push and return the best."""
+    progress = loop.progress
+    if loop.stopping():
+        loop.save(state)
+    hurried = loop.signalled()
+    loop.checkpoints.wait()
+    best = loop.checkpoints.best(progress)
+    loop.monitor.end(progress.step, loop.run.total_steps, best=best, hurry=loop.signals.hurry)
+    if not hurried:
+        state = loop.checkpoints.restore_best(state, progress)
+        loop.publisher.end(state.params, draw=loop.monitor.draw)
     return state
 
 

@@ -298,8 +298,9 @@ def _read_end(template: _Template, role: str, mark: str) -> _End:
         if found is None or not last[found[0] :].startswith(tuple(ends)):
             raise ValueError(
                 f"it does not end the turn before a message of the role {role!r} with an EOS ({', '.join(ends)}), but "
-                f"goes on with {common[:40]!r}: give the id of the token that ends a turn as an EOS, or use a template "
-                "that writes one"
+                f"goes on with {common[:40]!r}: if another token ends a turn, name its id as an EOS, by"
+                ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json; else use a'
+                " template that writes an EOS"
             )
     position, closing = found
     return _End(after[: position + len(closing)], closing)

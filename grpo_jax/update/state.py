@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,13 @@ class TrainState(flax.struct.PyTreeNode):
     entropy_bonus: jax.Array
     skipped: jax.Array
     master_params: Params | None = None
+
+    def __repr__(self) -> str:
+        kept = [name for name in ("old_params", "ref_params", "initial_params") if getattr(self, name) is not None]
+        deleted = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
+        step = "deleted" if deleted and self.step.is_deleted() else self.step
+        count = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(self.params))
+        return f"TrainState({', '.join([f'step={step}', f'{count:,} parameters', *kept])})"
 
 
 def _unshared(tree: TrainState, held: set[int]) -> TrainState:

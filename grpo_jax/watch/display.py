@@ -67,7 +67,7 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._clock = clock
-        self._began = clock()
+        self._began: float | None = None  # at the first logged step: what compiles before says nothing of the rest
         self._total_steps = self._first = 0
         self._live: Live | None = None
         self._bar: Progress | None = None
@@ -83,7 +83,7 @@ class Display:
 
     def start(self, total_steps: int, *, step: int = 0) -> None:
         """Begin to show a run of `total_steps` optimizer steps, of which `step` are done already."""
-        self._total_steps, self._first, self._began = total_steps, step, self._clock()
+        self._total_steps, self._first, self._began = total_steps, step, None
         if self._console is not None and self._console.is_jupyter:
             from IPython.display import DisplayHandle
 
@@ -105,7 +105,7 @@ class Display:
             from rich.console import Group
             from rich.text import Text
 
-            self._bar.update(self._bar.task_ids[0], completed=step)
+            self._bar.update(self._bar.task_ids[0], completed=step, left=self._left(step))
             lines = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in (numbers, seconds) if line]
             self._live.update(Group(self._bar, *lines))
         else:
@@ -128,7 +128,11 @@ class Display:
             self._console.print(completions_table(rows[:limit]))
 
     def _left(self, step: int) -> str:
-        """Return the time that the rest of the run takes at the speed so far."""
+        """Return the time that the rest of the run takes at the speed since the first logged step."""
+        if self._began is None:
+            if step > self._first:
+                self._first, self._began = step, self._clock()
+            return ""
         done, todo = step - self._first, self._total_steps - step
         if done <= 0 or todo <= 0:
             return ""
@@ -182,12 +186,12 @@ def _bar(console: Console, total_steps: int, start: int) -> Progress:
         progress.BarColumn(bar_width=None),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
+        progress.TextColumn("so far"),
+        progress.TextColumn("{task.fields[left]}"),
         console=console,
         expand=True,
     )
-    bar.add_task("GRPO", total=total_steps, completed=start)
+    bar.add_task("GRPO", total=total_steps, completed=start, left="")
     return bar
 
 

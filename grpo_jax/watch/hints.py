@@ -18,6 +18,7 @@ import jax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.platform import compute_dtype as resolve
 from grpo_jax.turns.episodes import WORKERS
+from grpo_jax.watch.standstill import hardly_moved
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line
 
@@ -36,10 +37,9 @@ bfloat16's 7 (as a TPU rounds those of float32 products), and 0.54 in bfloat16. 
 and tokens.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| in nats per token of another engine's completions that rounding may explain: engines
-that compute in bfloat16 come to about 0.01."""
+"""Mean |log π_old − log π_sampler| in nats a token that rounding may explain: engines in bfloat16 come to 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Lowest mean importance weight of another engine's completions that is as it should be; without bounds it is 1."""
+"""Lowest mean importance weight of another engine's completions that is as it should be."""
 ONE_TURN = 1.02
 """Mean turns of completions of which hardly any has had a second one."""
 
@@ -348,6 +348,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "out of turns": out_of_turns,
     "slow environments": slow_environments,
     "environment errors": environment_errors,
+    "hardly moved": hardly_moved,
 }
 
 

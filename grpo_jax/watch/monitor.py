@@ -47,7 +47,7 @@ class Monitor:
         self._display = Display(quiet=quiet)
         self._hints = Hints(config)
         self._tokens = 0.0
-        self._hurry = self._drawn = False
+        self._hurry = self._drawn = self._complete = False
         self.stopped = False
         self._step: int | None = None  # None: the files are not cut back yet
         self._early: list[tuple[str, str]] = []
@@ -61,7 +61,8 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self._display.__exit__(*error)
         try:
-            write_pictures(self._writer, page_only=self._hurry or self._drawn)
+            if not (self._complete and self._writer.path("report.html").exists()):
+                write_pictures(self._writer, page_only=self._hurry or self._drawn)
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # all are closed, whatever one of them raises
@@ -89,7 +90,8 @@ class Monitor:
                 stacklevel=4,
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
-        self._writer.config(self._config, prompts=num_rows)
+        kinds = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+        self._writer.config(self._config, prompts=num_rows, param_dtype=max(kinds, default="float32"))
         if self._reports:
             self._trackers = open_trackers(self._config, self._writer.run_dir, step=progress.step if resumed else 0)
         if resumed and self._writer.run_dir is not None:
@@ -112,10 +114,20 @@ class Monitor:
         if num_dropped:
             self._display.say(f"{num_dropped} rows are left out: their prompts are longer than max_prompt_length")
         if resumed:
-            self._display.say(f"going on after step {progress.step}")
+            self._say_where(progress.step, total_steps)
         self._display.start(total_steps, step=progress.step)
         self._tokens = float(progress.tokens)
         self.phase.take()
+
+    def _say_where(self, step: int, total_steps: int) -> None:
+        """Print where a run that is found goes on, or that it is complete."""
+        self._complete = step >= total_steps
+        if not self._complete:
+            return self._display.say(f"going on after step {step}")
+        longer = "raise max_steps to go on"
+        if not self._config.lr_scheduler_type.startswith("constant"):
+            longer = "a longer run begins anew, in a directory of its own, since its learning rates are others"
+        self._display.say(f"complete: {step} of {total_steps} steps; {longer}")
 
     def say(self, message: str) -> None:
         """Show a line that is of no step."""
@@ -136,7 +148,7 @@ class Monitor:
         line = {**metrics, **rate, **seconds}
         self._step = step
         self._emit(step, line)
-        for message in self._hear(line):
+        for message in self._hear({"step": step, **line}):
             self._display.say(f"hint: {message}")
             self._keep("hint", message)
 
@@ -164,6 +176,7 @@ class Monitor:
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)
+        self._complete = False
         self.stopped |= notify((self._display, *self._callbacks, *self._trackers), step, line)
 
     def _hear(self, line: Line) -> list[str]:

@@ -10,7 +10,7 @@ import yaml
 from cli_files import lines_of, run, write_run
 from tiny import tiny_policy
 
-from grpo_jax import add_lora, from_pretrained, generate, load_lora, make_prompts, merge_lora, train
+from grpo_jax import GRPOConfig, add_lora, from_pretrained, generate, load_lora, make_prompts, merge_lora, train
 from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
@@ -109,11 +109,51 @@ def test_a_run_that_refuses_leaves_the_file_of_the_one_that_is_there(folder, tra
     assert not (folder / "new").exists()
 
 
+def test_a_run_of_the_python_api_is_talked_to_evaluated_and_exported(folder, state, capsys):
+    run_dir = folder / "by_api"
+    run("export", run_dir, folder / "of_api")
+    exported = from_pretrained(folder / "of_api")
+    assert same(exported.params, state.params)
+    assert exported.eos_token_ids == from_pretrained(folder / "model").eos_token_ids
+    run("export", folder / "run", folder / "of_cli")
+    texts = [run("chat", where, "--say", "ab", "--seed", "3") for where in (run_dir, folder / "run")]
+    assert texts[0] == texts[1]
+    asked = yaml.safe_load((folder / "run" / "run.yaml").read_text())
+    data = [
+        "--data",
+        str(folder / asked["data"]),
+        "--prompt",
+        asked["prompt"],
+        "--rewards",
+        f"[{folder}/{asked['rewards'][0]}]",
+    ]
+    found = json.loads(run("evaluate", run_dir, *data))
+    assert found["step"] == int(state.step)
+    with pytest.raises(SystemExit, match="data: is missing"):
+        run("evaluate", run_dir)
+    with pytest.raises(SystemExit, match=r"was begun from Python, and its data and reward functions are there: run "):
+        run("resume", run_dir)
+
+
+def test_of_adapters_of_the_python_api_the_files_are_not_enough(tmp_path):
+    policy = add_lora(tiny_policy(), jax.random.key(1), rank=2, alpha=4.0)
+    config = GRPOConfig(max_steps=1, max_completion_length=4)
+    train(policy, [{"prompt": "ab"}], lambda completions: [0.0] * len(completions), config, run_dir=tmp_path)
+    for command in (["export", tmp_path, "out"], ["chat", tmp_path, "--say", "ab"]):
+        with pytest.raises(SystemExit, match=r"do not hold the whole policy .of adapters the base is elsewhere"):
+            run(*command)
+
+
 @pytest.mark.quick
 def test_what_is_no_run_directory_is_said(tmp_path):
+    neither = r"holds no run: neither run.yaml, of grpo-jax train, nor run.json, of train"
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
-        with pytest.raises(SystemExit, match=r"has no run.yaml, which grpo-jax train leaves in a run directory"):
+        with pytest.raises(SystemExit, match=neither):
             run(*command)
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "run.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"sum is no directory; give that of a run: there are .*sums$"):
+        run("resume", tmp_path / "sum")
     with pytest.raises(SystemExit, match=r"has no metrics.jsonl; is it the directory of a run\?"):
         run("report", tmp_path)
 

@@ -132,7 +132,7 @@ def test_a_usual_config_carries_over():
     )
     told = str(moved)
     assert "taken as they are: num_generations, per_device_train_batch_size, eval_steps, logging_steps" in told
-    assert "  save_strategy: save_steps=None: one checkpoint, at the end" in told
+    assert "  save_strategy: save_steps=None: one checkpoint stays, that of the end" in told
     assert "NOT HERE" not in told
 
 

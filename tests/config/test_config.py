@@ -861,13 +861,13 @@ BAD_RUNS = [
         dict(max_completion_length=1000),
         dict(context_length=1024, longest_prompt=25),
         "max_completion_length = 1000: with prompts of up to 25 tokens this passes the 1024 positions of the model;"
-        " lower it, or max_prompt_length",
+        " use 999 or less, or shorter prompts",
     ),
     (
         dict(max_completion_length=1000, max_prompt_length=30),
         dict(context_length=1024),
         "max_completion_length = 1000: with prompts of up to 30 tokens this passes the 1024 positions of the model;"
-        " lower it, or max_prompt_length",
+        " use 994 or less, or shorter prompts",
     ),
     (
         dict(router_aux_loss_coef=0.01),

@@ -423,7 +423,7 @@ def test_a_function_that_fails_as_a_whole_stops_the_run(case):
 def test_a_bad_value_names_function_prompt_and_completion(case):
     value, message = ELEMENTS[case]
     where = r"for prompt 1 of the batch, completion 1 of its group \(prompt 'p1', completion 'eeeee'\)"
-    with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Mend it"):
+    with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix it"):
         score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
 
 

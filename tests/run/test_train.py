@@ -166,6 +166,24 @@ def test_files_of_a_run(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_path, capsys):
+    def call(**settings):
+        config = GRPOConfig(max_steps=2, max_completion_length=4, **settings)
+        state = train(tiny_policy(), [{"prompt": "ab"}], lambda completions: [0.0] * 8, config, run_dir=tmp_path)
+        return state, capsys.readouterr().err
+
+    state, _ = call(lr_scheduler_type="constant")
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in ("report.html", "report.png")}
+    again, told = call(lr_scheduler_type="constant")
+    assert "complete: 2 of 2 steps; raise max_steps to go on" in told
+    assert "compiles" not in told
+    assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in before}
+    chex.assert_trees_all_equal(again.params, state.params)
+    for shown in (repr(state), repr(tiny_policy().replace(params=state.params))):
+        assert len(shown) < 120
+        assert "7,264 parameters" in shown
+
+
 def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     refused = []
 

@@ -53,8 +53,8 @@ def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left()
         display(90, {"reward": 0.75})
         display(100, {"reward": 1.0})
     assert out.file.getvalue().splitlines() == [
-        f"step  20/100 · {NUMBERS} · {SECONDS} · 0:05:20 left",  # 80 steps of 4 s each
-        "step  90/100 · reward 0.750 · 0:00:40 left",
+        f"step  20/100 · {NUMBERS} · {SECONDS}",  # of which the most may be compiling
+        "step  90/100 · reward 0.750 · 0:00:40 left",  # 10 steps of 280 s / 70 each
         "step 100/100 · reward 1.000",
     ]
 
@@ -92,9 +92,12 @@ def test_hours_left_and_nothing_done_yet():
     display(0, {"eval/accuracy": 0.1})
     now[0] = 60.0
     display(10, {})
+    now[0] = 120.0
+    display(20, {})
     assert out.file.getvalue().splitlines() == [
         "step    0/1000 · held-out accuracy 0.100",
-        "step   10/1000 · 1:39:00 left",
+        "step   10/1000",
+        "step   20/1000 · 1:38:00 left",
     ]
 
 
@@ -115,6 +118,7 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
         with Display(console=out) as display:
             display.start(total_steps=4, step=1)
             display(2, METRICS)
+            display(3, METRICS)
             display.say("[note] kept above")
             raise KeyboardInterrupt
 
@@ -125,7 +129,8 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     assert text.endswith("\x1b[?25h")  # and shown again whatever happened
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
     assert "[note] kept above" in screen
-    assert "2/4" in screen
+    assert "3/4" in screen
+    assert re.search(r"0:00:\d\d so far +0:00:00 left", screen), "two times, each with its name"
     assert NUMBERS in screen
     assert SECONDS in screen
 

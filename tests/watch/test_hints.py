@@ -116,6 +116,13 @@ SIGNS = [
         23,
         ["failed 0.8 times per rollout of 8 completions", 'on_environment_error="raise"'],
     ),
+    # 2e-6 a step is 1e-4 at step 50, and the reward goes up and down by 0.02 around 0.1.
+    (
+        "hardly moved",
+        [{"num_tokens": i, "step": 10 * (i + 1), "kl": 2e-7 * i, "reward": 0.1 + 0.01 * (-1) ** i} for i in range(10)],
+        4,
+        ["hardly moved in 50 steps: KL to the start 8e-07 nats", "reward 0.1 → 0.103", "learning_rate (now 1e-06)"],
+    ),
 ]
 
 
@@ -138,6 +145,28 @@ def test_every_hint_has_a_sign_here_and_names_fields_that_there_are():
         named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
         assert named <= fields, named - fields
         assert named & fields
+
+
+@pytest.mark.quick
+def test_a_policy_that_moves_or_has_nothing_to_learn_gets_no_hint_to_raise_its_learning_rate():
+    def lines(**changed):
+        usual = {"kl": 1e-6, "reward": 0.1, "frac_reward_zero_std": 0.2}
+        return [
+            {"num_tokens": i, "step": 10 * (i + 1)}
+            | {name: f(i) if callable(f) else f for name, f in {**usual, **changed}.items()}
+            for i in range(8)
+        ]
+
+    assert len(said(lines())) == 1
+    assert not said(lines(kl=lambda i: 1e-5 * 3**i))
+    assert not said(lines(reward=lambda i: 0.1 * i)), "it learns"
+    assert not said(lines(frac_reward_zero_std=0.94)), "nothing is taught"
+    assert not said([line | {"kl_initial": 0.1} for line in lines()]), "a synced reference is near, not the start"
+    # Without a reference the learning rates tell: 80 steps of 1e-6 and of 1e-5.
+    without = [{name: x for name, x in line.items() if name != "kl"} for line in lines()]
+    assert not said(without)
+    for rate, hints in ((1e-6, 1), (1e-5, 0)):
+        assert len(said([line | {"learning_rate": rate} for line in without], GRPOConfig())) == hints
 
 
 @pytest.mark.quick
