@@ -437,7 +437,7 @@ def test_the_users_exception_is_kept_as_the_cause():
 
 @pytest.mark.quick
 def test_several_faults_are_counted_in_the_message():
-    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Mend"):
+    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Fix"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
 
 

@@ -336,3 +336,22 @@ def test_nothing_was_compiled_for_all_that(caplog):
         refusal(dataset=[])
         refusal(max_completion_length=400)
     assert not [record for record in caplog.records if "Compiling" in record.message]
+
+
+@pytest.mark.quick
+def test_an_environment_that_cannot_be_read_is_no_lack_of_rewards():
+    class Game:
+        def reset(self, prompt): ...
+
+        def respond(self, text): ...
+
+        def get_reward(self):
+            return 1.0
+
+    config = GRPOConfig(max_steps=1, max_completion_length=300)
+    with pytest.raises(ValueError, match="several turns need a chat template") as caught:
+        train(tiny_policy(), [{"prompt": "ab"}], [], config, environment_factory=Game)
+    assert "reward_fns is empty" not in str(caught.value)
+    assert "256 positions of the model; use 254 or less" in str(caught.value)
+    with pytest.raises(ValueError, match="no value helps, the prompts fill them"):
+        train(tiny_policy(), [{"prompt": "ab" * 150}], [lambda completions: []], config)
