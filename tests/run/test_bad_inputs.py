@@ -12,7 +12,7 @@ import optax
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig
+from grpo_jax import GRPOConfig, train
 from grpo_jax.rewards import number_reward
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
@@ -348,10 +348,10 @@ def test_an_environment_that_cannot_be_read_is_no_lack_of_rewards():
         def get_reward(self):
             return 1.0
 
-    config = GRPOConfig(max_steps=1, max_completion_length=300)
+    config, rows = GRPOConfig(max_steps=1, max_completion_length=300), [{"prompt": [{"role": "user", "content": "ab"}]}]
     with pytest.raises(ValueError, match="several turns need a chat template") as caught:
-        train(tiny_policy(), [{"prompt": "ab"}], [], config, environment_factory=Game)
+        train(tiny_policy(), rows, [], config, environment_factory=Game)
     assert "reward_fns is empty" not in str(caught.value)
-    assert "256 positions of the model; use 254 or less" in str(caught.value)
+    assert "256 positions of the model; use 255 or less" in str(caught.value)
     with pytest.raises(ValueError, match="no value helps, the prompts fill them"):
         train(tiny_policy(), [{"prompt": "ab" * 150}], [lambda completions: []], config)
