@@ -259,8 +259,6 @@ def for_head(tree: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
     added up over the devices for every token.
 
     Args:
-      tree: with an embedding or an output head in it.
-      mesh: None leaves the tree as it is.
       axes: of the mesh, those that cut the vocabulary.
     """
     if mesh is None:

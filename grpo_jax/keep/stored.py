@@ -28,7 +28,6 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     """Read the params of one checkpoint, without the rest of the run: to evaluate, to talk to, to export.
 
     Args:
-      run_dir: of the run, which may be under way.
       like: params of the policy that the run began with; the arrays get their shapes, dtypes and devices.
       step: of the checkpoint; None for the newest one.
 

@@ -192,10 +192,7 @@ def score_packed(
     """`score_completions` for the segments of a `packing.PackedSequence`.
 
     Args:
-      model: a `types.CachedModel`.
-      params: its parameters.
       read: from `read_prompts`, for all prompts of the batch.
-      lengths: [B] of those prompts.
       sequence: some completions of the batch.
       counted: [A, S, T] bool, the tokens of the segments whose load-balancing loss is wanted; None: it isn't.
       sampling, with_entropy, rngs: as in `score_completions`.

@@ -64,7 +64,6 @@ def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> Compiled
     """Compile a program, or read what a TPU's compiler says of one that it refuses.
 
     Args:
-      lowered: the program.
       arguments: bytes on each device of those of its arguments that the caller counts elsewhere, such as the params.
     """
     begin = time.monotonic()

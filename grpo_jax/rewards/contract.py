@@ -162,11 +162,6 @@ def check_rows(
     A function says so by a method `check_rows(rows, argument=...)` that raises ValueError for all such rows at once;
     combinators and isolated functions ask the functions inside.
 
-    Args:
-      reward_fns: K reward functions, or one.
-      rows: of the dataset.
-      argument: what the caller calls the dataset, for the messages.
-
     Raises:
       ValueError: what the functions say; of several, all.
     """

@@ -59,7 +59,6 @@ def start_process(setup: bytes, output: IO[bytes] | None = None) -> tuple[subpro
     """Start a worker process and return it with the connection to it.
 
     Args:
-      setup: from `setup_of`.
       output: a file that it prints to; None: where this process does.
     """
     connection, there = multiprocessing.Pipe()

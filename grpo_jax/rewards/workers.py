@@ -281,7 +281,6 @@ class _Instance:
         Args:
           what: "make", "call" or "read".
           name: of the method, or of the attribute.
-          args, keywords: of the call.
 
         Raises:
           ProcessLost: a limit was reached, or the process has ended, now or before.

@@ -90,13 +90,7 @@ class Ladder:
         """The layouts of [groups, width] completions of at most `length` tokens.
 
         Args:
-          groups: that stand on the devices at a time.
-          width: G.
-          length: T.
-          step: as the attribute.
-          shards: likewise.
           waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
-          fixed: as the attribute.
 
         Example:
           >>> step = DecodeStep(weights=10.0, prompt=1.0, own=2.0, products=5.0)

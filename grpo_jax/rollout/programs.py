@@ -65,10 +65,6 @@ class RolloutShapes:
 
         Args:
           model, params: as they are, or their shapes.
-          groups: B, prompts of the batch.
-          prompt_length: P.
-          num_generations, max_completion_length, batch_size: as in `generate`.
-          settings: of all programs.
         """
         if not is_cached(model):
             return None

@@ -273,12 +273,9 @@ def generate_turns(
     """Sample completions of several turns: an EOS ends a turn, and `answers` says how the completion goes on.
 
     Args:
-      model: a model of this package.
-      params: its parameters.
       prompts: tokens [B, P] int32 right-padded, lengths [B].
       key: a typed PRNG key, consumed; token t of completion (b, g), counted with the observed ones, is drawn with
         fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t).
-      answers: see `Answers`.
       num_generations: G ≥ 1.
       max_completion_length: T ≥ 1, in tokens, of all turns with their observations. A completion whose observation
         does not fit, with one token more, ends there as truncated.

@@ -115,10 +115,8 @@ def sample(
 
     Args:
       numbers: B rows of it, by their indices.
-      key: as in `generate`.
+      key, prompt_indices, interrupt: as in `generate`.
       request: how many completions, how long, from which distribution, and who answers them.
-      prompt_indices: [B], as in `generate`.
-      interrupt: likewise.
       updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
     if request.interaction is not None:

@@ -98,8 +98,6 @@ def decode_completions(
 
     Args:
       tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used.
-      tokens: [B, G, T] int.
-      mask: [B, G, T] bool.
       prompts: the B prompts of the dataset; None if they are text.
       prompt_ids: the tokens of the B prompts; None: completions are decoded alone.
 

@@ -82,8 +82,6 @@ def diagnose(
 
     Args:
       state: the state that the update began with; after a skipped update, the next state with its `step` set back.
-      batch: the minibatch.
-      updater: that of the update.
       rows: B·G entries as in `completions.jsonl`, for the rewards and the texts; None if they are not known.
 
     Returns:

@@ -166,9 +166,7 @@ def draw_report(
 
     Args:
       lines: objects of `metrics.jsonl`, each with "step"; a value that is None or not there leaves a gap.
-      title: name of the run.
       only: titles of panels, such as "Reward"; None draws all.
-      dark: draw on a dark page.
 
     Returns:
       A figure without any global state of pyplot.
