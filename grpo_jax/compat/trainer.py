@@ -27,8 +27,7 @@ from grpo_jax.compat.records import TrainOutput
 from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
-from grpo_jax.hub.files import read_json
-from grpo_jax.hub.huggingface import find_checkpoint, from_pretrained
+from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
@@ -189,7 +188,7 @@ class GRPOTrainer(Trainer):
         if not isinstance(model, str | Path):
             raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
         if dtype == "auto":
-            raw = read_json(find_checkpoint(model, weights=False) / "config.json") or {}
+            raw = checkpoint_config(find_checkpoint(model, weights=False))
             stored = raw.get("dtype", raw.get("torch_dtype"))
             dtype = "float32" if stored in (None, "float32") else "bfloat16"
             if dtype == "bfloat16":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.messages import some
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Tokenizer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -109,6 +109,25 @@ class Stored(Protocol):
     def rows(self, first: int, count: int) -> np.ndarray:
         """Rows first..first+count-1."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint before a weight of it is read.
+
+    Attributes:
+      raw: the content of config.json, or what stands for it.
+      generation_config: that of generation_config.json.
+      stored: its tensors by name.
+      tokenizer: of transformers, or None.
+      files: the tokenizer's files, name to bytes.
+    """
+
+    raw: Json
+    generation_config: Json
+    stored: Mapping[str, Stored]
+    tokenizer: Tokenizer | None
+    files: Mapping[str, bytes]
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:

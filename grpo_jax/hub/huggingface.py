@@ -26,6 +26,7 @@ from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
+    Checkpoint,
     StoredTensor,
     appearing,
     check_replaceable,
@@ -33,6 +34,7 @@ from grpo_jax.hub.files import (
     stored_tensors,
     write_json,
 )
+from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.multimodal import sees
 from grpo_jax.hub.mxfp4 import unpacked, without_mxfp4
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
@@ -62,11 +64,13 @@ def from_pretrained(
     quantize: str | None = None,
     quantize_embeddings: bool = False,
 ) -> Policy:
-    """Load a checkpoint in Hugging Face's layout.
+    """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
       name_or_directory: a directory, or the name of a model on the hub, which is the one of HF_ENDPOINT where that
-        variable is set.
+        variable is set. Or a GGUF file, as llama.cpp writes it, or a directory or an installed package with one in it:
+        its tensors are written out in float32, one at a time, before they become `param_dtype`. `save_pretrained`
+        writes such a policy as safetensors. This takes `pip install 'grpo_jax[gguf]'`.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
       remat: recompute each layer in the backward pass instead of keeping its activations.
@@ -85,9 +89,10 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
+      ImportError: a GGUF file without the package that reads it.
       ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
-        another shape; a tokenizer that encodes text to nothing; a revision of a directory. All of this is found before
-        a weight is read.
+        another shape, or in a quantization that is not read; a tokenizer that encodes text to nothing; a revision of a
+        directory. All of this is found before a weight is read.
 
     Example:
       >>> import tempfile
@@ -106,12 +111,11 @@ def from_pretrained(
             reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
             raise ValueError(f"{argument} is {value!r}{reason}.")
     check_method(quantize, quantize_embeddings)
-    directory = find_checkpoint(name_or_directory, revision=revision)
-    raw: Json | None = read_json(directory / "config.json")
-    if raw is None:
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no config.json; is it a model checkpoint?")
+    path = find_checkpoint(name_or_directory, revision=revision)
+    found = _open_checkpoint(path)
+    raw = found.raw
     config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
-    stored = find_nf4(unpacked(stored_tensors(directory)))
+    stored = find_nf4(found.stored)
     if sees(raw):
         raw = _with_head(raw, stored)
         config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
@@ -119,18 +123,42 @@ def from_pretrained(
     plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
-    beside = check_tensors(directory, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
-    there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (directory / name).is_file()]
+    beside = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
     return Policy(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
-        tokenizer=load_tokenizer(directory) if set(there) & set(TOKENIZER_FILES) else None,
+        tokenizer=found.tokenizer,
         config=without_mxfp4(raw),
-        generation_config=read_json(directory / "generation_config.json") or {},
-        files={name: (directory / name).read_bytes() for name in there},
+        generation_config=found.generation_config,
+        files=found.files,
         beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
         stacked_experts=stacked,
     )
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
+    """Open a directory or a GGUF file, before a weight of it is read."""
+    if path.is_file():
+        return read_gguf(path)
+    raw = checkpoint_config(path)
+    there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
+    return Checkpoint(
+        raw=raw,
+        generation_config=read_json(path / "generation_config.json") or {},
+        stored=unpacked(stored_tensors(path)),
+        tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
+        files={name: (path / name).read_bytes() for name in there},
+    )
+
+
+def checkpoint_config(path: Path) -> Json:
+    """The config.json of a checkpoint that `find_checkpoint` has found, or that its GGUF file means."""
+    if path.is_file():
+        return gguf_config(path)
+    raw = read_json(path / "config.json")
+    if raw is None:
+        raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
+    return raw
 
 
 def save_pretrained(
@@ -296,8 +324,12 @@ def _quiet_import() -> Iterator[None]:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """The local directory of a checkpoint, fetched from the hub where the name is one of the hub's; by choice only its
-    config."""
+    """The local directory or GGUF file of a checkpoint, fetched from the hub where the name is one of the hub's; by
+    choice only its config."""
+    if (file := find_gguf(name_or_directory)) is not None:
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}, and {str(file)!r} is a GGUF file, which has none.")
+        return file
     more = ["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES] if weights else []
     return find_files("name_or_directory", name_or_directory, ["config.json", *more], revision)
 

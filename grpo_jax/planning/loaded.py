@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from grpo_jax.config.checks import device_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.huggingface import find_checkpoint
+from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint
 from grpo_jax.hub.quantize import Quantization, check_method, held_shape, quantized_shape, without_quantization
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.messages import raise_all
@@ -34,9 +34,9 @@ def read_model(model: Model) -> Json:
     if isinstance(model, Mapping):
         return dict(model)
     path = Path(model)
-    if not path.is_file():
-        path = find_checkpoint(model, weights=False) / "config.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    if path.is_file() and path.suffix != ".gguf":
+        return json.loads(path.read_text(encoding="utf-8"))
+    return checkpoint_config(find_checkpoint(model, weights=False))
 
 
 @dataclasses.dataclass(frozen=True)

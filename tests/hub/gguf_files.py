@@ -1,0 +1,151 @@
+"""Small checkpoints, and the GGUF files that llama.cpp's own script makes of them.
+
+`golden/gguf.tar.xz` holds those files, one for each case, as `convert_hf_to_gguf.py --outtype f16` of llama.cpp has
+written them (the sources that come with llama-cpp-python 0.3.36). Their vocabulary is 64 names and no tokenizer. To
+make it anew, with PyTorch and llama.cpp's sources: `PYTHONPATH=tests/hub python -m gguf_files LLAMA_CPP`.
+"""
+
+import json
+import sys
+import tarfile
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from test_families import CASES, GEMMA, HYBRID, SPARSE, YARN, raw_config
+
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.tensors import tensor_plan
+
+GOLDEN = Path(__file__).parent / "golden" / "gguf.tar.xz"
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 3.0],
+    "partial_rotary_factor": 0.5,
+}
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+# What llama.cpp cannot say of a model is left out here; a case without a row is that of `test_families`.
+CHANGES = {
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "gemma2": {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3": {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    "phi3": {"rope_parameters": LONGROPE, "sliding_window": 6, "partial_rotary_factor": 0.5},
+    "ministral3": {
+        "head_dim": 12,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
+    "olmo3": {
+        **FOUR_LAYERS,
+        "sliding_window": 6,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {key: value for key, value in CASES["gpt_oss"][1].items() if key != "swiglu_limit"},
+    "qwen3_next": {**HYBRID, **SPARSE, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def config_of(name):
+    """The config.json of a case, as transformers 5 writes it."""
+    raw = raw_config(name)
+    if name in CHANGES:
+        raw = {key: value for key, value in raw.items() if key not in CASES[name][1]} | CHANGES[name]
+    return raw
+
+
+def coarse_weight(name, shape, center):
+    """A weight that depends on its name, of seventeen values that every float has: files of them pack well."""
+    draw = np.random.default_rng(zlib.crc32(name.encode())).integers(-8, 9, shape).astype(np.float32)
+    if len(shape) == 1:
+        return draw / 32 + np.float32(center if "norm" in name or "scalar" in name else 0)
+    return draw * np.float32(2.0 ** -(3 + round(np.log2(shape[-1]) / 2)))
+
+
+def write_coarse(directory, raw):
+    """A checkpoint of `coarse_weight`s in Hugging Face's layout."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir()
+    config = read_config(raw)
+    plan = tensor_plan(raw, config)
+    save_file(
+        {t.name: coarse_weight(t.name, t.shape, 1 - config.norm_offset) for t in plan}, directory / "model.safetensors"
+    )
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def stored_file(name, directory):
+    """The GGUF file of a case, unpacked."""
+    with tarfile.open(GOLDEN) as archive:
+        archive.extract(f"{name}.gguf", directory, filter="data")
+    return directory / f"{name}.gguf"
+
+
+def requantized(source, target, kind):
+    """The same file with its matrices in another quantization, where blocks are whole; kind F32: written out."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
+    for tensor in reader.tensors:
+        plain = quants.dequantize(tensor.data, tensor.tensor_type)
+        if plain.ndim == 1 or plain.shape[-1] % GGML_QUANT_SIZES[kind][0] or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, plain.astype(np.float32))
+        else:
+            writer.add_tensor(tensor.name, quants.quantize(plain, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def convert(llama_cpp, directory, target):
+    """Have llama.cpp's script write a GGUF file; all but the vocabulary is its own."""
+    sys.path[:0] = [str(llama_cpp / "gguf-py"), str(llama_cpp)]
+    import gguf
+    import torch
+    from conversion import get_model_class
+
+    def set_vocab(model):
+        writer = model.impl.gguf_writer if hasattr(model, "impl") else model.gguf_writer
+        writer.add_tokenizer_model("none")
+        writer.add_token_list([f"t{i}" for i in range(64)])
+
+    kind = get_model_class(json.loads((directory / "config.json").read_text())["architectures"][0])
+    kind.set_vocab, kind.no_mtp = set_vocab, True
+    # Gemma 3's looks in it for the number of tokens.
+    vocabulary = {"model": {"vocab": {f"t{i}": i for i in range(64)}}, "added_tokens": []}
+    (directory / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with torch.inference_mode():
+        kind(directory, gguf.LlamaFileType.MOSTLY_F16, target).write()
+
+
+def write_golden(llama_cpp, names):
+    """Make the archive anew, of all cases or of some to look at."""
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(GOLDEN, "w:xz", preset=9) as archive:
+        for name in names:
+            target = Path(scratch) / f"{name}.gguf"
+            convert(llama_cpp, write_coarse(Path(scratch) / name, config_of(name)), target)
+            archive.add(target, target.name)
+
+
+if __name__ == "__main__":
+    write_golden(Path(sys.argv[1]), sys.argv[2:] or CASES)

