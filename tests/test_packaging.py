@@ -21,6 +21,9 @@ CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
 
+LEFT_BEHIND = ("__pycache__", "runs", ".ipynb_checkpoints")  # by Python, scripts and notebooks, where they ran
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """A wheel and a source distribution of a copy of what is here; built without a network."""
@@ -28,10 +31,11 @@ def dist(tmp_path_factory):
         pytest.skip("setuptools is older than what pyproject.toml asks for")
     copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "dist"))
     # As git would: nothing that a build, an editor or a run has left.
-    unwanted = shutil.ignore_patterns(
-        "__pycache__", "*.egg-info", ".git", ".venv*", "build", "dist", "runs", ".*_cache"
-    )
+    unwanted = shutil.ignore_patterns(*LEFT_BEHIND, "*.egg-info", ".git", ".venv*", "build", "dist", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=unwanted, dirs_exist_ok=True)
+    for folder in ("experiments/runs", "experiments/notebooks/runs"):  # what running a notebook leaves
+        (copy / folder / "quickstart").mkdir(parents=True)
+        (copy / folder / "quickstart" / "report.html").write_text("")
     code = f"from setuptools import build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
     return out
@@ -52,8 +56,9 @@ def test_the_source_distribution_has_what_a_clone_has(dist):
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     folders = ("grpo_jax", "experiments", "tests", "docs", "constraints")
-    tracked = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")}
-    assert {name for name in tracked if "__pycache__" not in name} <= names
+    here = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    assert {path.as_posix() for path in here if not {*LEFT_BEHIND} & {*path.parts}} <= names
+    assert not [name for name in names if "/runs/" in name]
     assert {"README.md", "README.zh-CN.md", "pyproject.toml", "setup.py", "setup.cfg", "mkdocs.yml"} <= names
 
 

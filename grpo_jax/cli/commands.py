@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from grpo_jax.cli.chat import talk, typed
+from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
@@ -41,6 +42,13 @@ from grpo_jax.watch.writer import RunWriter, plain, read_settings
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
 _OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
+
+
+def init(arguments: Namespace) -> None:
+    """`grpo-jax init`."""
+    files = write_start(arguments.dir, arguments.model)
+    print("\n".join(map(str, files)))
+    print(f"begin: grpo-jax train {files[0]}")
 
 
 def train(arguments: Namespace) -> None:
@@ -329,6 +337,7 @@ def from_trl(arguments: Namespace) -> None:
 
 
 COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "init": init,
     "train": train,
     "resume": resume,
     "plan": plan,

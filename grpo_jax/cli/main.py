@@ -103,6 +103,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add the commands that make or foresee a run."""
+    init = _add_command(
+        commands,
+        "init",
+        "DIR [--model NAME]",
+        "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
+    )
+    init.add_argument("dir", metavar="DIR", help="the folder to write into; it is made")
+    init.add_argument("--model", metavar="NAME", help="an instruct checkpoint; default a tiny model, made on the spot")
     train = _add_command(
         commands,
         "train",

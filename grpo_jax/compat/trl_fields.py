@@ -119,7 +119,7 @@ SAME: dict[str, str] = {
     "num_completions_to_print": "",
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
     "save_total_limit": "",
-    "logging_first_step": "",
+    "logging_first_step": "True unless it is set: a curve has a beginning",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
     "metrics of training count too; no loss is evaluated",
     "greater_is_better": "",

@@ -240,8 +240,8 @@ class GRPOConfig(Settings):
     """Temperature in evaluation; 0: greedy; None: `temperature`. Ours."""
     logging_steps: Count = setting(10, resume="free")
     """Optimizer steps between two lines of metrics (the mean over them); TRL's ratios below 1 are not taken."""
-    logging_first_step: bool = setting(False, resume="free")
-    """Write a line after the first optimizer step too."""
+    logging_first_step: bool = setting(True, resume="free")
+    """Write a line after the first optimizer step too, so that a curve has a beginning (TRL: False)."""
     log_completions: bool = setting(False, resume="free")
     """Show completions with their rewards at every logging step."""
     num_completions_to_print: Count | None = setting(None, resume="free")

@@ -42,8 +42,8 @@ def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
     numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     total = phases.pop("total", sum(phases.values()))
-    parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items())
-    return " · ".join(numbers), f"{_digits(total, 1)} s: {parts}" if phases else ""
+    parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items() if value >= 0.05)
+    return " · ".join(numbers), f"{_digits(total, 1)} s{': ' * bool(parts)}{parts}" if phases else ""
 
 
 class Display:

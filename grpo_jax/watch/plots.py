@@ -141,11 +141,11 @@ _PANELS = (
         (("clip_fraction_low", "too low", "low"), ("clip_fraction_high", "too high", "high")),
     ),
     Panel(
-        "Equal groups and cut-offs",
+        "Groups that teach nothing, completions cut off",
         "share",
         (
             ("frac_reward_zero_std", "groups with equal rewards", "nothing"),
-            ("completions/clipped_ratio", "completions without an end", "high"),
+            ("completions/clipped_ratio", "completions cut off", "high"),
         ),
     ),
     Panel("Gradient norm", "before clipping", (("grad_norm", "all parameters", "policy"),)),
@@ -233,6 +233,9 @@ def find_panels(lines: Sequence[Line]) -> list[Found]:
         curves = _curves(panel, names, lines)
         meanings = {label: meaning for _, label, meaning in panel.curves}
         named = PHASES if panel.stacked else functions  # by labels that are names of phases, or of functions
+        if panel.stacked:  # a run without a reference has such a phase too, which takes no time
+            whole = sum(np.nansum(curve) for curve in curves.values())
+            curves = {label: curve for label, curve in curves.items() if np.nansum(curve) > 1e-3 * whole}
         if curves:
             own = {label: meanings.get(label) or named.get(label) or "nothing" for label in curves}
             found.append(Found(panel, curves, own))

@@ -324,7 +324,13 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         demo.write_text(html_report(writer.run_dir), encoding="utf-8")
         session("POST", "url", url=demo.as_uri())
         titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
-        assert {"Reward", "KL divergence", "Entropy of the policy", "Equal groups and cut-offs", "Time"} == set(titles)
+        assert {
+            "Reward",
+            "KL divergence",
+            "Entropy of the policy",
+            "Groups that teach nothing, completions cut off",
+            "Time",
+        } == set(titles)
         curves = "[...document.querySelectorAll('.panel path.curve')]"
         points = run(f"{curves}.map(path => path.getAttribute('d').split('L').length)")
         assert len(points) == 3 + 1 + 1 + 2 + 5
@@ -356,6 +362,10 @@ def test_a_dialogue_in_a_real_browser(played, tmp_path):
         assert texts == [[f"{i} is first", hostile, "the last"] for i in range(3)] + [["alone"]]
         kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
         assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+        # In full, a line each: no box inside the table scrolls, and who spoke stands before the words.
+        boxes = "[...document.querySelectorAll('.dialogue')].map(box => box.scrollHeight > box.clientHeight)"
+        assert not any(run(boxes))
+        assert run("getComputedStyle(document.querySelector('.turn b')).display") == "inline"
         # Told apart by more than the words, in the light and in the dark.
         for scheme in ("light", "dark"):
             media = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -91,7 +91,7 @@ def test_every_panel_of_a_full_run_is_there_with_its_curves():
         "Entropy of the policy": ["all tokens"],
         "Completion length": ["mean", "longest", "shortest"],
         "Clipped ratios": ["too low", "too high"],
-        "Equal groups and cut-offs": ["groups with equal rewards", "completions without an end"],
+        "Groups that teach nothing, completions cut off": ["groups with equal rewards", "completions cut off"],
         "Gradient norm": ["all parameters"],
         "Time": ["update", "rollout"],
     }

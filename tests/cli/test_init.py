@@ -1,0 +1,42 @@
+"""A folder that `grpo-jax init` has written is a run that works at once, and is refused where it would write over one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_files import run
+
+from grpo_jax.cli.init import write_start
+from grpo_jax.watch.writer import read_lines
+
+
+def test_a_first_run_works_at_once_and_is_resumed_talked_to_and_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("init", "first").splitlines()[-1] == f"begin: grpo-jax train {Path('first/my_run.yaml')}"
+    few = ["--max_steps", "4", "--logging_steps", "1", "--run_dir", "runs/a"]
+    run("train", "first/my_run.yaml", *few)
+    lines = list(read_lines(tmp_path / "runs/a/metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(0 < line["reward"] < 1 for line in lines), "there is something to learn from the first step on"
+    run("export", "runs/a", "out")
+    assert run("chat", "runs/a", "--say", "cat: ").startswith("> cat: ")
+    with pytest.raises(SystemExit, match=r"my_run.yaml is there already: give a new folder, or move it away"):
+        run("init", "first")
+
+
+@pytest.mark.quick
+def test_an_instruct_model_gets_messages_and_sums(tmp_path):
+    files = write_start(tmp_path, model="Qwen/Qwen3-0.6B")
+    assert [path.name for path in files] == ["my_run.yaml", "rows.jsonl", "rewards.py"]
+    assert not (tmp_path / "model").exists()
+    stated = yaml.safe_load(files[0].read_text())
+    assert stated["model"] == "Qwen/Qwen3-0.6B"
+    assert stated["prompt"][0]["role"] == "user"
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert len(rows) == 10
+    names: dict = {}
+    exec(files[2].read_text(), names)
+    texts = [[{"role": "assistant", "content": text}] for text in ("42", " 42\n", "It is 42", "17 + 25 = 43")]
+    assert names["right"](completions=texts, answer=["42"] * 4, question=["17 + 25"] * 4) == [1.0, 1.0, 0.3, 0.0]
