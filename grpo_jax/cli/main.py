@@ -120,7 +120,7 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     train.add_argument("run", metavar="RUN.yaml", help="what to train, on what, by which rewards; see docs/cli.md")
     train.add_argument(
-        "--dry-run", action="store_true", help="everything once, on copies: sizes, memory, what looks wrong"
+        "--dry-run", action="store_true", help="try one group and one update, print sizes, memory and what looks wrong"
     )
     train.add_argument(
         "--resume", choices=["auto", "must", "never"], default="auto", help="whether to resume a run (default auto)"

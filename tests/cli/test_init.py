@@ -1,4 +1,4 @@
-"""A folder that `grpo-jax init` has written is a run that works at once, and is refused where it would write over one."""
+"""The folder that `grpo-jax init` writes is a run that works at once; it is never written over another."""
 
 import json
 from pathlib import Path
