@@ -185,8 +185,28 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
     ),
     (
         "delta loss_type",
-        lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
-        "cispo, sapo and vespo have no such cap; leave it at None",
+        lambda c: c.loss_type in ("cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl") and c.delta is not None,
+        "cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+    ),
+    (
+        "importance_sampling_level loss_type",
+        lambda c: c.loss_type == "gmpo" and c.importance_sampling_level != "token",
+        'loss_type = "gmpo" takes the geometric mean itself; leave importance_sampling_level at "token"',
+    ),
+    (
+        "top_entropy_quantile loss_type",
+        lambda c: c.loss_type == "gmpo" and c.top_entropy_quantile < 1,
+        'loss_type = "gmpo" weighs whole completions, and no token can be left out; use 1.0',
+    ),
+    (
+        "scale_rewards advantage_estimator",
+        lambda c: c.advantage_estimator != "grpo" and c.scale_rewards != "none",
+        'only advantage_estimator = "grpo" is divided by it, the others have a scale of their own; use "none"',
+    ),
+    (
+        "multi_objective_aggregation advantage_estimator",
+        lambda c: c.advantage_estimator != "grpo" and c.multi_objective_aggregation != "sum_then_normalize",
+        'only advantage_estimator = "grpo" normalizes reward by reward; use "sum_then_normalize"',
     ),
     (
         "importance_sampling_level loss_type",

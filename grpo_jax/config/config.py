@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from grpo_jax.config import readers
 from grpo_jax.config.checks import batch_problems, contradictions
-from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
+from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes, sizes_of
 from grpo_jax.messages import show
@@ -101,6 +101,8 @@ class GRPOConfig(Settings):
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
+    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], readers.scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -113,12 +115,12 @@ class GRPOConfig(Settings):
     """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
 
     # The policy loss.
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    loss_type: LossType = "dapo"
     """Surrogate and reduction: a row of `LOSS_TYPES` in `maths.surrogates`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
     """Level of the ratio: the token's own, a completion's geometric mean (GSPO, arXiv 2507.18071) or product (ours)."""
     epsilon: Positive = 0.2
-    """Lower clip: ratios below 1 − ε."""
+    """Lower clip: ratios below 1 − ε. In gmpo and dppo both clips have units of their own: see `grpo_loss`."""
     epsilon_high: Positive | None = None
     """Upper clip: ratios above 1 + ε_high; None: `epsilon` (DAPO: 0.28). In cispo the cap itself (ScaleRL: 5.0)."""
     delta: Annotated[float, In("(1, inf)", "at 1 it stops the on-policy gradient: use 1 + ε or more")] | None = None

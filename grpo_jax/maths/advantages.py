@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,47 @@ def _weighted_sum(values: jax.Array, weights: jax.Array, scored: jax.Array) -> j
     return jnp.sum(jnp.where(scored, values * weights[None, None, :], 0), axis=2)
 
 
+def _rloo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
+    """r_i − mean of the others of its group."""
+    centred, _ = _centre(r, scored, axis=1)
+    count = jnp.sum(scored, axis=1, keepdims=True)
+    return centred * count / jnp.maximum(count - 1, 1)
+
+
+def _maxrl(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
+    """(r − mean_G r) / mean_G r; 0 in a group whose mean is not above 0."""
+    centred, _ = _centre(r, scored, axis=1)
+    mean = jnp.mean(r, axis=1, keepdims=True, where=scored)
+    return jnp.where(mean > 0, centred / jnp.where(mean > 0, mean, 1), 0)
+
+
+def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
+    """r − Σ_G length·r / Σ_G length."""
+    if lengths is None or jnp.shape(lengths) != r.shape:
+        came = None if lengths is None else jnp.shape(lengths)
+        raise ValueError(f'lengths has shape {came}; estimator="opo" needs {r.shape}, the tokens of each completion.')
+    tokens = jnp.where(scored, jnp.asarray(lengths, r.dtype), 0)
+    shifted = jnp.where(scored, r - jnp.min(r, axis=1, keepdims=True, where=scored, initial=jnp.inf), 0)
+    baseline = jnp.sum(tokens * shifted, axis=1, keepdims=True) / jnp.maximum(jnp.sum(tokens, axis=1, keepdims=True), 1)
+    return jnp.where(scored, shifted - baseline, 0)
+
+
+def _reinforce_pp(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
+    """(r − mean_G r) / (std_BG of these + epsilon); their mean over the batch is 0."""
+    centred, _ = _centre(r, scored, axis=1)
+    _, std = _centre(centred, scored, axis=(0, 1))
+    return centred / (std + epsilon)
+
+
+OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, float], jax.Array]] = {
+    "rloo": _rloo,
+    "maxrl": _maxrl,
+    "opo": _opo,
+    "reinforce_pp": _reinforce_pp,
+}
+"""Advantages [B, G] from rewards [B, G], where they were scored [B, G], lengths [B, G] and epsilon."""
+
+
 def compute_advantages(
     rewards: jax.Array,
     *,
@@ -56,12 +97,23 @@ def compute_advantages(
     scale_rewards: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
     epsilon: float = 1e-4,
+    estimator: str = "grpo",
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Turns the rewards of each group into group-relative advantages.
 
         sum_then_normalize:   r = Σ_k w_k R_k              A = (r − mean_G r) / (std r + epsilon)
         normalize_then_sum:   z_k = (R_k − mean_G R_k) / (std_G R_k + epsilon)
                               r = Σ_k w_k z_k              A = (r − mean_BG r) / (std_BG r + epsilon)
+
+    Other estimators, all with r = Σ_k w_k R_k, n = scored completions of the group and L = lengths:
+
+    | estimator | A |
+    |---|---|
+    | rloo | r − mean of the others = (r − mean_G r)·n/(n − 1) |
+    | maxrl | (r − mean_G r) / mean_G r; 0 in a group whose mean is not above 0 |
+    | opo | r − Σ_G L·r / Σ_G L |
+    | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
     A NaN reward means "not scored by this function" and is left out of sums, means and stds; a completion without any
     score gets A = 0. A group of equal rewards gets exactly 0.
@@ -74,20 +126,32 @@ def compute_advantages(
         (no division at all). normalize_then_sum does not use it.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: ≥ 0, added to each std, in units of the reward.
+      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo have a scale of their own:
+        they need scale_rewards="none" and "sum_then_normalize".
+      lengths: [B, G] tokens of each completion; for opo only.
 
     Returns:
       [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
 
     Raises:
-      ValueError: on wrong ranks or shapes, or names that are not known.
+      ValueError: on wrong ranks or shapes, names that are not known, or an estimator beside a scale that is not its.
 
     Gradient:
-      None: rewards are data.
+      None: rewards are data. The gradient that (1/G) Σ_i A_i ∇log π(i) expects, over groups of G drawn from π:
+
+      | estimator | expected gradient |
+      |---|---|
+      | rloo | ∇E[r] |
+      | grpo with scale_rewards="none" | (G − 1)/G · ∇E[r] |
+      | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, p the chance of 1: log p, truncated |
+
+      The rest is biased by amounts that depend on the group; all are enumerated in tests/maths/test_advantages.py.
 
     References:
       DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
       for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4 *beside* it, as in TRL; other libraries take ddof
-      0, or 1e-6 or 1e-8. A mean-baseline advantage is (G − 1)/G times the leave-one-out (RLOO) one.
+      0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++ with
+      a group baseline (arXiv:2501.03262), here with the std of completions where some libraries take that of tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -97,8 +161,15 @@ def compute_advantages(
       >>> compute_advantages(rewards, scale_rewards="none").tolist()
       [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
+    choose("estimator", estimator, ("grpo", *OTHER_ESTIMATORS))
     choose("scale_rewards", scale_rewards, SCALES)
     choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    if estimator != "grpo" and (scale_rewards, multi_objective_aggregation) != ("none", "sum_then_normalize"):
+        raise ValueError(
+            f"estimator={estimator!r} has a scale of its own, and scale_rewards={scale_rewards!r} with"
+            f" multi_objective_aggregation={multi_objective_aggregation!r} is another;"
+            ' pass scale_rewards="none" and leave the other at "sum_then_normalize".'
+        )
     rewards, weights = _rewards_and_weights(rewards, weights)
     scored_by = ~jnp.isnan(rewards)
     scored = jnp.any(scored_by, axis=2)
@@ -110,6 +181,8 @@ def compute_advantages(
         return centred / (std + epsilon)
 
     r = _weighted_sum(rewards, weights, scored_by)
+    if estimator != "grpo":
+        return OTHER_ESTIMATORS[estimator](r, scored, lengths, epsilon)
     centred, std = _centre(r, scored, axis=1)
     if scale_rewards == "none":
         return centred

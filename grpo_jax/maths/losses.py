@@ -34,7 +34,7 @@ from grpo_jax.maths.surrogates import (
     Tokens,
     clip_events,
     near_the_sampler,
-    row_sum,
+    sampler_weights,
     token_ratio,
     vespo,
 )
@@ -53,17 +53,6 @@ def _check_terms(
             "entropy_coef and top_entropy_quantile need entropies, [..., T] nats; "
             "or pass entropy_coef=0.0 and top_entropy_quantile=1.0."
         )
-
-
-def _sampler_weights(
-    importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
-) -> tuple[jax.Array | None, jax.Array]:
-    """The weights for sampler against trainer ([..., 1] or [..., T]; None for 1), and their summed logs [...]."""
-    if importance_weights is None:
-        return None, jnp.zeros(l.shape[:-1], l.dtype)
-    weights = row_or_token("importance_weights", importance_weights, l)
-    log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
-    return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
 
 
 def _kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
@@ -134,7 +123,7 @@ def grpo_loss_terms(
     # Policy term: surrogate, then the masks and weights that touch it alone.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
-    weights, log_weights = _sampler_weights(importance_weights, l, mask)
+    weights, log_weights = sampler_weights(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
@@ -248,7 +237,10 @@ def grpo_loss(
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ by the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
+    | gmpo | −A·exp(mean of min(d, clip(d, −ε, ε_high))), max where A ≤ 0, d = l − l_old | as grpo |
+    | dppo_tv, dppo_kl | −w·A; 0 where A pushes p on that has left its trust region around p_old | as dapo |
 
+    That is |p − p_old| ≤ ε or KL(Bernoulli(p_old) ‖ Bernoulli(p)) ≤ ε (tv, kl); ε_high in the place of ε where A > 0.
     In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) go by the sign
     of A.
 
@@ -268,11 +260,13 @@ def grpo_loss(
       ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the KL is measured whatever beta is.
       advantages: [...] or [..., T] float, unitless.
       mask: [..., T] bool or 0/1; True on the completion tokens that count.
-      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
+      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv" or
+        "dppo_kl".
       beta: ≥ 0, weight of the KL term. The number 0 leaves the term out.
       epsilon: ≥ 0, lower clip range.
       epsilon_high: ≥ 0, upper clip range; None means epsilon. In cispo it is the cap itself (5.0 in the paper), not
-        1 + epsilon_high: left at None there, on-policy gradients are scaled by epsilon.
+        1 + epsilon_high: left at None there, on-policy gradients are scaled by epsilon. In gmpo both are in nats of
+        l − l_old (0.4 in the paper), in dppo of its divergence (0.15, 0.05).
       delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None means no cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: "k1", "k2" or "k3" of d.
@@ -343,8 +337,9 @@ def grpo_loss(
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
       (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO (arXiv:2511.20347); LUSPO (arXiv:2602.05261); VESPO
-      (arXiv:2602.10693); the two-sided clip of INTELLECT-2 (arXiv:2505.07291); the KL correction and the off-policy
-      mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy tokens (arXiv:2506.01939).
+      (arXiv:2602.10693); GMPO (arXiv:2507.20673); DPPO (arXiv:2602.04879); the two-sided clip of INTELLECT-2
+      (arXiv:2505.07291); the KL correction and the off-policy mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy
+      tokens (arXiv:2506.01939).
 
     Example:
       >>> import jax.numpy as jnp

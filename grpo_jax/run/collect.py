@@ -49,7 +49,7 @@ from grpo_jax.update.state import TrainState
 Phase = Callable[[str], AbstractContextManager[None]]
 
 _jit_advantages = jax.jit(
-    compute_advantages, static_argnames=("weights", "scale_rewards", "multi_objective_aggregation")
+    compute_advantages, static_argnames=("weights", "estimator", "scale_rewards", "multi_objective_aggregation")
 )
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
@@ -294,7 +294,9 @@ def collect(
         np.where(counts_in[:, None, None], groups.rewards, np.nan),
         weights=config.reward_weights,
         multi_objective_aggregation=config.multi_objective_aggregation,
+        estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards,
+        lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
     )
     assert batch is not None, "begun by the round, or after all of them"
     with watched("reference"):

@@ -226,12 +226,12 @@ BAD = [
     (
         dict(loss_type="dapoo"),
         'loss_type = \'dapoo\': did you mean "dapo"? must be "grpo" or "bnpo" or "dr_grpo" or "dapo" or "luspo" or'
-        ' "cispo" or "sapo" or "vespo"',
+        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl"',
     ),
     (
         dict(loss_type="GRPO"),
         'loss_type = \'GRPO\': did you mean "grpo"? must be "grpo" or "bnpo" or "dr_grpo" or "dapo" or "luspo" or'
-        ' "cispo" or "sapo" or "vespo"',
+        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl"',
     ),
     (
         dict(importance_sampling_level="sequences"),
@@ -293,13 +293,39 @@ BAD = [
     ),
     (
         dict(loss_type="cispo", epsilon_high=5.0, delta=2.0),
-        "delta = 2.0: cispo, sapo and vespo have no such cap; leave it at None",
+        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
     ),
-    (dict(loss_type="sapo", delta=2.0), "delta = 2.0: cispo, sapo and vespo have no such cap; leave it at None"),
-    (dict(loss_type="vespo", delta=2.0), "delta = 2.0: cispo, sapo and vespo have no such cap; leave it at None"),
+    (
+        dict(loss_type="sapo", delta=2.0),
+        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+    ),
+    (
+        dict(loss_type="vespo", delta=2.0),
+        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+    ),
     (
         dict(loss_type="vespo", epsilon_high=0.28),
         "epsilon_high = 0.28: sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
+    ),
+    (
+        dict(loss_type="gmpo", importance_sampling_level="sequence"),
+        "importance_sampling_level = 'sequence': loss_type = \"gmpo\" takes the geometric mean itself; leave"
+        ' importance_sampling_level at "token"',
+    ),
+    (
+        dict(loss_type="gmpo", top_entropy_quantile=0.2),
+        'top_entropy_quantile = 0.2: loss_type = "gmpo" weighs whole completions, and no token can be left out;'
+        " use 1.0",
+    ),
+    (
+        dict(advantage_estimator="maxrl"),
+        "scale_rewards = 'group': only advantage_estimator = \"grpo\" is divided by it, the others have a scale of"
+        ' their own; use "none"',
+    ),
+    (
+        dict(advantage_estimator="rloo", scale_rewards="none", multi_objective_aggregation="normalize_then_sum"),
+        "multi_objective_aggregation = 'normalize_then_sum': only advantage_estimator = \"grpo\" normalizes reward by"
+        ' reward; use "sum_then_normalize"',
     ),
     (
         dict(loss_type="luspo"),
@@ -404,6 +430,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
     shown = {line.split(" = ")[0] for _, line in BAD}
     plain = {
         "mask_truncated_completions",
+        "advantage_estimator",
         "dynamic_sampling",
         "rollout_ahead",
         "use_adaptive_entropy",
@@ -633,6 +660,7 @@ OURS = dict(
     max_prompt_length=None,
     on_long_prompt="error",
     on_reward_error="raise",
+    advantage_estimator="grpo",
     dynamic_sampling=False,
     max_refills=4,
     rollout_batch_size=None,

@@ -1,5 +1,7 @@
 """Advantages: against the definition in loops, by hand, under every symmetry they must have, and at extremes."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -238,6 +240,104 @@ def test_zero_signal_groups_are_those_with_zero_advantages():
     expected = np.all(np.asarray(compute_advantages(rewards)) == 0.0, axis=1)
     assert 0 < expected.sum() < 50
     np.testing.assert_array_equal(zero_signal_groups(rewards), expected)
+
+
+# Other estimators ---------------------------------------------------------------------------------------------------
+
+OTHERS = ["rloo", "maxrl", "opo", "reinforce_pp"]
+
+
+def estimated(rewards, estimator, **settings):
+    return compute_advantages(rewards, estimator=estimator, scale_rewards="none", **settings)
+
+
+def test_estimators_by_hand():
+    nan = np.nan
+    rewards = np.array([[3.0, 0.0, 0.0, 1.0], [2.0, nan, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    lengths = np.array([[2, 2, 1, 3], [1, 9, 2, 1], [1, 1, 1, 1]])
+    expected = {
+        # Against the mean of the three others, or of the two others that were scored.
+        "rloo": [[3 - 1 / 3, -4 / 3, -4 / 3, 0], [1.5, 0, -1.5, 0], [0, 0, 0, 0]],
+        "maxrl": [[2, -1, -1, 0], [1, 0, -1, 0], [0, 0, 0, 0]],
+        # Baselines (2·3 + 3·1) / 8 and (1·2 + 1·1) / 4.
+        "opo": [[3 - 9 / 8, -9 / 8, -9 / 8, 1 - 9 / 8], [1.25, 0, -0.75, 0.25], [0, 0, 0, 0]],
+    }
+    centred = np.array([[2.0, -1, -1, 0], [1, 0, -1, 0], [0, 0, 0, 0]])
+    # Eleven were scored, and their squares sum to 8.
+    expected["reinforce_pp"] = centred / (np.sqrt(8 / 10) + 1e-4)
+    for name, table in expected.items():
+        np.testing.assert_allclose(estimated(rewards, name, lengths=lengths), table, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("estimator", OTHERS)
+def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
+    for rewards in ([[1000.1] * 3, [1000.1] * 3], [[np.nan] * 3, [7.0, np.nan, np.nan]]):
+        np.testing.assert_array_equal(estimated(np.array(rewards), estimator, lengths=np.full((2, 3), 4)), 0.0)
+
+
+def test_lengths_of_one_kind_make_opo_the_plain_baseline_and_two_completions_make_rloo_their_difference():
+    rewards = np.random.default_rng(0).normal(size=(5, 4, 2))
+    settings = {"weights": [1.0, -2.0]}
+    plain = compute_advantages(rewards, scale_rewards="none", **settings)
+    np.testing.assert_allclose(estimated(rewards, "opo", lengths=np.full((5, 4), 7), **settings), plain, atol=1e-6)
+    np.testing.assert_allclose(estimated(rewards, "rloo", **settings), plain * 4 / 3, atol=1e-6)
+    two = estimated(rewards[:, :2], "rloo", **settings)
+    np.testing.assert_allclose(two[:, 0], -two[:, 1], atol=1e-6)
+    total = rewards[:, :2] @ np.array([1.0, -2.0])
+    np.testing.assert_allclose(two[:, 0], total[:, 0] - total[:, 1], atol=1e-5)
+
+
+GROUP = 4
+
+
+def expected_gradient(theta, rewards, estimator):
+    """E over groups of four draws from softmax(theta) of (1/G) Σ A_i ∇log π(i): the sum over all 3⁴ groups."""
+    pi = np.exp(theta) / np.exp(theta).sum()
+    groups = np.array(list(itertools.product(range(len(theta)), repeat=GROUP)))
+    advantages = np.asarray(estimated(rewards[groups], estimator))
+    scores = np.eye(len(theta))[groups] - pi
+    return np.einsum("n,ng,nga->a", np.prod(pi[groups], axis=1), advantages, scores) / GROUP
+
+
+def test_what_the_estimators_expect():
+    """rloo follows the mean reward, grpo (G − 1)/G of it, maxrl the logarithm of the chance, truncated at G − 1 terms.
+
+    −Σ_{k<G} (1 − p)^k / k has the gradient Σ_{k<G−1} (1 − p)^k ∇p, and log p is its limit.
+    """
+    theta = np.array([0.3, -0.8, 0.1])
+    pi = np.exp(theta) / np.exp(theta).sum()
+
+    def of_mean(rewards):
+        return pi * (rewards - pi @ rewards)
+
+    with x64():
+        rewards = np.array([2.0, -1.0, 0.5])
+        np.testing.assert_allclose(expected_gradient(theta, rewards, "rloo"), of_mean(rewards), atol=1e-12)
+        grpo = expected_gradient(theta, rewards, "grpo")
+        np.testing.assert_allclose(grpo, of_mean(rewards) * (GROUP - 1) / GROUP, atol=1e-12)
+        right = np.array([0.0, 1.0, 0.0])
+        p = pi @ right
+        weight = sum((1 - p) ** k for k in range(GROUP - 1))
+        assert weight == pytest.approx((1 - (1 - p) ** (GROUP - 1)) / p)
+        np.testing.assert_allclose(expected_gradient(theta, right, "maxrl"), weight * of_mean(right), atol=1e-12)
+
+
+@pytest.mark.quick
+def test_a_scale_beside_an_estimator_is_refused():
+    rewards = jnp.zeros((2, 3))
+    for estimator in OTHERS:
+        for settings in ({}, {"scale_rewards": "batch"}):
+            with pytest.raises(
+                ValueError, match=rf"estimator='{estimator}' has a scale of its own.*pass scale_rewards"
+            ):
+                compute_advantages(rewards, estimator=estimator, **settings)
+        with pytest.raises(ValueError, match="has a scale of its own"):
+            estimated(rewards, estimator, multi_objective_aggregation="normalize_then_sum")
+    for lengths in (None, jnp.ones(3)):
+        with pytest.raises(ValueError, match=r'estimator="opo" needs \(2, 3\), the tokens of each completion'):
+            estimated(rewards, "opo", lengths=lengths)
+    with pytest.raises(ValueError, match=r"estimator='rlo' is not known.* Did you mean 'rloo'\?"):
+        estimated(rewards, "rlo")
 
 
 @pytest.mark.quick

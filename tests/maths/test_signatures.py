@@ -24,6 +24,8 @@ PROMISED = [
             "scale_rewards": "group",
             "multi_objective_aggregation": "sum_then_normalize",
             "epsilon": 1e-4,
+            "estimator": "grpo",
+            "lengths": None,
         },
     ),
     (
