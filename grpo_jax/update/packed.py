@@ -41,7 +41,7 @@ from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, loss_of, router_coef, sampling_of
-from grpo_jax.update.prompts import Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
+from grpo_jax.update.prompts import Reading, Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import PaddedUpdater, apply_gradients, dropout_key, zeros_like
 
@@ -185,7 +185,8 @@ class PackedUpdater:
             _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
             selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
-        read, pullback = vjp_prompts(state.params, batch.prompts, dropout, self.model, size, shards)
+        reading = Reading(state.params, batch.prompts, dropout, self.model)
+        read, pullback = vjp_prompts(reading, size, shards)
         minibatch = Minibatch(state, read, batch, totals, selected, dropout)
 
         def add_sequences(numbers: range) -> tuple[tuple[Params, ReadPrompts], list[MetricSums]]:
@@ -208,7 +209,8 @@ class PackedUpdater:
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [B, G, T] of all completions."""
         sequences, shards, size = packing
-        read = read_all(params, prompts, self.model, size, shards)
+        reading = Reading(params, prompts, None, self.model)
+        read = read_all(reading, size, shards)
 
         def put_sequences(numbers: range) -> tuple[jax.Array, jax.Array]:
             scores = split((jnp.zeros(mask.shape), jnp.zeros(mask.shape)), self.mesh)

@@ -17,7 +17,7 @@ from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import count_totals
 from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradients
-from grpo_jax.update.prompts import Shards, count_reads, join_reads, read_some
+from grpo_jax.update.prompts import Reading, Shards, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key
 
@@ -101,7 +101,7 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     count = count_reads(batch.prompts, size, shards)
     read = functools.partial(read_some, count=count, backward=True, shards=shards)
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
-    _, kept = jax.eval_shape(read, state.params, batch.prompts, dropout, updater.model, 0)
+    _, kept = jax.eval_shape(read, Reading(state.params, batch.prompts, dropout, updater.model), 0)
     return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
 
 
@@ -109,7 +109,7 @@ def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: 
     """The shapes of `ReadPrompts`."""
     count = count_reads(prompts, size, shards)
     some = functools.partial(read_some, count=count, backward=False, shards=shards)
-    part, _ = jax.eval_shape(some, params, prompts, None, updater.model, 0)
+    part, _ = jax.eval_shape(some, Reading(params, prompts, None, updater.model), 0)
     return jax.eval_shape(functools.partial(join_reads, shards=shards), [part] * count)
 
 

@@ -42,44 +42,46 @@ def deal(params: Params, count: int) -> list[range]:
     return [range(i, count, streams) for i in range(streams)]
 
 
-def read_all(params: Params, prompts: Prompts, model: CachedModel, size: int, shards: Shards) -> ReadPrompts:
+class Reading(NamedTuple):
+    """All that the reading of prompts depends on; a pytree.
+
+    Attributes:
+      params: of the model.
+      prompts: [B, P].
+      dropout: `step.dropout_key`; None without dropout, as where completions are scored.
+      model: as an argument of a compiled function.
+    """
+
+    params: Params
+    prompts: Prompts
+    dropout: jax.Array | None
+    model: CachedModel
+
+
+def read_all(reading: Reading, size: int, shards: Shards) -> ReadPrompts:
     """`read_prompts` of all prompts, at most `size` tokens at a time."""
-    parts = _read_parts(params, prompts, None, model, size, shards, backward=False)
-    return join_reads([read for read, _ in parts], shards=shards)
+    return join_reads([read for read, _ in _read_parts(reading, size, shards, backward=False)], shards=shards)
 
 
 def vjp_prompts(
-    params: Params, prompts: Prompts, dropout: jax.Array | None, model: CachedModel, size: int, shards: Shards
+    reading: Reading, size: int, shards: Shards
 ) -> tuple[ReadPrompts, Callable[[Sequence[Params], ReadPrompts], Params]]:
     """`read_all`, and as of `jax.vjp` the pullback: the gradient of the params from that of the read prompts.
 
     The pullback adds it to sums of gradients, one for each stream, which it is given first and consumes.
     """
-    parts = _read_parts(params, prompts, dropout, model, size, shards, backward=True)
+    parts = _read_parts(reading, size, shards, backward=True)
     read = join_reads([read for read, _ in parts], shards=shards)
     kept = [activations for _, activations in parts]
     del parts
 
     def pullback(sums: Sequence[Params], read_grads: ReadPrompts) -> Params:
-        def add(total: Params, i: int) -> Params:
-            return add_prompts(
-                in_turn(total),
-                kept[i],
-                read_grads,
-                read,
-                params,
-                prompts,
-                dropout,
-                model,
-                i,
-                count=len(kept),
-                shards=shards,
-            )
-
         def add_share(stream: int) -> Params:
             total = sums[stream]
             for i in range(stream, len(kept), len(sums)):  # a stream may have none
-                total = add(total, i)
+                total = add_prompts(
+                    in_turn(total), kept[i], read_grads, read, reading, i, count=len(kept), shards=shards
+                )
             return total
 
         return sum_trees(run_in_streams(add_share, range(len(sums))))
@@ -88,25 +90,15 @@ def vjp_prompts(
 
 
 def _read_parts(
-    params: Params,
-    prompts: Prompts,
-    dropout: jax.Array | None,
-    model: CachedModel,
-    size: int,
-    shards: Shards,
-    *,
-    backward: bool,
+    reading: Reading, size: int, shards: Shards, *, backward: bool
 ) -> list[tuple[ReadPrompts, Activations]]:
     """The prompts read in equal parts of at most `size` tokens, the parts dealt out to the streams."""
-    count = count_reads(prompts, size, shards)
+    count = count_reads(reading.prompts, size, shards)
 
     def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
-        return [
-            in_turn(read_some(params, prompts, dropout, model, i, count=count, backward=backward, shards=shards))
-            for i in numbers
-        ]
+        return [in_turn(read_some(reading, i, count=count, backward=backward, shards=shards)) for i in numbers]
 
-    shares = run_in_streams(read_share, deal(params, count))
+    shares = run_in_streams(read_share, deal(reading.params, count))
     return [shares[i % len(shares)][i // len(shares)] for i in range(count)]
 
 
@@ -149,37 +141,38 @@ def rngs_of(dropout: jax.Array | None, *numbers: jax.Array | int) -> dict[str, j
     return None if dropout is None else {"dropout": functools.reduce(jax.random.fold_in, numbers, dropout)}
 
 
-def _read(params, prompts, dropout, model, number, *, count, shards):
+def _read(reading, number, *, count, shards):
+    params, prompts, dropout, model = reading
     some = _take(prompts, number, count, shards)
     return place_read(read_prompts(model, params, some, rngs=rngs_of(dropout, 0, number)), shards)
 
 
 @shared
 @functools.partial(jax.jit, static_argnames=("count", "backward", "shards"))
-def read_some(params, prompts, dropout, model, number, *, count, backward, shards):
+def read_some(reading, number, *, count, backward, shards):
     """One part of the prompts read, and with `backward` its `Activations`."""
     if not backward:
-        return _read(params, prompts, dropout, model, number, count=count, shards=shards), None
-    read, leaves, activation, _ = _linearize(params, prompts, dropout, model, number, count=count, shards=shards)
+        return _read(reading, number, count=count, shards=shards), None
+    read, leaves, activation, _ = _linearize(reading, number, count=count, shards=shards)
     return read, [leaf for leaf, keep in zip(leaves, activation, strict=True) if keep]
 
 
-def _linearize(params, prompts, dropout, model, number, *, count, shards):
+def _linearize(reading, number, *, count, shards):
     """`_read`; and its pullback as leaves, a mark for each leaf that is an activation, and their structure."""
     structure = []
 
     def forward(params, model, prompts, dropout, number):
         def read(params):
-            return _read(params, prompts, dropout, model, number, count=count, shards=shards)
+            return _read(Reading(params, prompts, dropout, model), number, count=count, shards=shards)
 
         result, pullback = jax.vjp(read, params)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
         return result, leaves
 
-    arguments = (params, model, prompts, dropout, number)
+    arguments = (reading.params, reading.model, reading.prompts, reading.dropout, number)
     traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
-    leaves, weights = jax.tree.leaves(arguments), len(jax.tree.leaves((params, model)))
+    leaves, weights = jax.tree.leaves(arguments), len(jax.tree.leaves(arguments[:2]))
     depends = _depend(traced.jaxpr, [i >= weights for i in range(len(leaves))])
     results = jaxpr_as_fun(traced)(*leaves)
     read, leaves = jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -217,10 +210,10 @@ def join_reads(reads, *, shards):
 
 @shared
 @functools.partial(jax.jit, static_argnames=("count", "shards"), donate_argnums=(0,))
-def add_prompts(total, kept, read_grads, read, params, prompts, dropout, model, number, *, count, shards):
+def add_prompts(total, kept, read_grads, read, reading, number, *, count, shards):
     """The gradient of the params, with what comes through one part of the prompts added to it."""
     # Traced once more for what comes of weights alone; XLA drops the rest of it.
-    _, leaves, activation, tree = _linearize(params, prompts, dropout, model, number, count=count, shards=shards)
+    _, leaves, activation, tree = _linearize(reading, number, count=count, shards=shards)
     rest = iter(kept)
     leaves = [next(rest) if keep else leaf for leaf, keep in zip(leaves, activation, strict=True)]
     read_grads = jax.tree.map(lambda g, x: g.astype(x.dtype), read_grads, read)

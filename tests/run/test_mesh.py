@@ -23,7 +23,7 @@ from grpo_jax.types import as_argument
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.programs import update_programs
-from grpo_jax.update.prompts import Shards, read_some
+from grpo_jax.update.prompts import Reading, Shards, read_some
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
 
@@ -351,7 +351,8 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
     count = lengths.sum() / (1 - shares[0]) / (devices * 512)
     read = functools.partial(read_some.lower, count=1, backward=True, shards=Shards(mesh, devices))
     flops = lambda lowered: lowered.compile().cost_analysis()["flops"]
-    prompts = 3 * flops(read(state.params, batch.prompts, None, ours.model, 0))  # backwards it is twice as much
+    reading = Reading(state.params, batch.prompts, None, ours.model)
+    prompts = 3 * flops(read(reading, 0))  # backwards it is twice as much
     sequence, whole = update_programs(ours, state, batch), update_programs(padded, state, split(batch, mesh))
     packed = count * flops(sequence.by_length[0].lower()) + prompts
     assert packed <= 0.5 * flops(whole.update.lower())
