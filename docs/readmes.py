@@ -24,6 +24,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 } | {f"experiments/notebooks/{path.stem}.ipynb": f"notebooks/{path.stem}.md" for path in NOTEBOOKS.glob("*.ipynb")}
 """Files outside of docs/ → their pages."""
+LAST = "---\nsearch:\n  boost: 0.1\n---\n\n"
+"""Front matter of the page that a search names last: it has every word, and explains none."""
 WORDS = {
     "index.md": ("Quick start", "#quick-start", "中文", "zh/index.md", "This is version"),
     "zh/index.md": ("快速开始", "#快速开始", "English", "../index.md", "这是版本"),
@@ -103,6 +105,7 @@ def first_line(name):
 
 def on_config(config):
     config.site_name = f"{config.site_name} {VERSION}"  # on every page, so that each says which version it is of
+    config.repo_url = REPOSITORY or None
     for section in config.nav:
         rooms = section.get("Reference", [])
         for i, entry in enumerate(rooms):
@@ -116,7 +119,8 @@ def on_files(files, config):
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         text = relink(page_of(json.loads(text)) if source.endswith(".ipynb") else text, ROOT / source, page)
-        files.append(File.generated(config, page, content=landing(text, page) if page in WORDS else text))
+        text = landing(text, page) if page in WORDS else LAST + text if page == "changelog.md" else text
+        files.append(File.generated(config, page, content=text))
     for room in sorted(DOCS.glob("reference/*.md")):
         for page, name in named_in(room):
             # Of a module the table of contents has the members; elsewhere the space is better used.

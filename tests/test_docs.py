@@ -213,6 +213,17 @@ def test_the_questions_are_answered_in_both_languages():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("page", [DOCS / "wrong.md", DOCS / "zh" / "wrong.md"], ids=["en", "zh"])
+def test_a_symptom_is_found_by_the_word_that_one_types(page):
+    """In the headings, which a search of the site weighs most; and both languages have the same remedies."""
+    headings = " ".join(re.findall(r"^## (.*)", page.read_text(), flags=re.M))
+    for word in ("OOM", "out of memory", "RESOURCE_EXHAUSTED", "Killed", "kill -9", "resume", "NaN"):
+        assert word in headings, word
+    named = set(re.findall(r"`([^`]+)`", (DOCS / "wrong.md").read_text()))
+    assert named == set(re.findall(r"`([^`]+)`", (DOCS / "zh" / "wrong.md").read_text()))
+
+
+@pytest.mark.quick
 def test_pickle_is_where_security_says():
     """Between a run and the workers that it starts, and nowhere else; what comes from outside is never unpickled."""
     text = {path: path.read_text(encoding="utf-8") for path in (ROOT / "grpo_jax").rglob("*.py")}

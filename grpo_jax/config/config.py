@@ -20,7 +20,7 @@ from grpo_jax.messages import show
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(Settings):
-    """Settings of a GRPO run; one that exists is valid.
+    """Settings of a GRPO run, checked when they are made.
 
     All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
     that contradict each other. What depends on the data or the devices is checked when a run begins.

@@ -83,9 +83,9 @@ class Monitor:
         last, ending = (0, "") if resumed else self._writer.put_aside()
         if last:
             warnings.warn(
-                f"run_dir = {str(self._writer.run_dir)!r} tells of steps up to {last} and has no checkpoint to go"
-                f" on from, so the run begins anew; its lines are kept in files with {ending} after their names"
-                " (save_steps and save_minutes say how often a run is saved)",
+                f"run_dir = {str(self._writer.run_dir)!r} has metrics up to step {last} but no checkpoint, so the run"
+                f" starts again from step 0. The old metrics are kept in files whose names end in {ending}; save_steps"
+                " and save_minutes say how often a run is saved",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -112,7 +112,7 @@ def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp
     begin(0, 2)  # nothing of the first one was worth keeping
     for ending in (".old-1", ".old-2"):
         with pytest.warns(
-            RuntimeWarning, match=rf"tells of steps up to 2 and has no checkpoint .* with {ending} after"
+            RuntimeWarning, match=rf"has metrics up to step 2 but no checkpoint.* whose names end in {ending}"
         ):
             begin(0, 2)
     for name in ("metrics.jsonl", "metrics.jsonl.old-1", "metrics.jsonl.old-2"):
