@@ -165,7 +165,7 @@ def test_train_generate_and_a_step_are_read_in_four_files_each():
     runs = ["`train`", "the arguments of `train`"]
     rollouts = ["`generate`", "completions of several turns"]
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model"]
-    assert [what for what, _ in trails] == [*runs, *rollouts, *steps]
+    assert [what for what, _ in trails] == [*runs, *rollouts, *steps, "a GGUF file"]
     for _, files in trails:
         assert 1 <= len(re.findall(r"`[a-z_/]+\.py`", files)) <= 4
 
