@@ -164,6 +164,19 @@ def test_calls_can_be_read(name):
 
 
 @pytest.mark.quick
+def test_one_name_stands_for_one_thing():
+    """Names that other modules may import. Commands are named as what they run, and `compat` has TRL's own words."""
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        if module not in ("grpo_jax.cli.commands", "grpo_jax.config.readers") and room_of(module) != "compat":
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, set()).add(module)
+    homes.pop("main")  # of two scripts
+    assert not {name: where for name, where in homes.items() if len(where) > 1}
+
+
+@pytest.mark.quick
 def test_arguments_are_named_and_typed_all_over_the_package():
     """What of calls and types may stay open: a caller's own keywords, JSON, and what another library leaves untyped."""
     nodes = [node for path in modules().values() for node in ast.walk(ast.parse(path.read_text()))]

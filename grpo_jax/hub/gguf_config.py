@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from grpo_jax.hub.families import FAMILIES
-from grpo_jax.hub.gguf_header import Header, biases_of, common_keys, head_dim, rope_of, scaling_of
+from grpo_jax.hub.gguf_header import Header, bias_keys, common_keys, head_dim, rope_keys, scaling_of
 from grpo_jax.types import Json
 
 
@@ -61,9 +61,9 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 def _llama(header: Header) -> Json:
     return {
         "head_dim": head_dim(header),
-        **biases_of(header),
+        **bias_keys(header),
         "mlp_bias": header.has("ffn_gate.bias"),
-        **rope_of(header),
+        **rope_keys(header),
     }
 
 
@@ -101,7 +101,7 @@ def _query_scale(header: Header, layers: int) -> dict[str, int]:
 
 def _gemma2(header: Header) -> Json:
     return {
-        **rope_of(header),
+        **rope_keys(header),
         **_query_scale(header, 46),
         "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
@@ -111,7 +111,7 @@ def _gemma2(header: Header) -> Json:
 
 def _gemma3(header: Header) -> Json:
     window, layers = header.get("attention.sliding_window", 0), header["block_count"]
-    rope = rope_of(header)["rope_parameters"]
+    rope = rope_keys(header)["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
     return {
         **_query_scale(header, 62),
@@ -195,7 +195,7 @@ def _glm4(header: Header) -> Json:
     part = header["rope.dimension_count"] / head_dim(header)
     theta = header.get("rope.freq_base", 10000.0)
     rope = {"rope_theta": theta, "partial_rotary_factor": part, **scaling_of(header)}
-    return {**biases_of(header), "rope_parameters": rope}
+    return {**bias_keys(header), "rope_parameters": rope}
 
 
 def _slides(header: Header) -> bool:
@@ -204,13 +204,13 @@ def _slides(header: Header) -> bool:
 
 
 def _olmo(header: Header) -> Json:
-    rope = rope_of(header)["rope_parameters"]
+    rope = rope_keys(header)["rope_parameters"]
     if not _slides(header):
-        return {**biases_of(header), "rope_parameters": rope}
+        return {**bias_keys(header), "rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", rope["rope_theta"])}
     usual = [(i + 1) % 4 != 0 for i in range(header["block_count"])]
     return {
-        **biases_of(header),
+        **bias_keys(header),
         "sliding_window": header["attention.sliding_window"],
         "layer_types": [_kind(bool(x)) for x in header.get("attention.sliding_window_pattern", usual)],
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
@@ -218,9 +218,9 @@ def _olmo(header: Header) -> Json:
 
 
 def _gpt_oss(header: Header) -> Json:
-    rope = rope_of(header)["rope_parameters"]
+    rope = rope_keys(header)["rope_parameters"]
     return {
-        **biases_of(header),
+        **bias_keys(header),
         "num_local_experts": header["expert_count"],
         "num_experts_per_tok": header["expert_used_count"],
         "intermediate_size": header["expert_feed_forward_length"],
@@ -237,7 +237,7 @@ def _hybrid(header: Header) -> Json:
     recurrent = header.get("attention.recurrent_layers") or [(i + 1) % every != 0 for i in range(layers)]
     values, part = header["ssm.time_step_rank"], header["rope.dimension_count"] / head_dim(header)
     return {
-        **biases_of(header),
+        **bias_keys(header),
         "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent[:layers]],
         "linear_conv_kernel_dim": header["ssm.conv_kernel"],
         "linear_key_head_dim": header["ssm.state_size"],
@@ -267,15 +267,15 @@ def _lfm2(header: Header) -> Json:
         "conv_L_cache": header["shortconv.l_cache"],
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.shapes),
         "block_auto_adjust_ff_dim": False,
-        **rope_of(header),
+        **rope_keys(header),
     }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", _llama, pairs=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", rope_of),
-    "qwen3": Architecture("Qwen3ForCausalLM", lambda h: {**biases_of(h), **rope_of(h)}),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", lambda h: {**biases_of(h), **_qwen_moe(h), **rope_of(h)}),
+    "qwen2": Architecture("Qwen2ForCausalLM", rope_keys),
+    "qwen3": Architecture("Qwen3ForCausalLM", lambda h: {**bias_keys(h), **rope_keys(h)}),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", lambda h: {**bias_keys(h), **_qwen_moe(h), **rope_keys(h)}),
     "smollm3": Architecture("SmolLM3ForCausalLM", _llama, pairs=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, shifted=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),

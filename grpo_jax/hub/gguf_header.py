@@ -93,7 +93,7 @@ def head_dim(header: Header) -> int:
     return header.get("attention.key_length") or header["embedding_length"] // header["attention.head_count"]
 
 
-def rope_of(header: Header) -> Json:
+def rope_keys(header: Header) -> Json:
     """The rotary embedding of whole heads: its base and its scaling."""
     if header.get("rope.dimension_count", head_dim(header)) != head_dim(header):
         raise header.refuse("rope.dimension_count", f"the size of a head, {head_dim(header)}")
@@ -133,5 +133,5 @@ def _by_factors(header: Header) -> Json:
     return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
 
 
-def biases_of(header: Header) -> dict[str, bool]:
+def bias_keys(header: Header) -> dict[str, bool]:
     return {"attention_bias": header.has("attn_q.bias")}

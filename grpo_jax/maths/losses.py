@@ -34,7 +34,7 @@ from grpo_jax.maths.surrogates import (
     Tokens,
     clip_events,
     near_the_sampler,
-    sampler_weights,
+    read_importance_weights,
     token_ratio,
     vespo,
 )
@@ -123,7 +123,7 @@ def grpo_loss_terms(
     # Policy term: surrogate, then the masks and weights that touch it alone.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
-    weights, log_weights = sampler_weights(importance_weights, l, mask)
+    weights, log_weights = read_importance_weights(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)

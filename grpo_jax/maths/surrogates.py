@@ -170,7 +170,7 @@ def near_the_sampler(
     return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
 
-def sampler_weights(
+def read_importance_weights(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
     """The weights for sampler against trainer ([..., 1] or [..., T]; None for 1), and their summed logs [...]."""
