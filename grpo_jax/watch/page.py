@@ -87,12 +87,13 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     about = read_settings(run_dir)
     steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
+    spent = phase_seconds(lines)
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",
         "tiles": _tiles(lines),
         "warnings": list(read_lines(run_dir / "warnings.jsonl")),
         "panels": _panels(lines),
-        "seconds": list(phase_seconds(lines).items()),
+        "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
         "phases": PHASES,
         "functions": reward_colours(lines),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
