@@ -24,6 +24,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 } | {f"experiments/notebooks/{path.stem}.ipynb": f"notebooks/{path.stem}.md" for path in NOTEBOOKS.glob("*.ipynb")}
 """Files outside of docs/ → their pages."""
+CONFIG = "grpo_jax.GRPOConfig"
 LAST = "---\nsearch:\n  boost: 0.1\n---\n\n"
 """Front matter of the page that a search names last: it has every word, and explains none."""
 WORDS = {
@@ -103,6 +104,21 @@ def first_line(name):
     return said.splitlines()[0]
 
 
+def settings():
+    """The fields of the config by their groups, each under a heading of its own, for a table of contents."""
+    from grpo_jax.cli.keys import FIELDS, GROUPS, explain
+
+    parts, group = [], ""
+    for name in FIELDS:
+        if GROUPS[name] != group:
+            group = GROUPS[name]
+            parts.append(f"## {group}")
+        head, _, said = explain(name).partition("\n")
+        default = head.removeprefix(f"{name} (").removesuffix(")")
+        parts.append(f"### {name} {{ #{name} }}\n\n*{default}*: {' '.join(said.split())}")
+    return "\n\n".join(parts) + "\n"
+
+
 def on_config(config):
     config.site_name = f"{config.site_name} {VERSION}"  # on every page, so that each says which version it is of
     config.repo_url = REPOSITORY or None
@@ -127,6 +143,9 @@ def on_files(files, config):
             hide = "" if "." in name.removeprefix("grpo_jax.") else "toc"
             head = f"title: {name.rpartition('.')[2]}\ndescription: {first_line(name)!r}\nhide: [{hide}]"
             text = f"---\n{head}\n---\n\n::: {name}\n    options:\n      heading_level: 1\n"
+            if name == CONFIG:
+                methods = "      members: [from_dict, to_dict, sizes, total_steps]\n"
+                text = text.replace("hide: [toc]", "hide: []") + methods + "\n" + settings()
             files.append(File.generated(config, page, content=text))
     return files
 

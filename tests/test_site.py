@@ -56,6 +56,17 @@ def test_the_landing_page_begins_with_the_picture_and_says_its_version(source, p
 
 
 @pytest.mark.quick
+def test_the_page_of_the_config_has_its_fields_by_group():
+    made = SITE["settings"]()
+    groups = re.findall(r"^## (.*)", made, flags=re.M)
+    assert groups[:2] == ["Sampling", "Batches"]
+    assert len(set(groups)) == len(groups) >= 9
+    fields = re.findall(r"^### (\w+) \{ #\1 \}\n\n\*default (.*)\*: \w", made, flags=re.M)
+    assert [name for name, _ in fields] == list(grpo_jax.GRPOConfig.__dataclass_fields__)
+    assert ("beta", "0.0") in fields
+
+
+@pytest.mark.quick
 def test_every_public_name_has_a_page_of_its_own():
     made = [entry for room in sorted((ROOT / "docs" / "reference").glob("*.md")) for entry in SITE["named_in"](room)]
     pages = [page for page, _ in made]
