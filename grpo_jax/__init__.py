@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
+    from grpo_jax.config.sft import SFTConfig
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
     from grpo_jax.hub.policy import init_policy
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from grpo_jax.run.rehearse import DryRun, rehearse
     from grpo_jax.run.replay import NotFiniteError, replay
     from grpo_jax.run.sampler import Sampler
+    from grpo_jax.run.sft import sft
     from grpo_jax.run.train import train
     from grpo_jax.text.prompts import make_prompts
     from grpo_jax.types import Batch, Completions, Environment, Prompts, as_argument
@@ -48,6 +50,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Prompts",
+    "SFTConfig",
     "Sampler",
     "TrainState",
     "add_lora",
@@ -72,6 +75,7 @@ __all__ = [
     "sample_tokens",
     "save_lora",
     "save_pretrained",
+    "sft",
     "sync_reference",
     "token_log_probs",
     "train",
@@ -82,6 +86,7 @@ __all__ = [
 # The imports above once more, for the program; a test compares the two.
 _NAMES_OF = {
     "config.config": "GRPOConfig",
+    "config.sft": "SFTConfig",
     "hub.huggingface": "from_pretrained save_pretrained",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
     "hub.policy": "init_policy",
@@ -101,6 +106,7 @@ _NAMES_OF = {
     "run.rehearse": "DryRun rehearse",
     "run.replay": "NotFiniteError replay",
     "run.sampler": "Sampler",
+    "run.sft": "sft",
     "run.train": "train",
     "text.prompts": "make_prompts",
     "types": "Batch Completions Environment Prompts as_argument",

@@ -14,7 +14,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 import grpo_jax
-from grpo_jax import GRPOConfig
+from grpo_jax import GRPOConfig, SFTConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -139,7 +139,7 @@ def test_names_are_those_of_the_code(page):
 def test_fields_that_are_set_are_fields(page):
     functions = [importlib.import_module("grpo_jax.rewards.workers").isolated]
     functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    known = {field.name for config in (GRPOConfig, SFTConfig) for field in dataclasses.fields(config)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
     known |= set(importlib.import_module("grpo_jax.compat.trl_fields").ELSEWHERE)  # what TRL has, on its page
     code = "\n".join(re.findall(r"`([^`\n]+)`", prose(page)))
@@ -278,7 +278,9 @@ def test_docstrings_of_functions_are_in_form(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "GRPOConfig"])  # its fields: test_config
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if not name.endswith("Config")]
+)  # their fields: test_config, test_sft
 def test_docstrings_of_classes_have_every_field(name):
     fields = [field.name for field in dataclasses.fields(getattr(grpo_jax, name))]
     assert listed(sections(name)["Attributes"]) == fields

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from grpo_jax.config.fields import nearest_sizes
 from grpo_jax.messages import show
 
 if TYPE_CHECKING:  # which reads these rules
     from grpo_jax.config.config import GRPOConfig
+    from grpo_jax.config.sft import Config, SFTConfig
 
 
 def run_problems(
@@ -68,11 +70,7 @@ def run_problems(
             f"{_setting(config, 'max_completion_length')}: with prompts of up to {prompt} tokens this passes"
             f" the {context_length} positions of the model; {mend}"
         )
-    if config.router_aux_loss_coef and num_experts == 0:
-        problems.append(
-            f"{_setting(config, 'router_aux_loss_coef')}: the model is no mixture of experts, so there is no router to"
-            " balance; leave it at None"
-        )
+    problems += router_problems(config, num_experts)
     return problems
 
 
@@ -85,22 +83,13 @@ def device_problems(config: GRPOConfig, num_devices: int) -> Iterator[str]:
             f"{_setting(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
             f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
         )
-    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
-        product = " × ".join(str(size) for size in config.mesh.values())
-        yield (
-            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
-            " that, or leave mesh at None for one device"
-        )
+    yield from mesh_problems(config, num_devices)
 
 
 def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
     """Yield the error lines of an evaluation dataset that is empty, does not fit or is missing."""
     if num_rows is None:
-        missing = "there is nothing to evaluate on; pass eval_dataset to train"
-        if config.eval_steps is not None:
-            yield f"{_setting(config, 'eval_steps')}: {missing}"
-        elif (config.metric_for_best_model or "").startswith("eval/"):
-            yield f"{_setting(config, 'metric_for_best_model')}: {missing}"
+        yield from missing_evaluation(config, "train")
         return
     if num_rows < 1:
         yield "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"
@@ -112,7 +101,7 @@ def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
         )
 
 
-def _setting(config: GRPOConfig, name: str) -> str:
+def _setting(config: Config, name: str) -> str:
     """Return "name = value", the head of an error line."""
     return f"{name} = {show(getattr(config, name))}"
 
@@ -293,7 +282,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
     (
         "load_best_model_at_end metric_for_best_model",
         lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
-        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward" (an evaluation has no loss)',
+        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward", in SFT "eval/loss"',
     ),
     (
         "load_best_model_at_end save_steps",
@@ -309,9 +298,70 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
 )
 
 
-def contradictions(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
-    """Yield an error line for each contradiction between fields that are right by themselves."""
+def contradictions(config: Config, wrong: Container[str]) -> Iterator[str]:
+    """Yield an error line for each contradiction between fields that are right by themselves, of those it has."""
+    known = {field.name for field in dataclasses.fields(config)}
     for names, holds, mend in _CONTRADICTIONS:
         fields = names.split()
-        if not any(field in wrong for field in fields) and holds(config):
+        read = known.issuperset(fields) and not any(field in wrong for field in fields)
+        if read and holds(cast("GRPOConfig", config)):  # it has all the fields that are read
             yield f"{_setting(config, fields[0])}: {mend}"
+
+
+def sft_problems(
+    config: SFTConfig,
+    *,
+    num_devices: int,
+    has_eval_data: bool,
+    longest: int,
+    context_length: int | None,
+    num_experts: int | None,
+) -> list[str]:
+    """Return an error line for each setting of an SFT run that does not fit what it is to be run with.
+
+    Args:
+      config: the run's settings, which are right by themselves.
+      num_devices: devices of the run (1 without a mesh).
+      has_eval_data: whether there is a dataset to evaluate on.
+      longest: tokens of the longest example.
+      context_length: positions that the model has; None: not known.
+      num_experts: experts of each of its sparse layers, 0 where it has none; None: not known.
+    """
+    problems = list(mesh_problems(config, num_devices))
+    if not has_eval_data:
+        problems += missing_evaluation(config, "sft")
+    if context_length is not None and longest > context_length:
+        problems.append(
+            f"{_setting(config, 'max_length')}: the longest example has {longest} tokens, and the model"
+            f" {context_length} positions; lower it to that"
+        )
+    problems += router_problems(config, num_experts)
+    return problems
+
+
+def mesh_problems(config: Config, num_devices: int) -> Iterator[str]:
+    """Yield the error line of a mesh that does not fit the devices."""
+    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
+        product = " × ".join(str(size) for size in config.mesh.values())
+        yield (
+            f"{_setting(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+            " that, or leave mesh at None for one device"
+        )
+
+
+def missing_evaluation(config: Config, function: str) -> Iterator[str]:
+    """Yield the error line of a setting that asks for an evaluation where `function` was given nothing for one."""
+    missing = f"there is nothing to evaluate on; pass eval_dataset to {function}"
+    if config.eval_steps is not None:
+        yield f"{_setting(config, 'eval_steps')}: {missing}"
+    elif (config.metric_for_best_model or "").startswith("eval/"):
+        yield f"{_setting(config, 'metric_for_best_model')}: {missing}"
+
+
+def router_problems(config: Config, num_experts: int | None) -> Iterator[str]:
+    """Yield the error line of a router's loss where there is no router."""
+    if config.router_aux_loss_coef and num_experts == 0:
+        yield (
+            f"{_setting(config, 'router_aux_loss_coef')}: the model is no mixture of experts, so there is no router to"
+            " balance; leave it at None"
+        )

@@ -15,7 +15,6 @@ from grpo_jax.config.checks import batch_problems, contradictions
 from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes, sizes_of
-from grpo_jax.messages import show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,28 +296,6 @@ class GRPOConfig(Settings):
         yield from batch_problems(self, wrong)
         yield from contradictions(self, wrong)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "GRPOConfig":
-        """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
-        if not isinstance(values, dict):
-            raise ValueError(f"GRPOConfig.from_dict takes a dict of fields, not {show(values)}")
-        return cls(**{str(name): value for name, value in values.items()})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values that `json.dumps` takes and `from_dict` turns back into an equal config."""
-        values = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-    def data_shards(self, num_devices: int | None = None) -> int:
-        """Return over how many devices prompts are split: all but for those along the mesh's "tensor" axis.
-
-        Args:
-          num_devices: devices of the run; None: those of `mesh`, 1 without one.
-        """
-        mesh = self.mesh or {}
-        devices = math.prod(mesh.values()) if num_devices is None else num_devices
-        return max(devices // mesh.get("tensor", 1), 1)
-
     def sizes(self, num_devices: int | None = None) -> Sizes:
         """Return the batch sizes that the fields come to.
 
@@ -362,25 +339,10 @@ class GRPOConfig(Settings):
         iterations = math.ceil(self.max_steps / (sizes.updates if self.max_kl_old is None else 1))
         return iterations * sizes.prompts * (1 + self.max_refills if self.dynamic_sampling else 1)
 
-    def total_warmup_steps(self, total_steps: int) -> int:
-        """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
-        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
-
     @property
     def on_policy(self) -> bool:
         """Whether every update begins with the very policy that sampled its completions: the ratio is 1 then."""
         return self.sizes().updates == 1 and not self.rollout_ahead
-
-    @property
-    def padding(self) -> int:
-        """Multiple that prompts are padded to, in tokens (1: to the longest)."""
-        if isinstance(self.pad_to_multiple_of, int):
-            return self.pad_to_multiple_of
-        return 32 if self.pad_to_multiple_of == "auto" else 1
-
-    def logs_at(self, step: int) -> bool:
-        """Return whether there is a line of metrics after this optimizer step; there is one after the last too."""
-        return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
 
     @property
     def eval_temperature(self) -> float:
@@ -388,13 +350,12 @@ class GRPOConfig(Settings):
         return self.temperature if self.temperature_eval is None else self.temperature_eval
 
     @property
-    def best_is_greatest(self) -> bool:
-        """Whether the greatest `metric_for_best_model` is the best."""
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        return not (self.metric_for_best_model or "").endswith("loss")
-
-    @property
     def eval_generations(self) -> int:
         """Completions of each prompt in evaluation."""
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
+
+
+def same_field(name: str) -> Any:
+    """Return the field of that name for another class of settings: the same default, the same rule on resume."""
+    (field,) = (field for field in dataclasses.fields(GRPOConfig) if field.name == name)
+    return dataclasses.field(default=field.default, hash=field.hash, metadata=field.metadata)

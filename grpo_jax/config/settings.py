@@ -1,11 +1,13 @@
 """`Settings`: a frozen dataclass whose values are read by the rules of its fields, and refused all at once."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Self
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from grpo_jax.config.fields import read, unknown_field
 from grpo_jax.messages import raise_all, show
+from grpo_jax.types import Json
 
 OTHER_NAMES = {
     "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
@@ -35,6 +37,15 @@ class Settings:
     The annotation of a field is its rule (`config.fields`); fields that a subclass of a settings class adds are kept as
     they come.
     """
+
+    if TYPE_CHECKING:  # fields that each of these classes has, and that the methods below read
+        mesh: dict[str, int] | None
+        warmup_steps: float
+        pad_to_multiple_of: int | Literal["auto"] | None
+        logging_steps: int
+        logging_first_step: bool
+        metric_for_best_model: str | None
+        greater_is_better: bool | None
 
     def __new__(cls, *args: object, **values: object) -> Self:
         """Refuse names that are no fields, together with all else that is wrong."""
@@ -74,3 +85,47 @@ class Settings:
                 wrong.add(field.name)
                 problems.append(f"{field.name} = {show(came)}: {fault}")
         return [*problems, *self.contradictions(wrong)]
+
+    @classmethod
+    def from_dict(cls, values: Json) -> Self:
+        """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{cls.__name__}.from_dict takes a dict of fields, not {show(values)}")
+        return cls(**{str(name): value for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as values that `json.dumps` takes and `from_dict` turns back into an equal config."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def data_shards(self, num_devices: int | None = None) -> int:
+        """Return over how many devices prompts or examples are split: all but for those along the mesh's "tensor" axis.
+
+        Args:
+          num_devices: devices of the run; None: those of `mesh`, 1 without one.
+        """
+        mesh = self.mesh or {}
+        devices = math.prod(mesh.values()) if num_devices is None else num_devices
+        return max(devices // mesh.get("tensor", 1), 1)
+
+    def total_warmup_steps(self, total_steps: int) -> int:
+        """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
+
+    @property
+    def padding(self) -> int:
+        """Multiple that prompts or examples are padded to, in tokens (1: to the longest)."""
+        if isinstance(self.pad_to_multiple_of, int):
+            return self.pad_to_multiple_of
+        return 32 if self.pad_to_multiple_of == "auto" else 1
+
+    def logs_at(self, step: int) -> bool:
+        """Return whether there is a line of metrics after this optimizer step; there is one after the last too."""
+        return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether the greatest `metric_for_best_model` is the best."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not (self.metric_for_best_model or "").endswith("loss")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
@@ -79,7 +79,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def with_settings(
-    model: Model, config: GRPOConfig, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
+    model: Model, config: Config, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
     """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
 

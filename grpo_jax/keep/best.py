@@ -12,13 +12,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 
 
-def is_scheduled(config: GRPOConfig, step: int, last: int | None) -> bool:
+def is_scheduled(config: Config, step: int, last: int | None) -> bool:
     """Whether an undisturbed run, whose last step is `last`, has a checkpoint of this step.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> [step for step in range(9) if is_scheduled(GRPOConfig(save_steps=3), step, 8)]
       [3, 6, 8]
     """
@@ -26,11 +27,12 @@ def is_scheduled(config: GRPOConfig, step: int, last: int | None) -> bool:
 
 
 def best_of(
-    config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, float], last: int | None
+    config: Config, steps: Sequence[int], metrics: Mapping[str, float], last: int | None
 ) -> tuple[int, float] | None:
     """Step and metric of the best scheduled checkpoint, the later of two as good; None if none was measured.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> best_of(GRPOConfig(metric_for_best_model="loss", save_steps=2), [2, 4, 5], {"2": 0.1, "4": 0.1, "5": 0.0}, 8)
       (4, 0.1)
     """
@@ -40,7 +42,7 @@ def best_of(
     return None if step is None else (step, sign * value)
 
 
-def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, float], last: int | None) -> set[int]:
+def kept_of(config: Config, steps: Sequence[int], metrics: Mapping[str, float], last: int | None) -> set[int]:
     """The steps whose checkpoints are kept.
 
     As many of the newest scheduled ones as `save_total_limit` says (None: all), the best, and what is newer than all
@@ -48,6 +50,7 @@ def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, floa
     all take places.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> [sorted(kept_of(GRPOConfig(save_steps=2, save_total_limit=n), [2, 4, 5, 6, 7], {}, 8)) for n in (1, None)]
       [[6, 7], [2, 4, 6, 7]]
     """
@@ -63,7 +66,7 @@ def kept_of(config: GRPOConfig, steps: Sequence[int], metrics: Mapping[str, floa
 class Retention:
     """A preservation policy of orbax by `kept_of`, with the metrics of the present moment."""
 
-    config: GRPOConfig
+    config: Config
     last: int | None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.keep.best import Retention, best_of, is_scheduled
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
@@ -74,7 +74,7 @@ class Checkpoints:
       OSError: from `save`, `wait` and at the end: a checkpoint could not be written (a full disk), and what to do.
     """
 
-    def __init__(self, run_dir: str | Path | None, config: GRPOConfig, about: Json | None = None):
+    def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
         self._config, self._about = config, about
         self._last = None if about is None else about["total_steps"]
         self._retention = Retention(config, self._last)
@@ -208,7 +208,7 @@ class Checkpoints:
                 f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
                 " policy is that of the last step: look for the right name in metrics.jsonl",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         if best is None or best[0] == int(state.step):
             return state

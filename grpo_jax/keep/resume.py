@@ -14,25 +14,27 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import count_cores, devices_of
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
+from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions
 
-_RULES: dict[str, Resume | None] = {
-    field.name: field.metadata.get("resume") for field in dataclasses.fields(GRPOConfig)
-}
+_FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
+
+_RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
 def describe(
-    config: GRPOConfig,
+    config: Config,
     *,
     data: EncodedPrompts,
     reward_fns: Sequence[RewardFn],
@@ -60,13 +62,13 @@ def describe(
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": _prompts(data),
-        "columns": _columns(data.rows),
+        "columns": {} if isinstance(data, Examples) else _columns(data.rows),
         "evaluation": {
             **({} if eval_data is None else _prompts(eval_data)),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "eval_columns": {} if eval_data is None else _columns(eval_data.rows),
+        "eval_columns": {} if eval_data is None or isinstance(eval_data, Examples) else _columns(eval_data.rows),
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
@@ -84,6 +86,9 @@ def describe(
 
 def differences(saved: Json, present: Json, step: int) -> list[str]:
     """Return a line for each reason why a run cannot go on from a checkpoint of `step`: of two of `describe`."""
+    kinds = [config_class(which["config"]).__name__ for which in (present, saved)]
+    if kinds[0] != kinds[1]:
+        return [f"config: a {kinds[0]}, the run has a {kinds[1]}"]
     lines = [*_of_config(saved, present, step), *(turns := list(_of_turns(saved, present)))]
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
@@ -153,9 +158,9 @@ def warn_of_no_rollout(saved: Json, present: Json) -> None:
 
 def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
     """Yield a line for each setting that differs and may not."""
-    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class(present["config"]))}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
-    if "kl_correction_level" not in saved["config"] and old["importance_sampling_level"] == "sequence":
+    if "kl_correction_level" not in saved["config"] and old.get("importance_sampling_level") == "sequence":
         old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
     for name in sorted({*old, *new}):
         rule = _RULES.get(name)
@@ -209,6 +214,11 @@ def _prompts(data: EncodedPrompts) -> Json:
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
+    if isinstance(data, Examples):
+        for mask in data.masks:
+            tokens.update(bytes(mask))
+        for block in data.blocks:
+            tokens.update(array("q", block).tobytes())
     return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
 
 

@@ -16,22 +16,22 @@ import jax
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.streams import beside
 from grpo_jax.run.programs import abstract_batch, rollout_programs
-from grpo_jax.run.run import Run
+from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.update.programs import update_programs
 from grpo_jax.update.state import TrainState
 
 
-def programs_of(run: Run, state: TrainState) -> list[Program]:
+def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
     """The programs whose turn depends on what the policy does, the least likely first."""
     programs = [*update_programs(run.updater, state, abstract_batch(run, state)).by_length]
-    if run.interaction is None:  # what is read between turns has no size known before
+    if isinstance(run, Run) and run.interaction is None:  # what is read between turns has no size known before
         rollout = rollout_programs(run, state.params if state.old_params is None else state.old_params)
         programs = [*(() if rollout is None else rollout.programs()), *programs]
     return programs[::-1]
 
 
 @contextlib.contextmanager
-def compiled_ahead(run: Run, state: TrainState, *, say: Callable[[str], None]) -> Iterator[None]:
+def compiled_ahead(run: BaseRun, state: TrainState, *, say: Callable[[str], None]) -> Iterator[None]:
     """Compile the programs of a run while the block runs, one after another; its end waits for the present one.
 
     How many there are is said first, so that nobody wonders what a first iteration waits for.

@@ -9,13 +9,14 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import SFTConfig
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.devices.streams import devices_of
@@ -28,7 +29,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.run.cautions import warn_of_prompts
-from grpo_jax.run.run import Arguments, Run
+from grpo_jax.run.run import Arguments, BaseRun, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
@@ -46,6 +47,8 @@ from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState, create_state
 
+_Config = TypeVar("_Config", GRPOConfig, SFTConfig)
+
 
 def prepare(arguments: Arguments) -> Run:
     """Check the arguments of a run, each by itself and against the others, and derive what follows from them.
@@ -58,8 +61,8 @@ def prepare(arguments: Arguments) -> Run:
         policy.check_held()  # without params nothing can be said of the rest
     faults = Faults()
     faults.of(_check_config, config)
-    faults.of(_check_policy, policy)
-    faults.of(_check_optimizer, arguments.optimizer)
+    faults.of(check_policy, policy)
+    faults.of(check_optimizer, arguments.optimizer)
     faults.of(check_sampler, arguments.sampler)
     fns = faults.of(_functions, arguments.reward_fns)
     rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
@@ -95,7 +98,7 @@ def _encoded_run(
 ) -> Run:
     """The run of a policy, a config and rows that have been read, unless there are faults."""
     policy, config = arguments.policy, arguments.config
-    mesh, config = faults.of(_mesh, policy, config) or (None, config)
+    mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     encoded = {name: faults.of(_encode, policy, some, config, interaction, name) for name, some in rows.items() if some}
     data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
@@ -177,7 +180,7 @@ def _check_config(config: Any) -> None:
         )
 
 
-def _check_policy(policy: Any) -> None:
+def check_policy(policy: Any) -> None:
     """Raise unless it is a policy that can be sampled from."""
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
@@ -219,7 +222,7 @@ def training_rows(dataset: Dataset, policy: Any, config: Any) -> list[Row]:
     return load_rows(dataset, most=most)
 
 
-def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None, GRPOConfig]:
+def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
     """The mesh of a run, and the config that names its sizes: that of the config, or the one that the policy is on."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
@@ -234,7 +237,7 @@ def _mesh(policy: Policy, config: GRPOConfig) -> tuple[jax.sharding.Mesh | None,
     return mesh, dataclasses.replace(config, mesh=axes)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Raise unless it is an optax transformation, or None."""
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
@@ -294,7 +297,7 @@ def _encode(
 ) -> EncodedPrompts | None:
     """The tokens of a dataset's prompts, which the model has to know."""
     if policy.tokenizer is None:
-        return None  # _check_policy has said so
+        return None  # check_policy has said so
     data = encode_rows(
         interaction,
         rows,
@@ -304,6 +307,12 @@ def _encode(
         chat_template_kwargs=config.chat_template_kwargs,
         argument=argument,
     )
+    check_vocabulary(policy, data)
+    return data
+
+
+def check_vocabulary(policy: Policy, data: EncodedPrompts) -> None:
+    """Raise if there is a token that the model does not have."""
     shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
     largest = max(max(ids) for ids in data.token_ids)
     if shape is not None and largest >= shape.vocab_size:
@@ -311,10 +320,9 @@ def _encode(
             f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
             "the two do not belong together."
         )
-    return data
 
 
-def new_state(run: Run, *, donate: bool = False) -> TrainState:
+def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
     """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
     config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
@@ -335,18 +343,18 @@ def new_state(run: Run, *, donate: bool = False) -> TrainState:
     return place(state, run.mesh)
 
 
-def about(run: Run, state: TrainState) -> dict[str, Any]:
+def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     """The settings, data and model that a run begins with, as its checkpoints describe them."""
     return describe(
         run.config,
         data=run.data,
-        reward_fns=run.reward_fns,
+        reward_fns=run.reward_fns if isinstance(run, Run) else (),
         model=run.policy.model,
         state=state,
         total_steps=run.total_steps,
-        eos_token_ids=run.policy.eos_token_ids,
+        eos_token_ids=run.policy.eos_token_ids if isinstance(run, Run) else (),
         eval_data=run.eval_data,
-        interaction=run.interaction,
+        interaction=run.interaction if isinstance(run, Run) else None,
         own_optimizer=run.schedule is None,
-        own_sampler=run.sampler is not None,
+        own_sampler=isinstance(run, Run) and run.sampler is not None,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.run.run import Run
+from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -32,9 +32,9 @@ def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
     )
 
 
-def abstract_batch(run: Run, state: TrainState) -> Batch:
+def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
     """The shapes of a minibatch, which comes from the host."""
-    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.config.max_completion_length
+    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.updater.config.max_completion_length
 
     def make() -> Batch:
         log_probs = jnp.zeros((b, g, t))
@@ -47,7 +47,7 @@ def abstract_batch(run: Run, state: TrainState) -> Batch:
             ref_log_probs=None if state.ref_params is None else log_probs,
             initial_log_probs=None if state.initial_params is None else log_probs,
             counted=jnp.zeros(b, bool) if run.config.dynamic_sampling else None,
-            old_log_probs=None if run.sampler is None else log_probs,
+            old_log_probs=log_probs if isinstance(run, Run) and run.sampler is not None else None,
         )
 
     return jax.eval_shape(make)

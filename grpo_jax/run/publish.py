@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.peft import write_policy
 from grpo_jax.hub.publish import Repository, check_publishable
@@ -34,7 +34,7 @@ class Publisher:
       ValueError: there is no run_dir, or the model is not one that can be written.
     """
 
-    def __init__(self, config: GRPOConfig, policy: Policy, run_dir: str | os.PathLike[str] | None):
+    def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str] | None):
         self._config, self._policy = config, policy
         self._job: tuple[int, Future[CommitInfo]] | None = None
         self._repository: Repository | None = None

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, read_config
 from grpo_jax.devices.sharding import mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
-from grpo_jax.run.run import Run
+from grpo_jax.run.run import BaseRun
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
 from grpo_jax.update.packed import choose_updater
@@ -41,7 +41,7 @@ class NotFiniteError(FloatingPointError):
 class BadBatches:
     """The skipped updates of a run; without a run directory they are explained, and not kept."""
 
-    def __init__(self, run_dir: str | Path | None, run: Run):
+    def __init__(self, run_dir: str | Path | None, run: BaseRun):
         self._directory = None if run_dir is None else Path(run_dir).expanduser() / "bad_batches"
         self._run = run
         self._said = False
@@ -73,7 +73,7 @@ class BadBatches:
                 f"step {step} was skipped, params and optimizer are as they were: {found or 'all is finite now'}.{kept}"
                 " From here on skipped updates are only counted, in the metric update_skipped",
                 RuntimeWarning,
-                stacklevel=4,  # the call of `train`
+                stacklevel=5,  # the call of `train`
             )
             self._said = True
 
@@ -106,7 +106,7 @@ class BadBatches:
         return rows if len(rows) == count else None
 
 
-def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) -> Finding | None:
+def replay(where: str | Path, policy: Policy, config: Config | None = None) -> Finding | None:
     """Run the update of a kept batch again, alone, and print which number is the first that is not finite.
 
     Args:
@@ -136,7 +136,7 @@ def replay(where: str | Path, policy: Policy, config: GRPOConfig | None = None) 
             )
         directory = kept[0]
     about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
-    of_run = GRPOConfig.from_dict(about["config"])
+    of_run = read_config(about["config"])
     config = of_run if config is None else config
     with np.load(directory / "arrays.npz") as arrays:
         state, batch = _read(arrays, policy)
@@ -161,7 +161,7 @@ def _write(
     target: Path,
     state: TrainState,
     batch: Batch,
-    config: GRPOConfig,
+    config: Config,
     rows: list[dict[str, Any]] | None,
     found: Finding | None,
 ) -> None:

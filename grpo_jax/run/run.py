@@ -10,10 +10,12 @@ import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
@@ -37,8 +39,8 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """All that a run needs and never changes. That one exists means that its arguments have been checked.
+class BaseRun:
+    """All that every run needs and never changes. That one exists means that its arguments have been checked.
 
     Attributes:
       policy: model, tokenizer and ids; the params are those of its `TrainState`, once there is one.
@@ -46,9 +48,6 @@ class Run:
       data: the encoded dataset.
       eval_data: the rows to evaluate on; None for no evaluation.
       prompt_length: P, one for all batches, so that nothing is compiled twice.
-      reward_fns: K reward functions, those of environments included.
-      interaction: who answers completions of several turns; None: they have one.
-      sampler: the engine in the place of `generate`; None for that.
       mesh: where params and batches are; None for one device.
       sizes: prompts, minibatches and micro-batches of an iteration.
       total_steps: optimizer steps.
@@ -58,13 +57,10 @@ class Run:
     """
 
     policy: Policy
-    config: GRPOConfig
+    config: Config
     data: EncodedPrompts
     eval_data: EncodedPrompts | None
     prompt_length: int
-    reward_fns: Sequence[RewardFn]
-    interaction: Interaction | None
-    sampler: Sampler | None
     mesh: jax.sharding.Mesh | None
     sizes: Sizes
     total_steps: int
@@ -72,6 +68,31 @@ class Run:
     schedule: optax.Schedule | None
     updater: Updater
 
+
+@dataclasses.dataclass(frozen=True)
+class Run(BaseRun):
+    """A run of `train`, whose batches are sampled and scored.
+
+    Attributes:
+      reward_fns: K reward functions, those of environments included.
+      interaction: who answers completions of several turns; None: they have one.
+      sampler: the engine in the place of `generate`; None for that.
+    """
+
+    config: GRPOConfig
+    reward_fns: Sequence[RewardFn]
+    interaction: Interaction | None
+    sampler: Sampler | None
+
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""
         return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTRun(BaseRun):
+    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of them."""
+
+    config: SFTConfig
+    data: Examples
+    eval_data: Examples | None

@@ -1,68 +1,23 @@
-"""The loop: rollout → rewards → advantages → μ updates → reference sync → evaluation → checkpoint."""
+"""`train`: GRPO over a dataset of prompts."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.keep.checkpoint import RESUME, Checkpoints
-from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import ShortTraceback
-from grpo_jax.run.ahead import compiled_ahead
-from grpo_jax.run.collect import collect
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
-from grpo_jax.run.prepare import about, new_state, prepare
-from grpo_jax.run.publish import Publisher
-from grpo_jax.run.replay import BadBatches
-from grpo_jax.run.run import Arguments, Run
-from grpo_jax.run.sample import Ahead
+from grpo_jax.run.loop import run_loop
+from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.run.sampler import Sampler
-from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Batch, Environments, RewardFn
-from grpo_jax.update.state import TrainState, begin_iteration
-from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.progress import Profile, Progress
-from grpo_jax.watch.trackers import Callback, check_trackers
-
-_begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
-
-
-@dataclasses.dataclass
-class _Loop:
-    """Host side of the loop: progress, and the objects that log, stop, save and publish."""
-
-    run: Run
-    monitor: Monitor
-    signals: StopSignals
-    checkpoints: Checkpoints
-    publisher: Publisher
-    bad_batches: BadBatches
-    progress: Progress = dataclasses.field(default_factory=Progress)
-    batch: Batch | None = None  # of the present iteration; None between iterations
-    ahead: Ahead | None = None  # sampled already for the next iteration
-
-    def stopping(self) -> bool:
-        """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
-        return any(gather_objects(self.signals.received is not None or self.monitor.stopped))
-
-    def signalled(self) -> bool:
-        """Whether a signal has asked the program to end, in any of its processes."""
-        return any(gather_objects(self.signals.received is not None))
-
-    def save(self, state: TrainState) -> None:
-        """Write a checkpoint of this moment."""
-        ahead = () if self.ahead is None else self.ahead
-        self.checkpoints.save(state, self.progress, self.batch, *ahead)
+from grpo_jax.types import Environments, RewardFn
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.trackers import Callback
 
 
 def train(
@@ -150,203 +105,4 @@ def train(
         policy, dataset, reward_fns, config, eval_dataset, optimizer, tools, environment_factory, sampler
     )
     run = prepare(arguments)
-    config, publisher = run.config, _check_run_dir(run, run_dir, resume)
-    # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
-    alone, leads = jax.process_count() == 1, jax.process_index() == 0
-    own_dir, state = run_dir if leads else None, new_state(run, donate=donate)
-    run.policy.empty()  # on a mesh its params may be a copy, and only the state's are needed
-    with (
-        ShortTraceback(),
-        locked(own_dir),
-        StopSignals(enabled=run_dir is not None, alone=alone) as signals,
-        Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
-        Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
-        Profile(own_dir, config.profile_steps) as profile,
-        contextlib.ExitStack() as warm_up,
-    ):
-        loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
-        state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
-        state = begin_or_resume(loop, state, resume)
-        publisher.open()
-        keep_policy(own_dir, run.policy)
-        if donate:  # only now: a run that was refused has taken nothing
-            policy.empty()
-        evaluate_if_due(loop, state)
-        if loop.progress.step < run.total_steps:
-            warm_up.enter_context(compiled_ahead(run, state, say=monitor.say))
-        profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
-        while loop.progress.step < run.total_steps and not loop.stopping():
-            profile.at(loop.progress.step)
-            if loop.batch is None:
-                state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
-                try:
-                    collect_batch(loop, state)
-                except Interrupted:
-                    break
-            index, minibatch = next_minibatch(loop)
-            state = make_update(loop, state, minibatch, index)
-            log_if_due(loop)
-            check_skipped(loop, state, minibatch, index)
-            if not loop.stopping():
-                evaluate_if_due(loop, state)
-                save_if_due(loop, state)
-        state = end_run(loop, state)
-    if loop.signalled():
-        signals.leave()
-    return state
-
-
-def _check_run_dir(run: Run, run_dir: str | Path | None, resume: str) -> Publisher:
-    """Refuse what cannot be done with the run directory, before the run begins; what pushes its policy to the hub."""
-    config = run.config
-    if resume not in RESUME:
-        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
-    if run_dir is None and resume == "must":
-        raise ValueError('resume = "must": there is no run_dir to go on in; give one')
-    if run_dir is None and config.load_best_model_at_end:
-        raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
-    if run_dir is None and config.profile_steps is not None:
-        raise ValueError(f"profile_steps = {config.profile_steps}: there is nowhere to write the trace; give run_dir")
-    check_trackers(config, run_dir)
-    return Publisher(config, run.policy, run_dir)
-
-
-def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
-    """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
-    state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
-    loop.ahead = None if completions is None else Ahead(completions, transcript)
-    loop.progress = found or loop.progress
-    data = loop.run.data
-    loop.monitor.start(
-        state,
-        loop.progress,
-        total_steps=loop.run.total_steps,
-        num_rows=len(data.rows),
-        num_dropped=len(data.dropped),
-        resumed=found is not None,
-    )
-    return state
-
-
-def end_run(loop: _Loop, state: TrainState) -> TrainState:
-    """Save a run that was stopped, say where it stands, and of one that no signal ends push and return the best."""
-    progress = loop.progress
-    if loop.stopping():
-        loop.save(state)
-    hurried = loop.signalled()
-    loop.checkpoints.wait()
-    best = loop.checkpoints.best(progress)
-    loop.monitor.end(progress.step, loop.run.total_steps, best=best, hurry=loop.signals.hurry)
-    if not hurried:
-        state = loop.checkpoints.restore_best(state, progress)
-        loop.publisher.end(state.params, draw=loop.monitor.draw)
-    return state
-
-
-def collect_batch(loop: _Loop, state: TrainState) -> None:
-    """Sample and score the batch of an iteration, and what `rollout_ahead` samples for the next one.
-
-    Raises:
-      Interrupted: a signal came first.
-    """
-    run, progress = loop.run, loop.progress
-    sizes = run.sizes
-    experience = collect(
-        run,
-        state,
-        progress.cursor,
-        count=sizes.prompts,
-        phase=loop.monitor.phase,
-        ahead=loop.ahead,
-        look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
-        interrupt=loop.signals.interrupt,
-    )
-    progress.collected(experience.cursor, experience.metrics)
-    loop.monitor.completions(progress.step + 1, experience.rows)
-    loop.batch, loop.ahead = experience.batch, experience.ahead
-
-
-def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
-    """The minibatch of the next update, cut from the batch along B, and its index in a pass."""
-    sizes, batch = loop.run.sizes, loop.batch
-    assert batch is not None, "collected before its updates"
-    index, count = loop.progress.updates_done % sizes.minibatches, sizes.prompts_per_update
-    if sizes.minibatches == 1:
-        return index, batch
-    return index, jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
-
-
-def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
-    """One optimizer step (`update.packed`, of other models `update.step`); a minibatch that was skipped is kept."""
-    run, progress, config = loop.run, loop.progress, loop.run.config
-    with loop.monitor.phase("update"):
-        state, measured = run.updater.update(state, minibatch)
-        metrics = {name: float(value) for name, value in fetch(measured).items()}
-    if run.schedule is not None:
-        metrics["learning_rate"] = float(run.schedule(progress.step))
-    if config.max_kl_old is not None:
-        metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
-    progress.updated(metrics)
-    if metrics["update_skipped"]:
-        loop.bad_batches.note(state, minibatch, step=progress.step, index=index)
-    if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
-        progress.updates_done, loop.batch = 0, None
-    return state
-
-
-def log_if_due(loop: _Loop) -> None:
-    """Write the means since the last line, every `logging_steps` and after the last step."""
-    config, progress = loop.run.config, loop.progress
-    if config.logs_at(progress.step) or progress.step == loop.run.total_steps:
-        line = progress.log_line()
-        progress.measured(config.metric_for_best_model, line)
-        loop.monitor.log(progress.step, line)
-
-
-def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> None:
-    """End the run after `max_skipped_updates` in a row, saved; the run that goes on may skip as many again."""
-    most, progress = loop.run.config.max_skipped_updates, loop.progress
-    if most is not None and progress.skipped >= most:
-        progress.skipped = 0
-        loop.save(state)
-        raise loop.bad_batches.error(state, minibatch, step=progress.step, index=index)
-
-
-def save_if_due(loop: _Loop, state: TrainState) -> None:
-    """Write a checkpoint, and push the policy of one of `save_steps` to the hub where the config says so."""
-    step = loop.progress.step
-    if loop.checkpoints.due(step):
-        loop.save(state)
-        if loop.checkpoints.scheduled(step):
-            loop.publisher.saved(step, state.params, last=loop.run.total_steps)
-
-
-def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
-    """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
-    run, progress, config = loop.run, loop.progress, loop.run.config
-    step, best = progress.step, config.metric_for_best_model
-    due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
-    if run.eval_data is None or not due or progress.evaluated == step:
-        return
-    try:
-        with loop.monitor.phase("evaluation"):
-            metrics, _ = evaluate_encoded(
-                run.policy,
-                run.eval_data,
-                run.reward_fns,
-                EvaluationSettings.of(config),
-                params=state.params,
-                trainer_state=run.trainer_state(step, progress.cursor),
-                interaction=run.interaction,
-                sampler=None,
-                interrupt=loop.signals.interrupt,
-            )
-    except Interrupted:  # the run that goes on makes it again
-        return
-    progress.evaluated = step
-    measured = {f"eval/{name}": value for name, value in metrics.items()}
-    if best is not None and best.startswith("eval/") and best not in measured:
-        raise ValueError(f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one")
-    progress.measured(best, measured)
-    loop.checkpoints.measured(progress)
-    loop.monitor.evaluation(step, metrics)
+    return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)

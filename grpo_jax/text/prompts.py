@@ -197,14 +197,14 @@ def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Js
 def _apply_template(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool) -> Any:
     """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
     prefilled = prompt[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        list(prompt),
-        add_generation_prompt=not prefilled,
-        continue_final_message=prefilled,
-        tokenize=tokenize,
-        return_dict=False,  # transformers 5 would return a dict of ids and attention mask
-        **template_kwargs,
-    )
+    opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+    # Without return_dict transformers 5 would return a dict of ids and attention mask.
+    return apply_template(prompt, tokenizer, {**template_kwargs, **opening, "tokenize": tokenize, "return_dict": False})
+
+
+def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json) -> Any:
+    """Return a conversation as the chat template writes it, by these keywords of `apply_chat_template`."""
+    return tokenizer.apply_chat_template(list(messages), **keywords)
 
 
 def _check_shown(

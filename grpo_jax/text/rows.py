@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,23 +55,36 @@ def load_rows(
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
       [{'question': '1+1', 'prompt': 'What is 1+1?'}]
     """
-    check_templates(columns, prompt)
-    rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument, most)]
-    if columns is not None or prompt is not None:
-        rows = [
-            fill(row, f"{argument} row {i}", columns, prompt) if isinstance(row, Mapping) else row
-            for i, row in enumerate(rows)
-        ]
+    rows = filled_rows(dataset, columns, prompt, argument, most)
     if not rows:
         raise ValueError(f"{argument} is empty: give at least one row with a 'prompt'")
-    faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := _row_fault(row, rows[0]))]
+    return checked_rows(rows, _row_fault, argument)
+
+
+def filled_rows(
+    dataset: Dataset, columns: Columns | None, prompt: Template | None, argument: str, most: int | None
+) -> list[Any]:
+    """Read a dataset and rename and fill its columns; the rows are not looked at yet. Arguments as in `load_rows`."""
+    check_templates(columns, prompt)
+    rows = [_without_arrays(row) if isinstance(row, dict) else row for row in read_rows(dataset, argument, most)]
+    if columns is None and prompt is None:
+        return rows
+    return [
+        fill(row, f"{argument} row {i}", columns, prompt) if isinstance(row, Mapping) else row
+        for i, row in enumerate(rows)
+    ]
+
+
+def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], argument: str) -> list[Row]:
+    """Return the rows as dicts, or raise the first of what `fault_of(row, first row)` says is wrong with them."""
+    faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
         more = f" ({len(faults) - 1} more of the {len(rows)} rows have faults)" if len(faults) > 1 else ""
         raise ValueError(faults[0] + more)
     return [dict(row) for row in rows]
 
 
-def _without_arrays(value: Any) -> Any:
+def _without_arrays(value: object) -> object:
     """Return a value with lists in the place of NumPy's arrays, as pandas has them where a table has lists."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -103,15 +116,13 @@ def _surrogate_fault(row: Json) -> str:
     return ""
 
 
-def _row_fault(row: object, first: Any) -> str:
+def _row_fault(row: object, first: Json) -> str:
     """Return what is wrong with a row, "" if nothing is; `first` is the row that the others are like."""
     if not isinstance(row, Mapping):
         return f"is {show(row)}: each row is a dict with a 'prompt' and any other columns"
     if "prompt" not in row:
         return f"has no 'prompt'; its columns are {sorted(map(str, row))}: rename or add one"
-    if fault := _prompt_fault(row["prompt"]) or _picture_fault(row) or _surrogate_fault(row):
-        return fault
-    if fault := _columns_fault(row, first):
+    if fault := messages_fault(row["prompt"], "prompt") or content_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
         return (
@@ -119,6 +130,11 @@ def _row_fault(row: object, first: Any) -> str:
             "both; make them all the same"
         )
     return ""
+
+
+def content_fault(row: Json, first: Json) -> str:
+    """Return what is wrong with a row whatever it is for, "" if nothing is."""
+    return _picture_fault(row) or _surrogate_fault(row) or _columns_fault(row, first)
 
 
 def _picture_fault(row: Json) -> str:
@@ -143,17 +159,17 @@ def _columns_fault(row: Json, first: Json) -> str:
     return ""
 
 
-def _prompt_fault(prompt: object) -> str:
-    """Return what is wrong with a prompt, "" if it is text or a list of messages."""
-    if isinstance(prompt, str):
+def messages_fault(value: object, column: str) -> str:
+    """Return what is wrong with a column of text or messages, "" if it is either."""
+    if isinstance(value, str):
         return ""
-    if not isinstance(prompt, (list, tuple)):
-        return f"has the 'prompt' {show(prompt)}, of type {type(prompt).__name__}: {_PROMPT}"
-    if not prompt:
-        return "has an empty list as its 'prompt': give at least one message"
-    for index, message in enumerate(prompt):
+    if not isinstance(value, (list, tuple)):
+        return f"has the {column!r} {show(value)}, of type {type(value).__name__}: {_PROMPT}"
+    if not value:
+        return f"has an empty list as its {column!r}: give at least one message"
+    for index, message in enumerate(value):
         if fault := _message_fault(message):
-            return f"has {show(message)} as message {index} of its 'prompt': {fault}"
+            return f"has {show(message)} as message {index} of its {column!r}: {fault}"
     return ""
 
 

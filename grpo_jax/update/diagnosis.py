@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.checks import clean
 from grpo_jax.maths.kl import kl_divergence
@@ -146,7 +146,7 @@ def _terms(
     yield "gradient", norms
 
 
-def _rewards(rows: Sequence[Json], config: GRPOConfig) -> np.ndarray:
+def _rewards(rows: Sequence[Json], config: Config) -> np.ndarray:
     """Weighted sums [B·G] of the rewards in float32; what has no score adds nothing."""
     values = [[np.nan if x is None else x for x in row["rewards"].values()] for row in rows]
     rewards = np.nan_to_num(np.asarray(values, np.float32), nan=0.0, posinf=np.inf, neginf=-np.inf)

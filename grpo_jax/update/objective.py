@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.likelihood import likelihood_loss_terms
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
@@ -32,8 +34,10 @@ def loss_settings(config: GRPOConfig) -> LossSettings:
     return LossSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(LossSettings)})
 
 
-def sampling_of(config: GRPOConfig) -> Sampling:
-    """The distribution that the sampler draws from and the scorer scores by."""
+def sampling_of(config: Config) -> Sampling:
+    """The distribution that the sampler draws from and the scorer scores by; without a sampler the model's own."""
+    if isinstance(config, SFTConfig):
+        return Sampling()
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
@@ -42,7 +46,7 @@ def has_bonus(config: GRPOConfig) -> bool:
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
-def router_coef(model: Model, config: GRPOConfig) -> float:
+def router_coef(model: Model, config: Config) -> float:
     """The factor on the load-balancing loss: the config's, or else the checkpoint's own; 0 without experts."""
     if not is_cached(model) or not model.config.num_experts:
         return 0.0
@@ -86,7 +90,7 @@ def loss_of(
     state: TrainState,
     totals: dict[str, jax.Array],
     *,
-    config: GRPOConfig,
+    config: Config,
     on_policy: bool,
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
@@ -98,13 +102,44 @@ def loss_of(
       part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at.
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
-      config, on_policy: as in `train_step`.
+      config: of an SFT run the loss is `likelihood_loss`, else `grpo_loss`.
+      on_policy: as in `train_step`.
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       router_coef: the factor on the load-balancing loss in `scores`.
     """
     log_probs, entropies, router_loss = scores
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[:-1])
+    if isinstance(config, SFTConfig):
+        loss, metrics = likelihood_loss_terms(
+            log_probs, entropies, part.mask, loss_type=config.loss_type, num_tokens=totals["num_tokens"]
+        )
+    else:
+        loss, metrics = _grpo_terms(
+            log_probs, entropies, part, state, totals, config=config, on_policy=on_policy, selected=selected
+        )
+    if router_loss is not None:
+        # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
+        # part, so here, and only here, it matters how a batch is cut.
+        share = router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+        loss = loss + router_coef * share
+        metrics.sums["loss"] = jax.lax.stop_gradient(loss)
+        metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
+    return loss, metrics
+
+
+def _grpo_terms(
+    log_probs: jax.Array,
+    entropies: jax.Array,
+    part: Batch,
+    state: TrainState,
+    totals: dict[str, jax.Array],
+    *,
+    config: GRPOConfig,
+    on_policy: bool,
+    selected: jax.Array | None,
+) -> tuple[jax.Array, MetricSums]:
+    """`grpo_loss` of some completions with the config's settings, and the metrics that compare policies."""
     old_log_probs = part.sampling_log_probs if part.old_log_probs is None else part.old_log_probs
     loss, metrics = grpo_loss_terms(
         log_probs,
@@ -123,13 +158,6 @@ def loss_of(
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),
     )
-    if router_loss is not None:
-        # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
-        # part, so here, and only here, it matters how a batch is cut.
-        share = router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
-        loss = loss + router_coef * share
-        metrics.sums["loss"] = jax.lax.stop_gradient(loss)
-        metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
     l = jax.lax.stop_gradient(log_probs)
     gap = jnp.where(part.mask, jnp.abs(l - part.sampling_log_probs), 0)
     metrics.maxes["sampler_gap"] = gap.max()

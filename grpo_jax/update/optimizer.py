@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.types import Params
 
 # transformers' rule, by names (`Trainer.get_decay_parameter_names`). It also leaves PyTorch's layer norms out by their
@@ -17,10 +17,11 @@ from grpo_jax.types import Params
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
-def make_schedule(config: GRPOConfig, total_steps: int) -> optax.Schedule:
+def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
     """Learning rate at each optimizer step: linear warm-up from 0, then linear or cosine to 0, or flat.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> schedule = make_schedule(GRPOConfig(learning_rate=1.0, warmup_steps=2), total_steps=6)
       >>> [float(schedule(step)) for step in range(7)]
       [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -69,7 +70,7 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 
 
 @functools.lru_cache(maxsize=8)
-def make_optimizer(config: GRPOConfig, total_steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again.
 
     The learning rate is that of the `step` which `update` is given, by `update.step.finish_update`: steps whose update

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
@@ -114,7 +114,7 @@ class PackedUpdater:
     """
 
     model: CachedModel
-    config: GRPOConfig
+    config: Config
     micro: tuple[int, int]
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True
@@ -263,7 +263,7 @@ Updater = PackedUpdater | PaddedUpdater
 
 def choose_updater(
     model: Model,
-    config: GRPOConfig,
+    config: Config,
     *,
     micro: tuple[int, int],
     optimizer: optax.GradientTransformation | None = None,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import keep_placed, split
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
@@ -36,7 +37,7 @@ def train_step(
     *,
     model: Model,
     optimizer: optax.GradientTransformation,
-    config: GRPOConfig,
+    config: Config,
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -52,7 +53,7 @@ def train_step(
       batch: a `Batch` [B, G, T].
       model: a model of this package, or any `apply` by `types.Model`.
       optimizer: the transformation that made `state.opt_state`.
-      config: a `GRPOConfig`.
+      config: a `GRPOConfig` or `SFTConfig`.
       on_policy: True if this is the only update of these completions: `grpo_loss` is then given no old log-probs,
         whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`, or if
         there are none `sampling_log_probs`.
@@ -92,7 +93,7 @@ def gradients(
     batch: Batch,
     *,
     model: Model,
-    config: GRPOConfig,
+    config: Config,
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
 ) -> tuple[Params, MetricSums]:
@@ -186,7 +187,7 @@ _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 
 
 def apply_gradients(
-    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: GRPOConfig
+    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: Config
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The optimizer step, from the gradient of a batch and its metric sums.
 
@@ -199,7 +200,7 @@ def apply_gradients(
     metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     # A skipped update has measured nothing that could be relied on.
-    if config.use_adaptive_entropy:
+    if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
         state = adapt_entropy_coef(state, metrics["selected_entropy"], ok & trained, config)
         metrics["entropy_coef"] = state.entropy_coef
     state = finish_update(
@@ -306,7 +307,7 @@ class PaddedUpdater:
     """
 
     model: Model
-    config: GRPOConfig
+    config: Config
     micro: tuple[int, int]
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True

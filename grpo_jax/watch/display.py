@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# Metrics that are shown: name, label, digits after the point (None: three that count).
+# Metrics that are shown: name, label, digits after the point (None: three that count). The loss says something in SFT.
 _SHOWN = (
     ("reward", "reward", 3),
+    ("loss", "loss", 3),
     ("kl", "KL", None),
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
@@ -38,7 +39,8 @@ def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
       >>> format_metrics({"reward": 0.25, "kl": 0.00123, "seconds/rollout": 2.0, "seconds/total": 2.5})
       ('reward 0.250 · KL 0.00123', '2.5 s: rollout 2.0')
     """
-    numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in _SHOWN if name in metrics]
+    shown = [one for one in _SHOWN if one[0] in metrics and (one[0] != "loss" or "reward" not in metrics)]
+    numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in shown]
     numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     total = phases.pop("total", sum(phases.values()))

@@ -11,6 +11,7 @@ from typing import TextIO
 import jax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.display import Display
@@ -36,7 +37,7 @@ class Monitor:
     """
 
     def __init__(
-        self, run_dir: str | Path | None, config: GRPOConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False
+        self, run_dir: str | Path | None, config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = False
     ):
         self.phase = Phases()
         self._config = config
@@ -45,7 +46,7 @@ class Monitor:
         self._trackers: list[Tracker] = []
         self._reports = not quiet
         self._display = Display(quiet=quiet)
-        self._hints = Hints(config)
+        self._hints = Hints(config) if isinstance(config, GRPOConfig) else None  # they tell of rollouts
         self._tokens = 0.0
         self._hurry = self._drawn = self._complete = False
         self.stopped = False
@@ -87,7 +88,7 @@ class Monitor:
                 f" starts again from step 0. The old metrics are kept in files whose names end in {ending}; save_steps"
                 " and save_minutes say how often a run is saved",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         kinds = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
@@ -136,7 +137,8 @@ class Monitor:
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
         """Keep the completions that the update which makes `step` will learn from."""
         self._step = step
-        self._writer.completions(step, rows)
+        if rows:
+            self._writer.completions(step, rows)
         if self._config.log_completions and self._config.logs_at(step):
             self._display.completions(rows, self._config.num_completions_to_print)
 
@@ -181,7 +183,7 @@ class Monitor:
 
     def _hear(self, line: Line) -> list[str]:
         """Return the hints that a line of training gives reason for; an evaluation gives none."""
-        return self._hints(line) if "num_tokens" in line else []
+        return self._hints(line) if self._hints is not None and "num_tokens" in line else []
 
     def _warning(
         self,

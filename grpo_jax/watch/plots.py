@@ -118,7 +118,8 @@ _PANELS = (
         (("reward", "weighted sum", "policy"), ("rewards/(.+)/mean", "", "")),
         low=None,
     ),
-    Panel("Held-out prompts", "mean score", (("held out: (.+)", "", ""),), low=None),
+    Panel("Loss", "nats per token", (("loss", "training", "policy"), ("held out: loss", "held out", "reward0"))),
+    Panel("Held-out prompts", "mean score", (("held out: (?!loss$)(.+)", "", ""),), low=None),
     Panel(
         "KL divergence",
         "nats per token",
@@ -230,7 +231,8 @@ def find_panels(lines: Sequence[Line]) -> list[Found]:
     names = metric_names(lines)
     found = []
     for panel in _PANELS:
-        curves = _curves(panel, names, lines)
+        # The loss of GRPO is near 0 whatever is learned.
+        curves = {} if panel.title == "Loss" and "reward" in names else _curves(panel, names, lines)
         meanings = {label: meaning for _, label, meaning in panel.curves}
         named = PHASES if panel.stacked else functions  # by labels that are names of phases, or of functions
         if panel.stacked:  # a run without a reference has such a phase too, which takes no time

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.watch.writer import JSON, Line, read_lines, read_settings
 
 MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
@@ -80,7 +80,7 @@ def short_number(number: float, unit: str = "") -> str:
 
 
 def describe_run(
-    config: GRPOConfig,
+    config: Config,
     *,
     num_rows: int,
     num_parameters: int,
@@ -96,6 +96,7 @@ def describe_run(
       device: their kind.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> config = GRPOConfig(per_device_train_batch_size=64, max_steps=50)
       >>> print(describe_run(config, num_rows=400, num_parameters=1_234_567, state_bytes=14_815_000, device="cpu"))
       1.23 M parameters · 14.8 MB of training state · 1 device (cpu)
@@ -103,19 +104,29 @@ def describe_run(
       50 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
     """
     sizes, steps = config.sizes(num_devices), config.total_steps(num_rows, num_devices)
+    sft, row = isinstance(config, SFTConfig), "prompt"
+    if isinstance(config, SFTConfig):
+        row = "block" if config.packing else "example"
     devices = num_devices or math.prod((config.mesh or {}).values())
     iterations = math.ceil(steps / sizes.updates)
     micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
+    iteration = (
+        f"{many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
+        f" of up to {config.max_completion_length} tokens ·"
+        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
+        f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}"
+    )
+    if sft:
+        iteration, iterations_of = f"update: {many(sizes.prompts, row)}", ""
+    else:
+        iteration, iterations_of = f"iteration: {iteration}", f" · {many(iterations, 'iteration')}"
     return (
         f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
         f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
-        f"each iteration: {many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
-        f" of up to {config.max_completion_length} tokens ·"
-        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
-        f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}{micro}\n"
-        f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')} ·"
-        f" {many(num_rows, 'prompt')}, gone through {epochs:g} time{'s' * (epochs != 1)}"
+        f"each {iteration}{micro}\n"
+        f"{many(steps, 'optimizer step')}{iterations_of} ·"
+        f" {many(num_rows, row)}, gone through {epochs:g} time{'s' * (epochs != 1)}"
     )
 
 
@@ -232,8 +243,9 @@ def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[
     changed = changed_settings(about.get("config", {}))
     told = [name for name in changed if not name.startswith(_NOT_TOLD)]
     if told:
+        kind = config_class(about.get("config", {})).__name__
         settings = "\n".join(f"{name} = {json.dumps(changed[name], ensure_ascii=False)}" for name in told)
-        parts += ["## Settings", "Those that are not the defaults of `GRPOConfig`:", f"```\n{settings}\n```"]
+        parts += ["## Settings", f"Those that are not the defaults of `{kind}`:", f"```\n{settings}\n```"]
     versions = about.get("versions", {})
     if versions:
         parts += ["## Versions", ", ".join(f"{package} {version}" for package, version in versions.items())]
@@ -241,8 +253,8 @@ def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the settings of a run's `run.json` that are not the defaults of `GRPOConfig`."""
-    usual: dict[str, JSON] = json.loads(json.dumps(GRPOConfig().to_dict()))
+    """Return the settings of a run's `run.json` that are not the defaults of its config's class."""
+    usual: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
     return {name: value for name, value in config.items() if name not in usual or usual[name] != value}
 
 

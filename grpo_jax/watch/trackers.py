@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 from grpo_jax.watch.plots import draw_report, save_figure
 
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -198,7 +198,7 @@ def live_plot(
     return Tracker(log, close)
 
 
-def check_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None) -> list[str]:
+def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return the names of the trackers that `report_to` asks for, each of which can be opened.
 
     Raises:
@@ -219,7 +219,7 @@ def check_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None) -
     return names
 
 
-def open_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
+def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
     """Open the trackers that `report_to` asks for, under `run_name`.
 
     TensorBoard's files go to the directory TENSORBOARD_LOGGING_DIR, or to `tensorboard` in the run directory; what
@@ -255,7 +255,7 @@ def open_trackers(config: GRPOConfig, run_dir: str | os.PathLike[str] | None, *,
 
 
 def _opened(
-    name: str, config: GRPOConfig, run_dir: str | os.PathLike[str] | None, step: int, runs: dict[str, str]
+    name: str, config: Config, run_dir: str | os.PathLike[str] | None, step: int, runs: dict[str, str]
 ) -> Tracker:
     """Open one tracker; `runs` has the run that it goes on with by the tracker's name, and gets one that is new."""
     if name == "tensorboard":

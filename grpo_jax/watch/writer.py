@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config
 
 JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
 """A value that JSON can hold."""
@@ -159,7 +159,7 @@ class RunWriter:
             raise ValueError("run_dir is None: there are no files")
         return self.run_dir / name
 
-    def config(self, config: GRPOConfig, **more: object) -> None:
+    def config(self, config: Config, **more: object) -> None:
         """Write `run.json`: the config, versions, the command line, and whatever else is given."""
         content = {
             "config": config.to_dict(),

@@ -142,8 +142,8 @@ BAD = [
     (dict(metric_for_best_model=1), "metric_for_best_model = 1: must be text"),
     (
         dict(load_best_model_at_end=True),
-        'load_best_model_at_end = True: what is best? set metric_for_best_model, such as "eval/<function>" or "reward"'
-        " (an evaluation has no loss)",
+        'load_best_model_at_end = True: what is best? set metric_for_best_model, such as "eval/<function>" or "reward",'
+        ' in SFT "eval/loss"',
     ),
     (
         dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),

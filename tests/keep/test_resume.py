@@ -124,7 +124,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
     """
     import grpo_jax.keep.checkpoint
     import grpo_jax.run.collect
-    import grpo_jax.run.train
+    import grpo_jax.run.loop
     import grpo_jax.update.packed
 
     calls = []
@@ -138,7 +138,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
 
         return wrapped
 
-    module = sys.modules["grpo_jax.run.train"]
+    module = sys.modules["grpo_jax.run.loop"]
     moments = {
         "update": (grpo_jax.update.packed.PackedUpdater, "update", 1),
         "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),

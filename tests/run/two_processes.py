@@ -39,7 +39,7 @@ def faults(run_dir):
     from grpo_jax.devices.sharding import gather_objects
     from grpo_jax.keep import checkpoint
 
-    first, module = jax.process_index() == 0, sys.modules["grpo_jax.run.train"]
+    first, module = jax.process_index() == 0, sys.modules["grpo_jax.run.loop"]
 
     def run(steps, reward, **settings):
         config = GRPOConfig(**{**SETTINGS, "max_steps": steps, **settings})

@@ -1,0 +1,212 @@
+"""`sft`: supervised fine-tuning, the step before GRPO. It is `train`'s loop and update with another batch and loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import optax
+
+from grpo_jax.config.checks import sft_problems
+from grpo_jax.config.sft import SFTConfig
+from grpo_jax.devices.platform import compute_dtype
+from grpo_jax.devices.streams import devices_of
+from grpo_jax.hub.policy import place_policy, with_settings
+from grpo_jax.messages import Faults
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
+from grpo_jax.run.loop import run_loop
+from grpo_jax.run.prepare import check_optimizer, check_policy, check_vocabulary, run_mesh
+from grpo_jax.run.run import SFTRun
+from grpo_jax.text.examples import Encoding, Examples, encode_examples, load_examples
+from grpo_jax.text.prompts import prompt_indices
+from grpo_jax.text.sources import Dataset, is_stream
+from grpo_jax.types import Row
+from grpo_jax.update.optimizer import make_optimizer, make_schedule
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.trackers import Callback
+
+
+def sft(
+    policy: Policy,
+    dataset: Dataset,
+    config: SFTConfig,
+    *,
+    eval_dataset: Dataset | None = None,
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    callbacks: Sequence[Callback] = (),
+    optimizer: optax.GradientTransformation | None = None,
+    donate: bool = False,
+) -> TrainState:
+    """Train a policy on given completions (supervised fine-tuning).
+
+    The loop, the update and the run directory are those of `train`; only a batch and its loss
+    (`maths.likelihood.likelihood_loss`) are others. A batch is never padded: examples are laid end to end.
+
+    Args:
+      policy: what `from_pretrained` returns, with adapters (`add_lora`) or without; its params are copied, not changed,
+        unless `donate` says otherwise.
+      dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with tokens as
+        `input_ids` and `labels` (−100 where nothing is learned): whatever `text.load_examples` reads.
+      config: the settings.
+      eval_dataset: rows whose loss is measured (`eval/loss`) before the first step, every `eval_steps`, and after the
+        last.
+      run_dir: where metrics, checkpoints and the picture of the run are written, as in `train`.
+      resume: "auto", "must" or "never", as in `train`.
+      callbacks: functions called as `callback(step, metrics)` after every logged step.
+      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+      donate: the params of `policy` become those of the run, as in `train`.
+
+    Returns:
+      The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint; `train` goes on from
+      `policy.replace(params=state.params)`.
+
+    Raises:
+      ValueError: anything wrong with the arguments, before anything expensive runs, a template in which the
+        assistant's words cannot be found among it. All else as in `train`.
+
+    Example:
+      A model of sixteen numbers (one for each pair of letters) learns that b follows a, and then the end:
+
+      >>> import jax.numpy as jnp
+      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+      >>> from transformers import PreTrainedTokenizerFast
+      >>> class Pairs:
+      ...     def apply(self, variables, tokens):
+      ...         return variables["params"]["logits"][tokens]
+      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
+      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
+      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4))}, tokenizer)
+      >>> rows = [{"prompt": "a", "completion": "b"}, {"prompt": "ca", "completion": "b"}]
+      >>> state = sft(policy, rows, SFTConfig(max_steps=30, learning_rate=0.3))
+      >>> state.params["logits"].argmax(-1).tolist()[1:3]  # after a comes b, after b the end
+      [2, 0]
+    """
+    run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
+    return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)
+
+
+def prepare_sft(
+    policy: Policy,
+    dataset: Dataset,
+    config: SFTConfig,
+    *,
+    eval_dataset: Dataset | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> SFTRun:
+    """Check the arguments of `sft`, all of them at once, and derive what follows from them."""
+    if not isinstance(config, SFTConfig):
+        raise ValueError(
+            f"config must be an SFTConfig; got {type(config).__name__} (SFTConfig.from_dict takes a dict)."
+        )
+    if isinstance(policy, Policy):
+        policy.check_held()
+    faults = Faults()
+    faults.of(check_policy, policy)
+    faults.of(check_optimizer, optimizer)
+    datasets = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
+    rows = {name: faults.of(_rows, some, config, name) for name, some in datasets.items()}
+    faults.raise_together("this run")
+    encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
+    mesh, config = faults.of(run_mesh, policy, config) or (None, config)
+    data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+    longest = max((len(ids) for some in (data, eval_data) if some is not None for ids in some.token_ids), default=2)
+    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    context = None if shape is None else shape.max_position_embeddings
+    num_devices = mesh.size if mesh else math.prod((config.mesh or {}).values())
+    problems = sft_problems(
+        config,
+        num_devices=num_devices,
+        has_eval_data=eval_dataset is not None,
+        longest=longest,
+        context_length=context,
+        num_experts=0 if shape is None else shape.num_experts,
+    )
+    faults.raise_together("this run", problems)
+    assert data is not None, "what has no data has faults"
+    devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
+    config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
+    policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
+    return _derive(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
+
+
+def _derive(
+    policy: Policy,
+    config: SFTConfig,
+    data: Examples,
+    eval_data: Examples | None,
+    *,
+    mesh: jax.sharding.Mesh | None,
+    longest: int,
+    context: int | None,
+    optimizer: optax.GradientTransformation | None,
+) -> SFTRun:
+    """The run of arguments that have been checked."""
+    sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
+    # A batch has room for the rows of any blocks, in whole micro-batches; over the end of an epoch one comes twice.
+    often = -(-sizes.prompts // len(data.blocks)) + 1
+    rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
+    rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
+    length = -(-(longest - 1) // config.padding) * config.padding
+    length = length if context is None else min(length, context - 1)
+    schedule = make_schedule(config, total_steps) if optimizer is None else None
+    optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
+    updater = choose_updater(
+        policy.model,
+        dataclasses.replace(config, max_length=length + 1),
+        micro=(sizes.micro_prompts, 1),
+        optimizer=optimizer,
+        mesh=mesh,
+    )
+    return SFTRun(
+        policy=policy,
+        config=config,
+        data=data,
+        eval_data=eval_data,
+        prompt_length=1,
+        mesh=mesh,
+        sizes=sizes._replace(prompts_per_update=rows),
+        total_steps=total_steps,
+        optimizer=optimizer,
+        schedule=schedule,
+        updater=updater,
+    )
+
+
+def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
+    """The rows of a dataset; of a stream as many as the run takes."""
+    most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
+    if most is None and is_stream(dataset):
+        raise ValueError(
+            f"{argument} is an IterableDataset, which does not say how many rows it has: set max_steps, or give a part"
+            " of it, list(dataset.take(1000))"
+        )
+    rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, most=most)
+    if argument == "dataset" and config.shuffle_dataset:
+        order = prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)
+        rows = [rows[i] for _, i in order]
+    return rows
+
+
+def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
+    """The examples of some rows, whose tokens the model has to know."""
+    encoding = Encoding(
+        completion_only_loss=config.completion_only_loss,
+        assistant_only_loss=config.assistant_only_loss,
+        dataset_text_field=config.dataset_text_field,
+        chat_template_kwargs=config.chat_template_kwargs,
+        eos_token_ids=policy.eos_token_ids,
+    )
+    packing = config.packing and argument == "dataset"
+    data = encode_examples(
+        rows, policy.tokenizer, encoding, max_length=config.max_length, packing=packing, argument=argument
+    )
+    check_vocabulary(policy, data)
+    return data

@@ -1,0 +1,303 @@
+"""SFT by the loop of `train`: TRL's numbers, packing, resume, adapters, meshes, evaluation."""
+
+import copy
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+from tiny import tiny_policy, tiny_tokenizer
+
+from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
+from grpo_jax.run.examples import evaluate_examples, next_examples
+from grpo_jax.run.prepare import new_state
+from grpo_jax.run.sft import prepare_sft
+from grpo_jax.update.step import PaddedUpdater
+from grpo_jax.watch.writer import read_lines
+
+sys.path.append(str(Path(__file__).with_name("golden")))
+import make_sft
+
+ROWS = [
+    {"prompt": "ab", "completion": "cde"},
+    {"prompt": "the ", "completion": "cat sat"},
+    {"prompt": "x", "completion": "y"},
+    {"prompt": "one two ", "completion": "three"},
+    {"prompt": "q", "completion": "rstuvw"},
+    {"prompt": "7+5=", "completion": "12"},
+]
+
+
+def settings(**more):
+    return SFTConfig(
+        **{
+            "per_device_train_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "max_length": 32,
+            **more,
+        }
+    )
+
+
+def loss_by_logits(policy, params, examples):
+    """The mean −log p of the learned tokens, by whole rows and the model's logits."""
+    total = count = 0
+    for ids, mask in examples:
+        logits = policy.model.apply({"params": params}, jnp.asarray([ids]))[0]
+        l = jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])]
+        kept = jnp.asarray(mask[1:])
+        total, count = total - jnp.where(kept, l, 0).sum(), count + kept.sum()
+    return total / count
+
+
+def gradient(policy, config, rows=ROWS, **changes):
+    """Loss and gradient of the first batch, and the examples in it."""
+    run = prepare_sft(policy, rows, config)
+    batch, *_ = next_examples(run, 0)
+    updater = run.updater if not changes else PaddedUpdater(run.updater.model, run.updater.config, **changes)
+    grads, sums = updater.gradients(new_state(run), batch)
+    return float(sums.sums["loss"]), grads, run
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing):
+    policy = tiny_policy()
+    size = 2 if packing else 3
+    config = settings(per_device_train_batch_size=size, train_sampling_strategy="sequential", packing=packing)
+    loss, grads, run = gradient(policy, config)
+    numbers = [i for block in run.data.blocks[:size] for i in block]
+    assert len(numbers) == (6 if packing else 3)
+    examples = [(run.data.token_ids[i], run.data.masks[i]) for i in numbers]
+    want, wanted = jax.value_and_grad(lambda params: loss_by_logits(policy, params, examples))(policy.params)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-6)
+
+
+def trl_gradient(policy, case, directory):
+    """Our loss and gradient {name in the checkpoint: array} of a case of TRL's."""
+    rows, more = make_sft.CASES[case]
+    tokenizer = copy.copy(policy.tokenizer)
+    tokenizer.chat_template = make_sft.TEMPLATE
+    config = SFTConfig(max_steps=1, **make_sft.batch_sizes(rows, more))
+    loss, grads, _ = gradient(policy.replace(tokenizer=tokenizer), config, rows)
+    save_pretrained(directory, policy.replace(params=grads))
+    return loss, load_file(directory / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:dataset. . of . examples are longer than max_length")
+@pytest.mark.parametrize("case", sorted(make_sft.CASES))
+def test_loss_and_gradient_are_those_of_trl(case, tmp_path):
+    with np.load(Path(make_sft.__file__).with_name("sft.npz")) as golden:
+        want = {name.removeprefix(f"{case}/"): golden[name] for name in golden if name.startswith(f"{case}/")}
+    loss, grads = trl_gradient(tiny_policy(), case, tmp_path)
+    np.testing.assert_allclose(loss, want.pop("loss"), rtol=1e-5)
+    assert grads.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(grads[name], want[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_computes_the_same_today(tmp_path):
+    for package in ("torch", "trl", "datasets"):
+        pytest.importorskip(package)
+    for case, (loss, grads) in make_sft.all_updates().items():
+        (tmp_path / case).mkdir()
+        ours, our_grads = trl_gradient(tiny_policy(), case, tmp_path / case)
+        np.testing.assert_allclose(ours, loss, rtol=1e-5, err_msg=case)
+        for name in grads:
+            np.testing.assert_allclose(our_grads[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=f"{case}/{name}")
+
+
+def test_packed_is_padded_and_micro_batches_add_up():
+    policy = tiny_policy()
+    config = settings(per_device_train_batch_size=6, train_sampling_strategy="sequential")
+    loss, grads, _ = gradient(policy, config)
+    padded, padded_grads, _ = gradient(policy, config, micro=(6, 1))
+    parts, parts_grads, _ = gradient(policy, config, micro=(2, 1))
+    np.testing.assert_allclose([padded, parts], loss, rtol=1e-5)
+    for other in (padded_grads, parts_grads):
+        chex.assert_trees_all_close(grads, other, rtol=1e-4, atol=1e-6)
+
+
+def test_dft_weighs_each_token_by_its_probability():
+    policy = tiny_policy()
+    one = [{"input_ids": tiny_tokenizer()("ab")["input_ids"]}]  # a single learned token
+    nll, grads, _ = gradient(policy, settings(per_device_train_batch_size=1), one)
+    dft, weighed, _ = gradient(policy, settings(per_device_train_batch_size=1, loss_type="dft"), one)
+    np.testing.assert_allclose(dft, np.exp(-nll) * nll, rtol=1e-5)
+    chex.assert_trees_all_close(weighed, jax.tree.map(lambda g: np.exp(-nll) * g, grads), rtol=1e-4, atol=1e-9)
+
+
+def test_a_completion_learned_is_one_that_grpo_rewards():
+    """One step of plain SGD: SFT, and GRPO's update with advantage 1, ratio 1 and beta 0, on the same batch."""
+    policy, optimizer = tiny_policy(), optax.sgd(0.1)
+    config = settings(per_device_train_batch_size=6, max_steps=1, max_grad_norm=0)
+    state = sft(policy, ROWS, config, optimizer=optimizer)
+    run = prepare_sft(policy, ROWS, config)
+    batch = next_examples(run, 0)[0]
+    grpo = GRPOConfig(max_completion_length=batch.tokens.shape[-1], loss_type="bnpo")
+    updater = PaddedUpdater(run.updater.model, grpo, (6, 1), optimizer=optimizer)
+    other, metrics = updater.update(new_state(prepare_sft(policy, ROWS, config, optimizer=optimizer)), batch)
+    np.testing.assert_allclose(metrics["policy_loss"], -1, rtol=1e-6)
+    chex.assert_trees_all_close(state.params, other.params, rtol=1e-5, atol=1e-7)
+
+
+def test_it_learns_evaluates_and_keeps_its_best(tmp_path):
+    config = settings(
+        max_steps=30, eval_steps=10, save_steps=10, metric_for_best_model="eval/loss", load_best_model_at_end=True
+    )
+    policy = tiny_policy()
+    state = sft(policy, ROWS, config, eval_dataset=ROWS[:3], run_dir=tmp_path)
+    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+    run = prepare_sft(policy, ROWS, config, eval_dataset=ROWS[:3])
+    examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
+    np.testing.assert_allclose(losses[0], loss_by_logits(policy, policy.params, examples), rtol=1e-5)
+    np.testing.assert_allclose(evaluate_examples(run, state.params)["loss"], min(losses), rtol=1e-5)
+    assert {"loss", "entropy", "grad_norm", "learning_rate", "num_tokens", "seconds/update"} <= lines[1].keys()
+    assert not (tmp_path / "completions.jsonl").exists()
+    assert json.loads((tmp_path / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
+
+
+KILLED = """
+import os, sys
+sys.path[:0] = {paths!r}
+import test_sft
+def die(step, metrics):
+    if step == 5: os._exit(9)
+test_sft.resumable({run_dir!r}, [die])
+"""
+
+
+def resumable(run_dir, callbacks=()):
+    config = settings(max_steps=6, save_steps=2, packing=True, per_device_train_batch_size=1)
+    return sft(
+        add_lora(tiny_policy(), jax.random.key(1), rank=2, dropout=0.1),
+        ROWS,
+        config,
+        run_dir=run_dir,
+        callbacks=callbacks,
+    )
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
+    code = KILLED.format(
+        paths=[str(Path(__file__).parent), str(Path(__file__).parent.parent)], run_dir=str(tmp_path / "a")
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True)
+    assert found.returncode == 9, found.stderr
+    chex.assert_trees_all_equal(resumable(tmp_path / "a").params, resumable(tmp_path / "b").params)
+    lines = [[line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in "ab"]
+    assert lines[0] == lines[1]
+
+
+def test_another_run_is_not_gone_on_with(tmp_path):
+    policy = tiny_policy()
+    sft(policy, ROWS, settings(max_steps=1), run_dir=tmp_path)
+    with pytest.raises(ValueError, match="completion_only_loss = False: the run has None"):
+        sft(policy, ROWS, settings(max_steps=1, completion_only_loss=False), run_dir=tmp_path)
+    with pytest.raises(ValueError, match="dataset: its 6 prompts are not those of the run"):
+        sft(policy, [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}], settings(max_steps=1), run_dir=tmp_path)
+    with pytest.raises(ValueError, match="config: a GRPOConfig, the run has a SFTConfig"):
+        train(
+            policy,
+            [{"prompt": "a"}],
+            lambda completions: [0.0] * len(completions),
+            GRPOConfig(max_steps=1, max_completion_length=8),
+            run_dir=tmp_path,
+        )
+
+
+def test_adapters_learn_and_the_base_stays():
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4)
+    lines = []
+    state = sft(policy, ROWS, settings(max_steps=20), callbacks=[lambda step, metrics: lines.append(metrics["loss"])])
+    assert lines[-1] < lines[0] - 0.2
+    assert jax.tree.structure(state.params) == jax.tree.structure(policy.params)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_mesh_of_two_devices_is_one_device(packing):
+    config = settings(per_device_train_batch_size=4, packing=packing, max_steps=2)
+    spread = settings(per_device_train_batch_size=2, packing=packing, max_steps=2, mesh={"data": 2})
+    one, two = (sft(tiny_policy(), ROWS, some, optimizer=optax.sgd(0.1)) for some in (config, spread))
+    chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
+
+
+def test_any_model_learns():
+    class Pairs:
+        def apply(self, variables, tokens):
+            return variables["params"]["logits"][tokens]
+
+    policy = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer())
+    lines = []
+    sft(
+        policy,
+        ROWS,
+        settings(max_steps=10, learning_rate=0.5, packing=True),
+        callbacks=[lambda step, m: lines.append(m["loss"])],
+    )
+    np.testing.assert_allclose(lines[0], np.log(258), rtol=1e-5)
+    assert lines[-1] < 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"config": GRPOConfig()}, "config must be an SFTConfig"),
+        ({"policy": 3}, "policy must be what from_pretrained returns"),
+        (
+            {"config": settings(eval_steps=2)},
+            "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft",
+        ),
+        ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
+        ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
+        (
+            {"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)},
+            "router_aux_loss_coef = 0.1: the model is no",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
+    given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
+    with pytest.raises(ValueError, match=said):
+        sft(given["policy"], given["dataset"], given["config"])
+
+
+@pytest.mark.quick
+def test_a_field_without_a_text_is_that_of_grpo():
+    """And one that TRL has too has TRL's default, but for what is said."""
+    source = inspect.getsource(SFTConfig).splitlines()
+    own = {x.split(":")[0].strip() for x, y in itertools.pairwise(source) if y.strip().startswith('"""') and ": " in x}
+    grpo = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    same = [field for field in dataclasses.fields(SFTConfig) if field.name not in own]
+    assert len(same) > 25
+    for field in same:
+        assert (field.type, field.default) == (grpo[field.name].type, grpo[field.name].default), field.name
+        assert field.metadata == grpo[field.name].metadata, field.name
+
+
+def test_fields_of_trl_have_its_defaults():
+    trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
+    theirs = {field.name: field.default for field in dataclasses.fields(trl.SFTConfig)}
+    grpo = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(SFTConfig):
+        if field.name in theirs and not (field.name in grpo and field.default == grpo[field.name]):
+            assert field.default == theirs[field.name], field.name

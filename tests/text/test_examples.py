@@ -1,0 +1,140 @@
+"""Rows to examples: what is learned of each kind of row, by hand; the assistant's words by tags and by growing."""
+
+import copy
+
+import pytest
+from tiny import tiny_tokenizer
+
+from grpo_jax.text.examples import Encoding, encode_examples, fill_blocks, load_examples
+
+EOS = tiny_tokenizer().eos_token_id
+CHAT = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}<eos>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+TAGGED = CHAT.replace(
+    "{{ m['content'] }}<eos>",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<eos>{% endif %}",
+)
+FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][-1:] }}")
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def chatting(template):
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learned(rows, tokenizer=None, max_length=None, **encoding):
+    """Of each example the whole text, and what of it is learned."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    found = encode_examples(
+        load_examples(rows), tokenizer, Encoding(eos_token_ids=(EOS,), **encoding), max_length=max_length
+    )
+    return [
+        (tokenizer.decode(ids), tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]))
+        for ids, mask in zip(found.token_ids, found.masks, strict=True)
+    ]
+
+
+@pytest.mark.quick
+def test_what_is_learned_of_text():
+    rows = [{"prompt": "ab", "completion": "cd"}]
+    assert learned(rows) == [("abcd<eos>", "cd<eos>")]
+    assert learned(rows, completion_only_loss=False) == [("abcd<eos>", "abcd<eos>")]
+    assert learned([{"text": "abc"}]) == [("abc<eos>", "abc<eos>")]
+    assert learned([{"text": "abc<eos>"}]) == [("abc<eos>", "abc<eos>")]
+
+
+@pytest.mark.quick
+def test_tokens_and_labels_are_taken_as_they_are():
+    assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
+        [71, EOS]
+    )
+    with pytest.raises(ValueError, match="row 0 has another token in its 'labels' at 1 than in its 'input_ids'"):
+        load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
+    with pytest.raises(ValueError, match="row 0 has 2 'input_ids' and 1 'labels'"):
+        load_examples([{"input_ids": [1, 2], "labels": [1]}])
+
+
+@pytest.mark.quick
+def test_what_is_learned_of_messages():
+    whole = "<u>hi<eos>\n<a>yes<eos>\n<u>so<eos>\n<a>ok<eos>\n"
+    plain, tagged = chatting(CHAT), chatting(TAGGED)
+    assert learned([{"messages": TALK}], plain) == [(whole, whole)]
+    for tokenizer in (plain, tagged):  # by growing conversations, and by the template's own tags
+        assert learned([{"messages": TALK}], tokenizer, assistant_only_loss=True) == [(whole, "yes<eos>ok<eos>")]
+    row = {"prompt": TALK[:3], "completion": TALK[3:]}
+    assert learned([row], plain) == [(whole, "ok<eos>\n")]
+    assert learned([row], plain, completion_only_loss=False, assistant_only_loss=True) == [(whole, "yes<eos>ok<eos>")]
+    assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
+
+
+@pytest.mark.quick
+def test_a_template_that_forgets_is_refused_where_the_assistant_cannot_be_found():
+    with pytest.raises(ValueError, match=r"up to message 1 is no beginning of the whole.*generation %\} … "):
+        learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
+    with pytest.raises(ValueError, match="dataset row 0 has no token of the assistant"):
+        learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
+
+
+@pytest.mark.quick
+def test_settings_that_rows_do_not_allow_are_refused():
+    with pytest.raises(ValueError, match="assistant_only_loss = True: dataset row 0 has no messages, only text"):
+        learned([{"text": "a"}], assistant_only_loss=True)
+    with pytest.raises(ValueError, match="completion_only_loss = True: dataset row 0 has no 'prompt' and 'completion'"):
+        learned([{"text": "a"}], completion_only_loss=True)
+    with pytest.raises(ValueError, match="dataset row 0 is made of messages, but the tokenizer has no chat template"):
+        learned([{"messages": TALK}])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; its columns are"),
+        ({"prompt": "a", "completion": TALK[1:2]}, "has text and messages as its 'prompt' and 'completion'"),
+        ({"messages": "a"}, "has the text 'a' as its 'messages': call the column 'text'"),
+        ({"text": TALK}, "has messages as its 'text': call the column 'messages'"),
+        ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of its 'messages'"),
+        ("abc", "is 'abc': each row is a dict"),
+    ],
+)
+def test_bad_rows(row, said):
+    with pytest.raises(ValueError, match=f"dataset row 0 {said}"):
+        load_examples([row])
+
+
+@pytest.mark.quick
+def test_long_examples_are_cut_and_those_with_nothing_left_go():
+    rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
+    with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length = 4 .*, and 1 have nothing"):
+        assert learned(rows, max_length=4) == [("abcd", "bcd")]
+    with pytest.raises(ValueError, match="none of its 1 rows has a token to learn; max_length = 4 cuts off"):
+        learned(rows[:1], max_length=4)
+
+
+@pytest.mark.quick
+def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
+    lengths = [3, 9, 1, 7, 5, 5, 2, 8]
+    blocks = fill_blocks(lengths, 10)
+    assert sorted(i for block in blocks for i in block) == list(range(8))
+    assert all(sum(lengths[i] for i in block) <= 10 for block in blocks)
+    assert len(blocks) == 4  # 40 tokens
+
+
+@pytest.mark.quick
+def test_a_batch_is_the_first_token_and_the_rest():
+    found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), Encoding())
+    batch = found.batch([1, 0], rows=3, length=4)
+    assert batch.prompts.tokens.tolist() == [[8], [5], [0]]
+    assert batch.tokens.tolist() == [[[9, 0, 0, 0]], [[6, 7, 0, 0]], [[0] * 4]]
+    assert batch.mask.astype(int).tolist() == [[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[0] * 4]]
+    assert found.count_tokens([0, 1]) == 5
