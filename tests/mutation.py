@@ -74,6 +74,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): SAME_AXIS,
     ("advantages", "centred, std = _centre(r, scored, axis=1)", "1 → -1"): SAME_AXIS,
     ("advantages", "_, std = _centre(r, scored, axis=(0, 1))", "1 → -1"): SAME_AXIS,
+    ("advantages", "return jnp.where(mean > 0, centred / jnp.where(mean > 0, mean, 1), 0)", "Gt → GtE"): (
+        "of the inner one: what it divides by 0 is not taken"
+    ),
+    (
+        "advantages",
+        "shifted = jnp.where(scored, r - jnp.min(r, axis=1, keepdims=True, where=scored, initial=jnp.inf), 0)",
+        "1 → -1",
+    ): SAME_AXIS,
     ("advantages", "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)", "0 → 1"): CLAMPED,
     ("advantages", "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)", "1 → -1"): SAME_AXIS,
     (

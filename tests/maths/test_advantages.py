@@ -269,6 +269,12 @@ def test_estimators_by_hand():
         np.testing.assert_allclose(estimated(rewards, name, lengths=lengths), table, atol=1e-6, err_msg=name)
 
 
+def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
+    rewards = np.array([[1.0, -1.0, 0.0], [-3.0, 0.0, 0.0], [4.0, -1.0, 0.0]])
+    expected = [[0, 0, 0], [0, 0, 0], [3, -2, -1]]
+    np.testing.assert_allclose(estimated(rewards, "maxrl"), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("estimator", OTHERS)
 def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
     for rewards in ([[1000.1] * 3, [1000.1] * 3], [[np.nan] * 3, [7.0, np.nan, np.nan]]):
