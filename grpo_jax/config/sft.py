@@ -189,6 +189,6 @@ def config_class(values: Json) -> type[GRPOConfig] | type[SFTConfig]:
     return SFTConfig if "completion_only_loss" in values else GRPOConfig
 
 
-def read_config(values: Json) -> Config:
+def stored_config(values: Json) -> Config:
     """Return the config whose `to_dict` a file holds."""
     return config_class(values).from_dict(values)

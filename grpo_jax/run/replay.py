@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.sft import Config, read_config
+from grpo_jax.config.sft import Config, stored_config
 from grpo_jax.devices.sharding import mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
@@ -136,7 +136,7 @@ def replay(where: str | Path, policy: Policy, config: Config | None = None) -> F
             )
         directory = kept[0]
     about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
-    of_run = read_config(about["config"])
+    of_run = stored_config(about["config"])
     config = of_run if config is None else config
     with np.load(directory / "arrays.npz") as arrays:
         state, batch = _read(arrays, policy)
