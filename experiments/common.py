@@ -23,6 +23,7 @@ import optax
 from grpo_jax import GRPOConfig, Policy, evaluate
 from grpo_jax.devices import distributed
 from grpo_jax.devices.sharding import gather_objects, parse_mesh
+from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
@@ -33,7 +34,6 @@ __all__ = [
     "Rates",
     "Stopwatch",
     "add_device_flags",
-    "cache_directory",
     "coin_flips",
     "draw_hero",
     "encode_lessons",
@@ -122,15 +122,8 @@ def start_processes(arguments: argparse.Namespace) -> None:
 
 
 def use_compile_cache() -> None:
-    """Keep compiled programs from run to run: where `JAX_COMPILATION_CACHE_DIR` says, or in the user's cache."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def cache_directory() -> Path:
-    """The user's cache of this package."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_jax"
+    """Keep compiled programs from run to run, as `train` does: for what a script compiles before it calls that."""
+    keep_programs()
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:

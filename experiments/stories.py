@@ -25,7 +25,6 @@ from experiments.common import (
     Rates,
     Stopwatch,
     add_device_flags,
-    cache_directory,
     fresh_directory,
     held_out_rates,
     on_mesh,
@@ -36,6 +35,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
+from grpo_jax.keep.kept_programs import user_cache
 from grpo_jax.rewards.combine import from_row
 
 # fmt: off
@@ -104,7 +104,7 @@ def fetch_stories260K(directory: Path) -> Path:
 
 def stories260K() -> Path:
     """Where stories260K lies, in the user's cache, fetched once."""
-    directory = cache_directory() / "stories260K"
+    directory = user_cache() / "stories260K"
     return directory if directory.is_dir() else fetch_stories260K(directory)
 
 

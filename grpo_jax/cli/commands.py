@@ -27,6 +27,7 @@ from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.run_dir import POLICY
 from grpo_jax.keep.stored import load_params
 from grpo_jax.messages import some
@@ -112,6 +113,7 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) ->
 def load_policy(run: RunFile) -> Policy:
     """Load the policy that a run begins with."""
     config = run.config
+    keep_programs(keep=config.keep_programs)
     mesh = make_mesh(config.mesh) if config.mesh else None
     if run.model is None:
         raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")

@@ -110,7 +110,7 @@ SAME: dict[str, str] = {
     "adam_beta2": "",
     "adam_epsilon": "",
     "max_grad_norm": "",
-    "gradient_checkpointing": "",
+    "gradient_checkpointing": "TRL's default is True; here None, on where activations would not fit into memory",
     "eval_steps": "a whole number or None; there is always an evaluation before the first step and after the last",
     "per_device_eval_batch_size": "",
     "num_generations_eval": "1 where evaluation is greedy (`temperature_eval`, ours)",

@@ -1,8 +1,8 @@
 """`GRPOConfig`: every setting of a run, its default stated once, wrong values refused before anything runs.
 
 A field that TRL 1.16's `GRPOConfig` (or `transformers.TrainingArguments` under it) has keeps its name, meaning and
-default here; the docs below say "ours" where it does not exist there. The defaults of a run live in this file only; the
-functions of the library take plain arguments, which the loop reads from a config and hands on.
+default here; the docs below say where not, and "ours" where there is none. A run's defaults live in this file only;
+the functions of the library take plain arguments, which the loop reads from a config and hands on.
 """
 
 import dataclasses
@@ -139,8 +139,7 @@ class GRPOConfig(Settings):
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Nats per token: completions with A < 0 and a larger mean of l_sampling − l leave the loss (DeepSeek-V3.2); None:
-    off."""
+    """Nats per token: A < 0 and a larger mean of l_sampling − l leave the loss (DeepSeek-V3.2); None: off."""
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )
@@ -214,8 +213,8 @@ class GRPOConfig(Settings):
     """Bound of the global gradient norm; 0: no clipping."""
 
     # Memory and devices.
-    gradient_checkpointing: bool = True
-    """Recompute a layer's activations in the backward pass: less memory, about a fifth more time."""
+    gradient_checkpointing: bool | None = setting(None, resume="rounding")
+    """Recompute a layer's activations in the backward pass, a fifth slower; None: if they would not fit (TRL: True)."""
     gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
         "nothing_saveable"
     )
@@ -229,6 +228,8 @@ class GRPOConfig(Settings):
     its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
     mesh: Annotated[dict[str, int] | None, readers.mesh] = setting(None, resume="rounding", hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
+    keep_programs: bool = setting(True, resume="free")
+    """Keep compiled programs in the user's cache, up to 2 GiB, unless JAX has a directory for them already. Ours."""
 
     # Evaluation, logging, checkpoints.
     eval_steps: Count | None = setting(None, resume="free")
@@ -257,8 +258,7 @@ class GRPOConfig(Settings):
     """Checkpoints kept, the newest ones of `save_steps` and the best; None: all of `save_steps`. One that a stop or
     `save_minutes` adds goes when the next is there."""
     profile_steps: Count | None = setting(None, resume="free")
-    """Optimizer steps of which `jax.profiler` writes a trace into the run directory, for TensorBoard or XProf, from the
-    third iteration on; None: none. Ours."""
+    """Optimizer steps that `jax.profiler` traces into the run directory, from iteration three on; None: none. Ours."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""

@@ -1,11 +1,16 @@
-"""The platform that computes, and the dtype of matrix products that suits it."""
+"""The platform that computes: its memory, and the dtype of matrix products that suits it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import jax
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+"""Where Linux says what the processes of a container may take."""
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
@@ -38,3 +43,21 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
     return "bfloat16" if platform == "tpu" or capability >= 8 else "float32"
+
+
+def memory_of(device: jax.Device) -> int | None:
+    """Return the bytes that a device's programs may hold: of a CPU those of the machine, or of the container.
+
+    None where nothing says so.
+    """
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None or device.platform != "cpu":
+        return limit
+    found = []
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups, the second and the first version
+        path = CONTROL_GROUPS / name
+        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
+            found.append(int(text))
+    return min(found, default=None)

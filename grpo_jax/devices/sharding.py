@@ -169,6 +169,14 @@ def tree_sharding(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(at, tree)
 
 
+def device_bytes(tree: object, mesh: Mesh | None) -> int:
+    """Bytes of such a tree, or of its shapes, on each device of a mesh; None: on the one that there is."""
+    leaves = jax.tree.leaves(tree)
+    at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
+    shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
+    return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(leaves, shapes, strict=True))
+
+
 def _name(path: Any) -> str:
     """The names along a path of a pytree, as layers_0/self_attn/q_proj/kernel."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

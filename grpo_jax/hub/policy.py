@@ -90,7 +90,7 @@ def with_settings(
     shape = dataclasses.replace(
         model.config,
         dtype=compute_dtype(config.compute_dtype, devices),
-        remat=config.gradient_checkpointing,
+        remat=bool(config.gradient_checkpointing),
         remat_policy=config.gradient_checkpointing_policy,
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
@@ -98,6 +98,13 @@ def with_settings(
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
     return _with_shape(model, shape)
+
+
+def with_checkpointing(model: Model, *, recompute: bool) -> Model:
+    """The model whose layers are recomputed in the backward pass, or kept; one of the user's own is left as it is."""
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    return _with_shape(model, dataclasses.replace(model.config, remat=recompute))
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.writer import package_versions
+from grpo_jax.watch.writer import package_versions, read_settings
 
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
@@ -82,6 +84,16 @@ def describe(
         "versions": package_versions(),
         "machine": _machine(state),
     }
+
+
+def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
+    """The config, with what it leaves to the memory of the devices as the run of a directory has decided it."""
+    if run_dir is None or not isinstance(config, GRPOConfig) or config.gradient_checkpointing is not None:
+        return config
+    with contextlib.suppress(OSError):  # what is wrong with the directory is told by whoever writes to it
+        begun = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
+        return dataclasses.replace(config, gradient_checkpointing=begun)
+    return config
 
 
 def differences(saved: Json, present: Json, step: int) -> list[str]:

@@ -27,7 +27,8 @@ from grpo_jax.planning.loaded import Loaded
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.layout import places
 from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.run.prepare import derive_run, new_state
+from grpo_jax.run.beginning import decide_checkpointing, new_state
+from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Run
 from grpo_jax.text.prompts import EncodedPrompts
@@ -68,8 +69,12 @@ class Account:
         prompt_length: int,
         loaded: Loaded,
         devices: Sequence[jax.Device] | None = None,
+        memory: float | None = None,
     ) -> Account:
-        """The account of a config.json and a config, on the first of some devices."""
+        """The account of a config.json and a config, on the first of some devices, each with so many bytes.
+
+        Without them, activations are recomputed where the config leaves that to the memory.
+        """
         mesh = make_mesh(config.mesh or {}, devices)
         on = list(mesh.devices.flat)
         # Without devices that were asked for, the plan is that of an accelerator.
@@ -87,6 +92,7 @@ class Account:
             mesh=mesh,
             optimizer=make_optimizer(config, _STEPS),
         )
+        run = decide_checkpointing(run, memory, tokens=_tokens(run))
 
         def make_state(params: Params) -> TrainState:
             return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -116,7 +122,7 @@ class Account:
     @functools.cached_property
     def updates(self) -> UpdatePrograms:
         """The programs of an update, of packed sequences as an accelerator has them."""
-        return update_programs(self.run.updater, self.state, self.batch, tokens=self._tokens)
+        return update_programs(self.run.updater, self.state, self.batch, tokens=_tokens(self.run))
 
     def largest(self) -> dict[str, Program]:
         """The largest program of each phase: a burst of the decode, scoring by the reference, an update."""
@@ -158,7 +164,7 @@ class Account:
         # The program is that of a packed sequence, which is given the gradients so far.
         beside = max(0, memory.arguments + memory.results - self.own_bytes)
         added = {"gradients, activations and batch": beside + memory.temporaries}
-        if kept := kept_bytes(self.run.updater, self.state, self.batch, tokens=self._tokens):
+        if kept := kept_bytes(self.run.updater, self.state, self.batch, tokens=_tokens(self.run)):
             added["activations of all prompts"] = kept
         return added
 
@@ -201,9 +207,9 @@ class Account:
         weights = self.config.max_completion_length * count_weights(self.work.shape) * self.work.itemsize
         return self.work.decode_bytes + (times - 1) * weights
 
-    @property
-    def _tokens(self) -> int:
-        """Tokens of a packed sequence on one accelerator at most."""
-        micro = max(1, self.sizes.micro_prompts // shard_count(self.mesh)) * self.sizes.micro_completions
-        longest = self.config.max_completion_length
-        return sequence_tokens(micro * longest, longest, cpu=False)
+
+def _tokens(run: Run) -> int:
+    """Tokens of a packed sequence on one accelerator at most."""
+    micro = max(1, run.sizes.micro_prompts // shard_count(run.mesh)) * run.sizes.micro_completions
+    longest = run.config.max_completion_length
+    return sequence_tokens(micro * longest, longest, cpu=False)

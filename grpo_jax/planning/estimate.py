@@ -188,18 +188,23 @@ def plan_here(request: PlanRequest) -> Plan:
                 f" (pip install {target.missing})"
             )
             target = None
+    request = dataclasses.replace(request, memory=memory)
     here = plan_sizes(request, target)
     here = dataclasses.replace(here, memory=memory, note=note or here.note)
     if memory is None or not request.largest:
         return here
-    size, length = request.config.per_device_train_batch_size, request.config.max_completion_length
-    group = request.config.num_generations
-    larger = dataclasses.replace(request.config, per_device_train_batch_size=2 * size)
-    longer = dataclasses.replace(request.config, max_completion_length=2 * length)
-    largest, longest = (
-        most_that_fits(here, plan_sizes(dataclasses.replace(request, config=more), target), now)
-        for more, now in ((larger, size), (longer, length))
-    )
+    # The most that fits does so with activations recomputed, unless the config says that they are kept.
+    recomputes = request.config.gradient_checkpointing is not False
+    config = dataclasses.replace(request.config, gradient_checkpointing=recomputes)
+    size, length, group = config.per_device_train_batch_size, config.max_completion_length, config.num_generations
+
+    def plan_with(config: GRPOConfig) -> Plan:
+        return dataclasses.replace(plan_sizes(dataclasses.replace(request, config=config), target), memory=memory)
+
+    least = plan_with(config) if here.recomputes != recomputes else here
+    larger = dataclasses.replace(config, per_device_train_batch_size=2 * size)
+    longer = dataclasses.replace(config, max_completion_length=2 * length)
+    largest, longest = (most_that_fits(least, plan_with(more), now) for more, now in ((larger, size), (longer, length)))
     return dataclasses.replace(
         here,
         largest_batch=_whole(largest, group if size % group == 0 else size),
@@ -215,7 +220,7 @@ def _whole(most: int, unit: int) -> int:
 def plan_sizes(request: PlanRequest, target: Target | None = None) -> Plan:
     """The plan at the sizes of the config, by the compiler of a target, or of this CPU."""
     devices = None if target is None else target.devices()
-    account = Account.of(request.model, request.config, request.prompt_length, request.loaded, devices)
+    account = Account.of(request.model, request.config, request.prompt_length, request.loaded, devices, request.memory)
     held = account.held(donate=request.loaded.donate)
     compiled = {
         phase: compile_program(program.lower(), account.own_bytes) for phase, program in account.largest().items()
@@ -235,6 +240,7 @@ def plan_sizes(request: PlanRequest, target: Target | None = None) -> Plan:
         },
         programs=account.names(),
         state=int(state_bytes(account.work.shape, account.work.itemsize)),
+        recomputes=bool(account.config.gradient_checkpointing),
     )
     if target is None:
         return found

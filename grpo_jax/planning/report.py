@@ -38,6 +38,8 @@ class Plan:
       compile_seconds: of each phase's largest program.
       programs: all that a run may need, by name; they are compiled in its first iteration or beside it, and no later.
       state: bytes that the recurrent layers keep of each prompt and of each completion, however long it is.
+      recomputes: whether activations are recomputed in the backward pass, which `gradient_checkpointing` may leave to
+        the memory; where that is not known, they are.
       note: a caution on these numbers.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     compile_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     programs: tuple[str, ...] = ()
     state: int = 0
+    recomputes: bool = True
     note: str = ""
 
     @property
@@ -84,7 +87,7 @@ class Plan:
         lines = [
             f"{devices}, each of an iteration's {sizes['prompts']} prompts × {sizes['group']} completions",
             f"held on each device: {line(self.held, 'B')}",
-            f"added by the phases: {line(self.parts, 'B')}",
+            f"added by the phases, activations {'recomputed' if self.recomputes else 'kept'}: {line(self.parts, 'B')}",
             *([f"recurrent state: {recurrent} of each prompt and completion"] if self.state else []),
             f"peak on each device: {line(self.peaks, 'B')}",
             f"operations of an iteration: {line(self.operations, 'FLOP')}",

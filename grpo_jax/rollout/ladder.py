@@ -85,15 +85,19 @@ class Ladder:
         *,
         shards: int = 1,
         waits: bool = False,
+        turns: bool = False,
         fixed: bool = False,
     ) -> Ladder:
         """The layouts of [groups, width] completions of at most `length` tokens.
 
         Args:
           waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
+          turns: whether completions have several, which are as many bursts as they need.
 
         Example:
           >>> step = DecodeStep(weights=10.0, prompt=1.0, own=2.0, products=5.0)
+          >>> Ladder.of(8, 8, 24, step).shapes  # two bursts of twelve tokens, and one move between them
+          ((8, 8), (32, 1))
           >>> ladder = Ladder.of(8, 8, 256, step)
           >>> ladder.shapes, ladder.slots
           (((8, 8), (32, 1), (16, 1), (8, 1)), (64, 128, 255))
@@ -107,7 +111,10 @@ class Ladder:
             first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
-        while len(shapes) <= MOST_RUNGS and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:
+        # Completions move once before a burst, and before the first hardly any has ended.
+        bursts = -(-tokens // steps)
+        rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
+        while len(shapes) <= rungs and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 

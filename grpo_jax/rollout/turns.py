@@ -85,7 +85,7 @@ class _Play:
         self.completions = rollout.numbers(groups)
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
-        self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh))
+        self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
         # The slot is the next one of those whose turn has not ended.
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
         self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host

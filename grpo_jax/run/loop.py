@@ -15,14 +15,16 @@ import jax
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
+from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.ahead import compiled_ahead
+from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
-from grpo_jax.run.prepare import about, new_state
+from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
@@ -150,6 +152,9 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_dropped=len(data.dropped),
         resumed=found is not None,
     )
+    kept = keep_programs(keep=loop.run.config.keep_programs)
+    if kept is not None:
+        loop.monitor.say(f"compiled programs are kept in {kept} (keep_programs=False: they are not)")
     return state
 
 

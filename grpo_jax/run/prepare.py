@@ -17,10 +17,11 @@ import optax
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.devices.platform import compute_dtype
-from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of, place
+from grpo_jax.devices.platform import compute_dtype, memory_of
+from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
+from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.resume import describe
 from grpo_jax.messages import Faults, show
 from grpo_jax.models.lora import LoraModel
@@ -28,8 +29,9 @@ from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
+from grpo_jax.run.beginning import decide_checkpointing
 from grpo_jax.run.cautions import warn_of_prompts
-from grpo_jax.run.run import Arguments, BaseRun, Run, SFTRun
+from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_sampler
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
@@ -45,7 +47,7 @@ from grpo_jax.turns.interaction import (
 from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
-from grpo_jax.update.state import TrainState, create_state
+from grpo_jax.update.state import TrainState
 
 _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
@@ -122,7 +124,8 @@ def _encoded_run(
     for name, some in encoded.items():
         if some is not None:
             warn_of_prompts(some, policy.tokenizer, reward_fns, name)
-    return derive_run(
+    keep_programs(keep=config.keep_programs)  # what is compiled from here on
+    run = derive_run(
         place_policy(policy, mesh),
         config,
         data,
@@ -134,6 +137,7 @@ def _encoded_run(
         sampler=arguments.sampler,
         optimizer=arguments.optimizer,
     )
+    return decide_checkpointing(run, memory_of(devices[0]) if devices else None)
 
 
 def derive_run(
@@ -320,27 +324,6 @@ def check_vocabulary(policy: Policy, data: EncodedPrompts) -> None:
             f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
             "the two do not belong together."
         )
-
-
-def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
-    """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
-    config = run.config
-    adapted = isinstance(run.policy.model, LoraModel)
-    state = create_state(
-        run.policy.params,
-        run.optimizer,
-        jax.random.key(config.seed),
-        keep_old=run.sizes.updates > 1,
-        keep_reference=config.beta > 0,
-        keep_initial=config.sync_ref_model,
-        keep_masters=config.master_params,
-        mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
-        entropy_coef=config.entropy_coef,
-        # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
-        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
-        donate=donate,
-    )
-    return place(state, run.mesh)
 
 
 def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
+from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import Experience, collect
-from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.prepare import prepare
 from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler

@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.keep.resume import as_begun
 from grpo_jax.policy import Policy
 from grpo_jax.run.loop import run_loop
 from grpo_jax.run.prepare import prepare
@@ -102,7 +103,15 @@ def train(
       1.0
     """
     arguments = Arguments(
-        policy, dataset, reward_fns, config, eval_dataset, optimizer, tools, environment_factory, sampler
+        policy,
+        dataset,
+        reward_fns,
+        as_begun(config, run_dir),
+        eval_dataset,
+        optimizer,
+        tools,
+        environment_factory,
+        sampler,
     )
     run = prepare(arguments)
     return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)

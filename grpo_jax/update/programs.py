@@ -9,17 +9,19 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from grpo_jax.devices.program import Program
-from grpo_jax.devices.sharding import abstract, place_of, split_sharding, tree_sharding
+from grpo_jax.devices.sharding import abstract, device_bytes, place_of, split_sharding, tree_sharding
+from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
-from grpo_jax.models.scoring import ReadPrompts
-from grpo_jax.types import Batch, Params, Prompts
-from grpo_jax.update.objective import count_totals
+from grpo_jax.models.scoring import ReadPrompts, score_packed
+from grpo_jax.types import Batch, CachedModel, Params, Prompts
+from grpo_jax.update.objective import count_totals, sampling_of
 from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradients
 from grpo_jax.update.prompts import Reading, Shards, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
-from grpo_jax.update.step import PaddedUpdater, dropout_key
+from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
 
 Tree = TypeVar("Tree")
 
@@ -103,6 +105,34 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
     _, kept = jax.eval_shape(read, Reading(state.params, batch.prompts, dropout, updater.model), 0)
     return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
+
+
+def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
+    """Bytes that wait for the way back in an update, on a device: gradients, and the activations of all prompts and of
+    the packed sequences that are at work.
+
+    Counted without a compiler, from what a traced forward pass hands on: a lower bound, without what comes and goes.
+    """
+    if isinstance(updater, PaddedUpdater):  # made of whatever the model is
+        return 0
+    shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape[2], tokens)[0]
+    params, model, lengths = abstract((state.params, updater.model, batch.prompts.lengths))
+    read = _shape_read(updater, params, batch.prompts, shape.size, shards)
+    sequence, sampling = _filled(batch, shape, shards), sampling_of(updater.config)
+
+    def forward(params: Params, read: ReadPrompts, model: CachedModel, lengths: jax.Array) -> list[jax.Array]:
+        def scores(params: Params, read: ReadPrompts) -> tuple[jax.Array, jax.Array]:
+            return score_packed(model, params, read, lengths, sequence, sampling)[:2]
+
+        return jax.tree.leaves(jax.vjp(scores, params, read)[1])
+
+    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(params, read, model, lengths)
+    inputs = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    kept = {x: at for x, at in zip(traced.jaxpr.outvars, shapes, strict=True) if isinstance(x, Var) and x not in inputs}
+    activations = sum(x.size * x.dtype.itemsize for x in kept.values()) // shards.devices
+    gradients = device_bytes(jax.eval_shape(zeros_like, params), updater.mesh)
+    streams = count_streams(state.params, -(-batch.mask.size // shape.size))
+    return kept_bytes(updater, state, batch, tokens=tokens) + streams * (gradients + activations)
 
 
 def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: int, shards: Shards) -> ReadPrompts:

@@ -121,9 +121,10 @@ def describe_run(
         iteration, iterations_of = f"update: {many(sizes.prompts, row)}", ""
     else:
         iteration, iterations_of = f"iteration: {iteration}", f" · {many(iterations, 'iteration')}"
+    checkpointing = {None: "", True: " · activations recomputed", False: " · activations kept"}
     return (
         f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
-        f" {many(devices, 'device')}{f' ({device})' if device else ''}\n"
+        f" {many(devices, 'device')}{f' ({device})' if device else ''}{checkpointing[config.gradient_checkpointing]}\n"
         f"each {iteration}{micro}\n"
         f"{many(steps, 'optimizer step')}{iterations_of} ·"
         f" {many(num_rows, row)}, gone through {epochs:g} time{'s' * (epochs != 1)}"

@@ -436,6 +436,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
         "use_adaptive_entropy",
         "use_bias_correction_kl",
         "gradient_checkpointing",
+        "keep_programs",
         "master_params",
         "log_completions",
         "logging_first_step",
@@ -632,7 +633,6 @@ TRL = dict(
     adam_beta2=0.999,
     adam_epsilon=1e-8,
     max_grad_norm=1.0,
-    gradient_checkpointing=True,
     eval_steps=None,
     per_device_eval_batch_size=8,
     num_generations_eval=None,
@@ -643,7 +643,6 @@ TRL = dict(
     save_total_limit=None,
     metric_for_best_model=None,
     greater_is_better=None,
-    logging_first_step=True,
     load_best_model_at_end=False,
     report_to="none",
     run_name=None,
@@ -654,7 +653,10 @@ TRL = dict(
     hub_strategy="every_save",
     hub_revision=None,
 )
+OTHER = {"gradient_checkpointing": (None, True), "logging_first_step": (True, False)}
+"""Field of TRL whose default is another here: ours, and TRL's."""
 OURS = dict(
+    keep_programs=True,
     environment_timeout=300.0,
     on_environment_error="raise",
     max_prompt_length=None,
@@ -685,7 +687,7 @@ OURS = dict(
 
 @pytest.mark.quick
 def test_defaults():
-    assert GRPOConfig().to_dict() == TRL | OURS
+    assert GRPOConfig().to_dict() == TRL | OURS | {name: ours for name, (ours, _) in OTHER.items()}
 
 
 @pytest.mark.quick
@@ -693,6 +695,7 @@ def test_defaults_are_those_of_the_trl_that_is_installed():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     assert {name: theirs[name] for name in TRL} == TRL
+    assert {name: theirs[name] for name in OTHER} == {name: default for name, (_, default) in OTHER.items()}
     assert not set(OURS).intersection(theirs)
 
 
@@ -850,8 +853,8 @@ def test_which_trackers_are_asked_for():
 @pytest.mark.quick
 def test_when_there_is_a_line_of_metrics():
     steps = range(1, 13)
-    assert [step for step in steps if GRPOConfig(logging_steps=5).logs_at(step)] == [5, 10]
-    assert [step for step in steps if GRPOConfig(logging_steps=5, logging_first_step=True).logs_at(step)] == [1, 5, 10]
+    assert [step for step in steps if GRPOConfig(logging_steps=5).logs_at(step)] == [1, 5, 10]
+    assert [step for step in steps if GRPOConfig(logging_steps=5, logging_first_step=False).logs_at(step)] == [5, 10]
 
 
 @pytest.mark.quick

@@ -1,16 +1,22 @@
 """The devices choose the dtype of matrix products."""
 
+import os
+
 import jax
 import pytest
 
-from grpo_jax.devices.platform import compute_dtype, platform_of
+from grpo_jax.devices import platform
+from grpo_jax.devices.platform import compute_dtype, memory_of, platform_of
 
 
 class Device:
-    def __init__(self, platform, capability=None):
-        self.platform = platform
+    def __init__(self, platform, capability=None, memory=None):
+        self.platform, self.memory = platform, memory
         if capability is not None:
             self.compute_capability = capability
+
+    def memory_stats(self):
+        return self.memory
 
 
 H100, T4, TPU = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
@@ -31,3 +37,21 @@ def test_without_devices_the_default_one_counts():
         assert platform_of() == ("cpu", 0.0)
     with jax.default_device(TPU):
         assert compute_dtype("auto") == "bfloat16"
+
+
+@pytest.mark.quick
+def test_the_memory_is_that_of_the_device_and_of_a_cpu_that_of_its_machine(monkeypatch, tmp_path):
+    assert memory_of(Device("gpu", memory={"bytes_limit": 7, "bytes_in_use": 3})) == 7
+    assert memory_of(Device("tpu")) is None
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory_of(jax.devices()[0]) <= machine
+    for name, text, limit in (
+        ("memory.max", "1000\n", 1000),
+        ("memory.max", "max\n", machine),
+        ("memory/memory.limit_in_bytes", "2000", 2000),
+    ):
+        groups = tmp_path / f"{limit}"
+        (groups / name).parent.mkdir(parents=True)
+        (groups / name).write_text(text)
+        monkeypatch.setattr(platform, "CONTROL_GROUPS", groups)
+        assert memory_of(jax.devices()[0]) == limit

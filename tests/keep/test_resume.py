@@ -220,8 +220,10 @@ HARMLESS = {
     "hub_revision",
     "max_skipped_updates",
     "profile_steps",
+    "keep_programs",
 }
 CUTS = {
+    "gradient_checkpointing",
     "mesh",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",

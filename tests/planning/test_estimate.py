@@ -1,5 +1,6 @@
 """The plan of a run: exact where bytes can be counted by hand, near what a process really takes, and light."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -32,6 +33,19 @@ MODEL = {
 
 def config_of(**settings):
     return GRPOConfig(**{"compute_dtype": "float32"} | settings)
+
+
+@pytest.mark.parametrize("memory", [1e9, 1.2e6])
+def test_activations_are_kept_where_they_fit_and_the_most_that_fits_is_with_them_recomputed(memory):
+    request = PlanRequest({**MODEL, "num_hidden_layers": 8}, config_of(max_completion_length=64), 8, Loaded(), memory)
+    found = plan_here(request)
+    assert found.recomputes == (memory < 1e9)
+    assert f"activations {'recomputed' if found.recomputes else 'kept'}:" in str(found)
+    told = dataclasses.replace(request, config=config_of(max_completion_length=64, gradient_checkpointing=True))
+    least = plan_here(told)
+    assert (found.largest_batch, found.longest_completion) == (least.largest_batch, least.longest_completion)
+    assert (found.peak > least.peak) == (not found.recomputes)
+    assert plan_sizes(dataclasses.replace(request, memory=None)).recomputes, "the least, where memory is not known"
 
 
 def test_what_is_held_is_what_was_counted_by_hand():
@@ -197,7 +211,7 @@ def test_the_largest_batch_is_the_last_that_fits():
     config = config_of(max_completion_length=8)
     found = plan(MODEL, config, prompt_length=8, memory=1e6)
     lines = str(found).splitlines()
-    assert lines[0].startswith("1 devices, each of an iteration's 1 prompts × 8 completions")
+    assert lines[0].startswith("1 device, each of an iteration's 1 prompts × 8 completions")
     assert lines[-1] == f"largest per_device_train_batch_size that fits: {found.largest_batch}"
     assert found.largest_batch % 8 == 0
     peaks = []

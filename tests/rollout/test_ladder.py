@@ -61,6 +61,17 @@ def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_sav
 
 
 @pytest.mark.quick
+def test_there_are_no_more_smaller_layouts_than_moves_between_bursts():
+    """Each is a program to compile, and a rollout moves once between two bursts."""
+    for length in range(1, 200):
+        ladder = ladder_of(length=length)
+        bursts = -(-max(1, length - 1) // ladder.steps)
+        assert len(ladder.shapes) == 1 + min(MOST_RUNGS, bursts - 1)
+        assert ladder_of(length=length, waits=True).shapes == ladder_of(length=length, turns=True).shapes
+        assert len(ladder_of(length=length, turns=True).shapes) == 1 + MOST_RUNGS
+
+
+@pytest.mark.quick
 def test_a_mesh_counts_the_completions_of_one_device():
     """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
     step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)

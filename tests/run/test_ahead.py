@@ -10,7 +10,8 @@ from grpo_jax import GRPOConfig, plan, train
 from grpo_jax.devices.program import Program
 from grpo_jax.run import ahead
 from grpo_jax.run.ahead import programs_of
-from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.beginning import new_state
+from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 
 TEXTS = ["ab", "c", "defgh", "gh ijk lmn", "i", "jkl"]

@@ -16,8 +16,9 @@ from tiny import scored, tiny_policy
 from grpo_jax import Completions, GRPOConfig, evaluate, from_pretrained, generate, rehearse, save_pretrained, train
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
-from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.prepare import prepare
 from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sample import sample

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
+from grpo_jax.run.beginning import new_state
 from grpo_jax.run.examples import evaluate_examples, next_examples
-from grpo_jax.run.prepare import new_state
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.watch.writer import read_lines

@@ -21,8 +21,9 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.rewards.workers import isolated
+from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
-from grpo_jax.run.prepare import new_state, prepare
+from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.turns.episodes import EnvironmentFault
 from grpo_jax.update.objective import sampling_of

@@ -1,0 +1,122 @@
+"""Programs that are kept: one process compiles, the next one finds; bounded, and where nobody says otherwise."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from grpo_jax.keep import kept_programs
+from grpo_jax.keep.kept_programs import keep_programs, user_cache
+
+COMPILE = """
+import json, sys
+import jax
+if len(sys.argv) > 1:
+    jax.config.update(*json.loads(sys.argv[1]))
+from grpo_jax.keep.kept_programs import keep_programs
+
+counts = {"compile_requests_use_cache": 0, "cache_hits": 0}
+
+def listen(event, **about):
+    name = event.rpartition("/")[2]
+    if name in counts:
+        counts[name] += 1
+
+jax.monitoring.register_event_listener(listen)
+jax.numpy.ones(3).block_until_ready()  # what compiles before is not kept, and does no harm
+directory = keep_programs()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.ones((7, 7))).block_until_ready()
+print(json.dumps([str(directory), jax.config.jax_compilation_cache_max_size, counts["cache_hits"]]))
+"""
+
+
+def compile_in(cache, *arguments, **environment):
+    """(directory, bound, programs found) of a process that compiles, with that cache of the user."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
+    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2]), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *arguments], env=env, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    (directory, bound, found), _ = compile_in(tmp_path)
+    kept = sorted(path.name for path in Path(directory).glob("*-cache"))
+    assert Path(directory).parent == tmp_path / "grpo_jax" / "programs"
+    assert (bound, found) == (kept_programs.MOST_BYTES, 0)
+    assert kept
+    # A process was killed while it wrote: what it has left is neither read, nor does it stop others from writing.
+    torn = Path(directory) / kept[0].replace("-cache", "0-cache")
+    torn.write_bytes(b"half a progr")
+    first = Path(directory) / kept[0]
+    first.with_name(kept[0].replace("-cache", "-atime")).unlink()
+    (_, _, found), said = compile_in(tmp_path)
+    assert found == len(kept) - 1
+    assert not torn.exists()
+    assert "Error" not in said
+    assert compile_in(tmp_path)[0][2] == len(kept)
+
+
+def test_who_has_told_jax_otherwise_is_obeyed(tmp_path):
+    own = tmp_path / "own"
+    for arguments, environment in (
+        ((), {"JAX_COMPILATION_CACHE_DIR": str(own)}),
+        ((), {"JAX_COMPILATION_CACHE_DIR": ""}),
+        ((json.dumps(["jax_compilation_cache_dir", str(own)]),), {}),
+        ((json.dumps(["jax_enable_compilation_cache", False]),), {}),
+    ):
+        (directory, _, _), _ = compile_in(tmp_path / "cache", *arguments, **environment)
+        assert directory == "None"
+    assert list(own.glob("*-cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def untold(monkeypatch, tmp_path):
+    """A process that has said nothing of a directory; afterwards JAX is told what it was told before."""
+    names = ("dir", "max_size")
+    before = {name: getattr(jax.config, f"jax_compilation_cache_{name}") for name in names}
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield tmp_path
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    for name, value in before.items():
+        jax.config.update(f"jax_compilation_cache_{name}", value)
+
+
+def test_a_directory_that_cannot_be_written_keeps_nothing(untold):
+    (untold / "grpo_jax").write_text("a file")
+    assert keep_programs() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_several_processes_and_who_does_not_want_it_keep_nothing(untold, monkeypatch):
+    assert keep_programs(keep=False) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        assert keep_programs() is None
+    assert jax.config.jax_compilation_cache_dir is None
+    found = keep_programs()
+    assert found is not None
+    assert found.is_dir()
+    assert keep_programs() == found, "said again, it is the same"
+    assert keep_programs(keep=False) is None
+
+
+@pytest.mark.quick
+def test_the_users_cache_is_where_the_platform_has_it(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    home = Path.home()
+    for name, where in (("linux", home / ".cache"), ("darwin", home / "Library" / "Caches")):
+        monkeypatch.setattr(sys, "platform", name)
+        assert user_cache() == where / "grpo_jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache() == Path("/elsewhere/grpo_jax")

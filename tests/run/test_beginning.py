@@ -1,0 +1,124 @@
+"""What a run begins with, and whether activations are kept or recomputed: as memory asks for, and then for good."""
+
+import dataclasses
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.devices.streams import count_streams
+from grpo_jax.models.packing import pack_as
+from grpo_jax.models.scoring import score_packed
+from grpo_jax.run.beginning import FILLED, decide_checkpointing, new_state, peak_bytes
+from grpo_jax.run.prepare import prepare
+from grpo_jax.run.programs import abstract_batch
+from grpo_jax.run.run import Arguments
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.programs import kept_bytes, update_bytes, update_programs
+from grpo_jax.update.prompts import Reading, read_all
+
+ROWS = [{"prompt": text} for text in ("ab", "c", "defgh", "gh ijk lmn")]
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
+
+def run_of(layers=3, memory=None, **settings):
+    """A run as `prepare` derives it; `memory` as if the device had so much."""
+    config = GRPOConfig(**{"num_generations": 4, "max_completion_length": 16, "compute_dtype": "float32"} | settings)
+    with pytest.MonkeyPatch.context() as patch:
+        if memory is not None:
+            patch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
+        return prepare(Arguments(tiny_policy(layers=layers), ROWS, lengths, config))
+
+
+def products(run):
+    """Matrix products of the program of an update."""
+    state = new_state(run)
+    lowered = update_programs(run.updater, state, abstract_batch(run, state)).update.lower()
+    return lowered.as_text().count("stablehlo.dot_general")
+
+
+def recomputes(run):
+    """Whether layers are recomputed, as all of the run says."""
+    said = {run.config.gradient_checkpointing, run.updater.config.gradient_checkpointing}
+    said |= {run.policy.model.config.remat, run.updater.model.config.remat}
+    assert len(said) == 1
+    return said.pop()
+
+
+def test_activations_are_kept_where_there_is_room():
+    enough = peak_bytes(run_of(gradient_checkpointing=False)) / FILLED
+    kept, recomputed = run_of(memory=enough), run_of(memory=enough - 1)
+    assert (recomputes(kept), recomputes(recomputed)) == (False, True)
+    assert products(kept) < products(recomputed), "the programs do as the run says"
+    assert not recomputes(run_of(memory=1, gradient_checkpointing=False)), "who says what he wants gets it"
+    assert recomputes(run_of(memory=1e15, gradient_checkpointing=True))
+
+
+@pytest.mark.quick
+def test_where_nothing_is_known_of_the_memory_activations_are_recomputed(monkeypatch):
+    monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: None)
+    assert recomputes(run_of())
+
+
+@pytest.mark.quick
+def test_one_process_without_room_decides_for_all(monkeypatch):
+    run = run_of(gradient_checkpointing=True)
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, gradient_checkpointing=None))
+    monkeypatch.setattr("grpo_jax.run.beginning.gather_objects", lambda own: [own, False])
+    assert decide_checkpointing(run, 1e15).config.gradient_checkpointing
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_counted_is_what_a_forward_pass_keeps(recompute):
+    """Arrays that the way back through a packed sequence really holds, none of which are weights."""
+    run = run_of(gradient_checkpointing=recompute)
+    state, updater = new_state(run), run.updater
+    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), abstract_batch(run, state))
+    (shape, *_), shards = updater.shapes(state.params, 16), updater.shards(batch.prompts)
+    sequence = pack_as(shape, batch.tokens, batch.mask, devices=1)[0]
+    read = read_all(Reading(state.params, batch.prompts, None, updater.model), shape.size, shards)
+
+    def scores(params, read):
+        return score_packed(updater.model, params, read, batch.prompts.lengths, sequence, sampling_of(run.config))[:2]
+
+    pullback = jax.tree.map(jnp.asarray, jax.vjp(scores, state.params, read)[1])
+    held = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.tree.leaves(pullback)}
+    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, read))}
+    activations = sum(size for at, size in held.items() if at not in given)
+    params = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    streams = count_streams(state.params, -(-batch.mask.size // shape.size))
+    counted = update_bytes(updater, state, batch) - kept_bytes(updater, state, batch)
+    assert counted == pytest.approx(streams * (params + activations), rel=0.02)
+    held = peak_bytes(run) - update_bytes(updater, state, batch)
+    assert held == sum(x.nbytes for x in jax.tree.leaves(state)) + params, "the state, and the caller's params"
+
+
+def test_a_run_goes_on_as_it_was_begun_and_says_so(tmp_path, monkeypatch, capsys):
+    settings = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 8, "logging_steps": 1}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+
+    def go_on(steps, memory, **more):
+        monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
+        config = GRPOConfig(max_steps=steps, **settings, **more)
+        train(tiny_policy(), ROWS, lengths, config, run_dir=tmp_path)
+        kept = json.loads((tmp_path / "run.json").read_text())["config"]["gradient_checkpointing"]
+        return kept, "".join(capsys.readouterr())
+
+    kept, said = go_on(1, 1)
+    assert kept
+    assert "activations recomputed" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert go_on(2, 1e15)[0], "on a larger machine too"
+    with pytest.warns(UserWarning, match="gradient_checkpointing True → False"):
+        kept, said = go_on(3, 1e15, gradient_checkpointing=False)
+    assert not kept
+    assert "activations kept" in said
