@@ -197,7 +197,8 @@ def test_the_trainer_of_compat_donates_what_it_has_loaded_and_loads_it_again_aft
     trainer = GRPOTrainer(str(tmp_path / "model"), reward, args=TRLConfig(**args), train_dataset=ROWS)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    state = trainer.train()
+    trainer.train()
+    state = trainer.train_state
     assert int(state.step) == 3
     assert all(isinstance(params, Donated) for params in calls)
     chex.assert_trees_all_equal(trainer.policy.params, state.params)
