@@ -1,0 +1,190 @@
+"""HTTP to one server: kept connections, one for each thread; failures told apart by what helps against them.
+
+The standard library's client does: a request is one POST of JSON that is answered whole, and all that a batch needs are
+as many threads as completions.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from grpo_jax.messages import show
+from grpo_jax.types import Json
+
+BUSY = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses after which the same request may succeed a little later."""
+PAUSES = (0.1, 0.5, 2.0, 5.0, 10.0)
+"""Seconds between tries, the last one again and again."""
+
+
+class EngineError(RuntimeError):
+    """A server that samples cannot go on as it was asked to: names the server, the request and what to do."""
+
+
+class Lost(EngineError):
+    """The server does not answer: it is not there, has ended, or hangs. It may come back, with other weights."""
+
+
+class Refused(EngineError):
+    """The server answered that it will not do this.
+
+    Attributes:
+      status: of HTTP.
+    """
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class Client:
+    """POST and GET of JSON at one server, from any number of threads.
+
+    Args:
+      base_url: "http://host:port", with or without a path; a trailing "/v1" is left away.
+      timeout: seconds for one answer.
+      patience: seconds for which a busy server (429, 5xx) is asked again, and a lost one waited for.
+      api_key_env: name of the environment variable with the server's key; it is read for each connection, sent, and
+        kept nowhere.
+
+    Raises:
+      ValueError: a `base_url` that is none.
+
+    Example:
+      >>> Client("http://127.0.0.1:8000/v1/").base_url
+      'http://127.0.0.1:8000'
+    """
+
+    def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
+        url = urllib.parse.urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+            raise ValueError(
+                f"base_url is {show(base_url)}: give http://host:port, as the server says when it starts, and a key by"
+                " the environment (api_key_env)"
+            )
+        for name, value in (("timeout", timeout), ("patience", patience)):
+            if not value >= 0:
+                raise ValueError(f"{name} = {value!r}: give seconds ≥ 0")
+        path = url.path.rstrip("/").removesuffix("/v1")
+        self.base_url, self._path = f"{url.scheme}://{url.netloc}{path}", path
+        self._secure, self._host, self._port = url.scheme == "https", url.hostname, url.port
+        self._timeout, self.patience, self._env = timeout, patience, api_key_env
+        self._kept, self._open, self._lock = threading.local(), set[http.client.HTTPConnection](), threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Client({self.base_url!r})"
+
+    def post(self, path: str, body: Json, *, stopped: Callable[[], bool] = lambda: False) -> Any:
+        """Return what the server answers; a busy server is asked again for `patience` seconds.
+
+        Args:
+          path: behind the base.
+          body: the request.
+          stopped: whether to give up, looked at between two tries.
+
+        Raises:
+          Lost: no answer, or a server that is still busy after all this time.
+          Refused: any other status than 200.
+        """
+        return self._again(lambda: self._once("POST", path, body), path, stopped)
+
+    def get(self, path: str) -> Any:
+        """Return what the server answers, as `post`."""
+        return self._again(lambda: self._once("GET", path, None), path, lambda: False)
+
+    def alive(self) -> bool:
+        """Whether the server answers at all; asked once."""
+        try:
+            return self._once("GET", "/health", None)[0] in (200, 404)
+        except Lost:
+            return False
+
+    def close(self) -> None:
+        """Break off what is being asked, in whichever thread; the next request opens a connection again."""
+        with self._lock:
+            connections, self._open = self._open, set()
+        for connection in connections:
+            if connection.sock is not None:
+                try:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+            connection.close()
+
+    def _again(self, once: Callable[[], tuple[int, bytes]], path: str, stopped: Callable[[], bool]) -> Any:
+        """One request, and again while the server is busy."""
+        end, tries = time.monotonic() + self.patience, 0
+        while True:
+            status, content = once()
+            if status == 200:
+                try:
+                    return json.loads(content) if content.strip()[:1] in (b"{", b"[") else content.decode()
+                except ValueError as error:
+                    raise EngineError(f"{self.base_url}{path} answered what is no JSON: {show(content)}") from error
+            if status not in BUSY:
+                raise Refused(self._message(path, status, content), status)
+            pause = PAUSES[min(tries, len(PAUSES) - 1)]
+            if stopped() or time.monotonic() + pause > end:
+                raise Lost(f"{self._message(path, status, content)}, {tries + 1} times in {self.patience:g} s")
+            time.sleep(pause)
+            tries += 1
+
+    def _message(self, path: str, status: int, content: bytes) -> str:
+        """How a status other than 200 is told."""
+        said = content.decode(errors="replace").strip()
+        try:
+            error = json.loads(said)
+            error = error.get("error", error) if isinstance(error, dict) else error
+            said = str(error.get("message", error) if isinstance(error, dict) else error)
+        except ValueError:
+            pass
+        mend = ""
+        if status in (401, 403):
+            mend = f": put its key into the environment variable {self._env or 'that api_key_env names'}"
+        return f"{self.base_url}{path} answered {status}, {show(said, 300)}{mend}"
+
+    def _once(self, method: str, path: str, body: Json | None) -> tuple[int, bytes]:
+        """Status and content; on a kept connection that the server has closed meanwhile, asked once more."""
+        connection: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
+        kept = connection is not None and connection.sock is not None
+        if connection is None or not kept:
+            connection = self._kept.connection = self._connect()
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get(self._env) if self._env else None
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            connection.request(method, self._path + path, body=data, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except TimeoutError as error:
+            connection.close()
+            raise Lost(
+                f"{self.base_url}{path}: no answer in {self._timeout:g} s; look at the server's log, or give a longer"
+                " timeout"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            if kept and not isinstance(error, http.client.IncompleteRead):
+                return self._once(method, path, body)
+            raise Lost(
+                f"{self.base_url}{path}: {type(error).__name__}: {error}; is the server running, and is base_url its?"
+            ) from error
+        return answer.status, content
+
+    def _connect(self) -> http.client.HTTPConnection:
+        """A connection of this thread."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        with self._lock:
+            self._open = {one for one in self._open if one.sock is not None} | {connection}
+        return connection

@@ -1,0 +1,63 @@
+"""The protocol of a server that samples: what an `Engine` asks of vLLM, SGLang or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from grpo_jax.maths.sampling import Sampling
+
+
+class Drawn(NamedTuple):
+    """The tokens that a server drew after some others.
+
+    Attributes:
+      tokens: n ≥ 1 ids, the one that ended them among them.
+      log_probs: n, of the distribution that they were drawn from.
+      ended: whether the last one is of those that were to end them.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    ended: bool
+
+
+class Server(Protocol):
+    """A small client of one kind of server; its methods are called from many threads.
+
+    All of them raise `engines.client.EngineError`, of which `Lost` says that the server may come back.
+    """
+
+    base_url: str
+
+    def check(self, sampling: Sampling, longest: int) -> None:
+        """Raise an `EngineError` unless it samples by these settings, with the log-probs of what it samples from, and
+        has room for sequences of so many tokens; asked before the first completion."""
+
+    def load(self, version: str, directory: Path, adapters: bool) -> None:
+        """Give it the weights of a directory, or the adapters in PEFT's format; no request may be on its way."""
+
+    def holds(self, version: str) -> bool:
+        """Whether it still has those weights, as far as it can say."""
+
+    def draw(
+        self,
+        ids: Sequence[int],
+        *,
+        most: int,
+        seed: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> Drawn:
+        """Draw at most so many tokens after `ids`, up to one of `stop`, by the weights loaded last."""
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """The log-probs of ids[1:] at temperature 1, by the weights loaded last."""
+
+    def alive(self) -> bool:
+        """Whether it answers."""
+
+    def close(self) -> None:
+        """Break off what is being asked."""

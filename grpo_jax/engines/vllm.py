@@ -1,0 +1,228 @@
+"""A vLLM server as an engine: token ids in, token ids and their log-probs out, by its OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from grpo_jax.engines.client import Client, EngineError, Lost, Refused
+from grpo_jax.engines.engine import Engine
+from grpo_jax.engines.server import Drawn
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.messages import some
+from grpo_jax.types import Json
+
+START = (
+    "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
+    " --logprobs-mode processed_logprobs"
+)
+
+
+class VLLM:
+    """The requests of `engines.server.Server`, as vLLM understands them.
+
+    Args:
+      client: HTTP to the server.
+      model: the name that it serves the base model under; "" for the only one.
+    """
+
+    def __init__(self, client: Client, model: str = ""):
+        self._client, self._asked_for, self.base_url = client, model, client.base_url
+        self._base, self._name = model, model
+        self._says_version = True
+
+    def __repr__(self) -> str:
+        return f"VLLM({self.base_url!r})"
+
+    def check(self, sampling: Sampling, longest: int) -> None:
+        """Look for the model, its room, and the mode of its log-probs."""
+        models = self._client.get("/v1/models")["data"]
+        bases = {one["id"]: one for one in models if one.get("parent") is None}
+        if self._asked_for and self._asked_for not in bases:
+            raise EngineError(f"{self.base_url} serves {some(list(bases))}, and model = {self._asked_for!r}: name one")
+        if not self._asked_for and len({one.get("root") for one in bases.values()}) != 1:
+            raise EngineError(f"{self.base_url} serves {some(list(bases))}: say which one by model")
+        self._base = self._asked_for or next(iter(bases))
+        self._name = self._name or self._base
+        room = bases[self._base].get("max_model_len")
+        if room is not None and longest > room:
+            raise EngineError(
+                f"{self.base_url} takes {room} tokens, and a prompt with its completion may have {longest}: start it"
+                f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
+            )
+        # Cut to one token, the distribution that is drawn from gives it the log-prob 0, and the model's own less.
+        plain = sampling == Sampling() or sampling.temperature == 0
+        if not plain and self._draw([1, 2, 3], 1, 0, Sampling(top_k=1), [], lambda: False).log_probs[0] < -1e-6:
+            raise EngineError(
+                f"{self.base_url} gives the log-probs of the model, and not those that temperature, top_k, top_p and"
+                " min_p leave: start it with --logprobs-mode processed_logprobs"
+            )
+
+    def load(self, version: str, directory: Path, adapters: bool) -> None:
+        """Load adapters under a name of their own, or all weights in the place of those that were there."""
+        before, self._name = self._name, version if adapters else self._base
+        if adapters:
+            self._rpc("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
+            if before not in (version, self._base):
+                with contextlib.suppress(Refused):  # a server that was started again has not had it
+                    self._client.post("/v1/unload_lora_adapter", {"lora_name": before})
+            return
+        self._rpc("/pause?mode=wait", {})
+        try:
+            kwargs = {"weights_path": str(directory)}
+            self._rpc("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            self._rpc("/reset_prefix_cache", {})
+        finally:
+            self._rpc("/resume", {})
+        try:
+            self._client.post("/update_weight_version", {"new_version": version})
+        except Refused:  # of an older vLLM, whose weights the probe alone knows
+            self._says_version = False
+
+    def holds(self, version: str) -> bool:
+        """Ask for its version of the weights; adapters are asked for by their name, which says it already."""
+        if self._name == version or not self._says_version:
+            return True
+        return bool(self._client.get("/weight_info")["weight_version"] == version)
+
+    def draw(
+        self,
+        ids: Sequence[int],
+        *,
+        most: int,
+        seed: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> Drawn:
+        """One request of /v1/completions."""
+        return self._draw(ids, most, seed, sampling, stop, stopped)
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt, beside one token that nobody reads."""
+        choice = self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}, lambda: False)
+        given = choice.get("prompt_logprobs") or []
+        if len(given) != len(ids):
+            raise EngineError(f"{self.base_url} scored {len(given)} of {len(ids)} tokens: prompt_logprobs is needed")
+        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], given[1:], strict=True)]
+
+    def alive(self) -> bool:
+        """Ask /health."""
+        return self._client.alive()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _draw(
+        self,
+        ids: Sequence[int],
+        most: int,
+        seed: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> Drawn:
+        body = {
+            "prompt": list(ids),
+            "max_tokens": most,
+            "seed": seed,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or 0.0,
+            # The settings of the model's own generation_config.json are not the run's.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": list(stop),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        choice = self._complete(body, stopped)
+        tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+        log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
+        if reason not in ("stop", "length"):  # paused, or stopped, by somebody else
+            raise Lost(f"{self.base_url}/v1/completions broke a completion off ({reason})")
+        if not tokens or log_probs is None or len(tokens) != len(log_probs):
+            raise EngineError(
+                f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])} log-probs"
+                " for a completion: vLLM 0.10 and newer give both"
+            )
+        ended = tokens[-1] in stop
+        if ended != (reason == "stop") or (not ended and len(tokens) != most):
+            raise EngineError(
+                f"{self.base_url}/v1/completions ended a completion after {len(tokens)} of {most} tokens by {reason!r},"
+                f" with the token {tokens[-1]}: that is none of {some([str(i) for i in stop])}; is its --max-model-len"
+                " long enough?"
+            )
+        return Drawn(tokens, log_probs, ended)
+
+    def _complete(self, body: Json, stopped: Callable[[], bool]) -> Json:
+        """The only choice of a completion; an adapter that is not there any more is a server started again."""
+        try:
+            answer = self._client.post("/v1/completions", {"model": self._name, **body}, stopped=stopped)
+        except Refused as refused:
+            if refused.status == 404 and self._name != self._base:
+                raise Lost(str(refused)) from refused
+            raise
+        return answer["choices"][0]
+
+    def _rpc(self, path: str, body: Json) -> None:
+        """A request that hands weights over; the server has to have been started for it."""
+        try:
+            self._client.post(path, body)
+        except Refused as refused:
+            if re.search(r"already been loaded", str(refused)):
+                return
+            mend = f"; start it as `{START}`" if refused.status in (404, 405) else ""
+            raise EngineError(f"{refused}{mend}") from refused
+
+
+def vllm(
+    base_url: str,
+    *,
+    model: str = "",
+    directory: str | None = None,
+    tolerance: float | None = None,
+    timeout: float = 600.0,
+    patience: float = 300.0,
+    api_key_env: str = "VLLM_API_KEY",
+) -> Engine:
+    """A running vLLM server as the `sampler` of `train`, `evaluate` and `rehearse`.
+
+    The server is started by whoever runs it, with the base model of the policy:
+
+        VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 \\
+            --logprobs-mode processed_logprobs --max-model-len 2048
+
+    Before each batch it gets the weights: adapters under a new name for each version, all weights of a policy without
+    adapters by files that both sides see. Both sides then score a text of 65 tokens, and once more after the batch.
+
+    Args:
+      base_url: "http://host:port".
+      model: the name that it serves the base model under; "" for the only one.
+      directory: where weights are written for it; both see it under this name. None: /dev/shm, or where there is none
+        the directory for temporary files.
+      tolerance: nats per token, the mean by which both sides' log-probs of that text may differ. None: 1e-4 for float32
+        params, 0.05 for others. A server that computes in bfloat16 (`--dtype`) differs by some 0.01.
+      timeout: seconds for one completion.
+      patience: seconds for which a busy server is asked again, and a lost one waited for.
+      api_key_env: name of the environment variable with the key of a server that asks for one; the key itself is kept
+        nowhere.
+
+    Returns:
+      `Engine`, a `run.sampler.Sampler`.
+
+    Raises:
+      ValueError: an argument that makes no sense.
+
+    Example:
+      >>> vllm("http://127.0.0.1:8000")
+      Engine(VLLM('http://127.0.0.1:8000'))
+    """
+    client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
+    return Engine(VLLM(client, model), directory=directory, tolerance=tolerance, patience=patience)

@@ -1,0 +1,167 @@
+"""The weights of a policy on their way to a server: written for it, and scored on both sides.
+
+```
+params ─► files in a directory that both see ─► the server loads them
+   └────► log-probs of a text of 65 tokens ═══ compared with the server's ═══► the run goes on, or stops
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
+from grpo_jax.hub.files import write_json
+from grpo_jax.hub.huggingface import from_pretrained, stored_array
+from grpo_jax.hub.peft import load_lora, save_lora
+from grpo_jax.hub.tensors import layout_of, tensor_plan
+from grpo_jax.maths.log_probs import token_log_probs
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.policy import Policy
+from grpo_jax.types import Model, Params, as_argument, is_cached
+
+PROBE = 65
+"""Tokens of the text that both sides score; the first one is given."""
+TEXT = (
+    "Once upon a time there was a small town by the sea, where 12 boats left every morning and 7 came back at noon."
+    " What became of the other 5? Think step by step: 12 - 7 = 5, so five boats were still out when the bells rang."
+)
+SHARD = 4 * 2**30
+"""Bytes of a file of weights: no more than these stand in memory a second time."""
+
+
+def write_weights(directory: Path, policy: Policy, params: Params, *, leads: bool) -> bool:
+    """Write params for a server: adapters in PEFT's format, else all weights as safetensors.
+
+    A head that is the embedding is written under both names: vLLM may hold it as two tensors, of which it would reload
+    the one that it finds.
+
+    Args:
+      directory: where to; it is made.
+      policy: the config names the tensors.
+      params: of the policy.
+      leads: whether this process writes; all of a run call this together.
+
+    Returns:
+      Whether these are adapters.
+    """
+    whole = fetch(params)
+    if isinstance(policy.model, LoraModel):
+        if leads:
+            save_lora(directory, policy.replace(params=whole))
+        return True
+    if not policy.config:
+        raise ValueError("sampler: an engine needs the policy's config.json, by which it names tensors; it has none")
+    if leads:
+        directory.mkdir(parents=True)
+        files: list[dict[str, np.ndarray]] = [{}]
+        for name, array in named_tensors(policy, whole):
+            if sum(x.nbytes for x in files[-1].values()) + array.nbytes > SHARD:
+                _write(directory, len(files), files.pop())
+                files.append({})
+            files[-1][name] = array
+        _write(directory, len(list(directory.iterdir())) + 1, files[-1])
+        write_json(directory / "config.json", {**policy.config})
+    return False
+
+
+def _write(directory: Path, number: int, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(tensors, directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+
+
+def named_tensors(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a checkpoint one by one, by their names there; a tied head under both of its names."""
+    config, layout, leaves = policy.model.config, layout_of(policy.beside), flatten_dict(params)
+    plan = tensor_plan(policy.config, config, layout, stacked=policy.stacked_experts)
+    for tensor in plan:
+        yield tensor.name, stored_array(tensor, leaves)
+    if config.tie_word_embeddings:
+        untied = dataclasses.replace(config, tie_word_embeddings=False)
+        apart = tensor_plan(policy.config, untied, layout, stacked=policy.stacked_experts)
+        (head,) = {tensor.name for tensor in apart} - {tensor.name for tensor in plan}
+        yield head, np.ascontiguousarray(leaves["embed_tokens", "embedding"])
+
+
+def probe_ids(policy: Policy) -> list[int]:
+    """The tokens of the text that both sides score; of a policy without a tokenizer, or with a strange one, 1, 2, …"""
+    size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
+    found = [] if policy.tokenizer is None else policy.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    found = [i for i in found if i < size]
+    known = found if len(set(found)) > 8 else [1 + i % (size - 1) for i in range(PROBE)]
+    return list(itertools.islice(itertools.cycle(known), PROBE))
+
+
+@jax.jit
+def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+    return token_log_probs(model.apply({"params": params}, tokens)[:, :-1], tokens[:, 1:])
+
+
+@jax.jit
+def _log_probs_by_head(model: Model, params: Params, head: Params, tokens: jax.Array) -> jax.Array:
+    """As if the head's params were not those of the layers."""
+    hidden, _ = model.apply({"params": params}, tokens[:, None], method="hidden")
+    return token_log_probs(model.apply({"params": head}, hidden[:, 0, :-1], method="unembed"), tokens[:, 1:])
+
+
+def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
+    """Our log-probs [64] of ids[1:] at temperature 1."""
+    tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
+    return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]
+
+
+def stale_tensors(policy: Policy, new: Path, old: Path, ids: list[int], theirs: np.ndarray) -> list[str]:
+    """Names of what a server still has as it was before: with it, our log-probs are the server's.
+
+    Args:
+      policy: the config and, of adapters, the base.
+      new, old: directories of `write_weights`.
+      ids: of the probe.
+      theirs: [64] the server's log-probs.
+
+    Returns:
+      One name, if one tensor explains most of the gap; all of them, if all that is old does; nothing, if neither.
+    """
+    adapted = isinstance(policy.model, LoraModel)
+    base = policy.replace(model=policy.model.model, params=policy.model.base) if adapted else policy
+    now, before = (
+        load_lora(path, base).params if adapted else from_pretrained(path, dtype=_dtype(path)).params
+        for path in (new, old)
+    )
+    tokens, model = jnp.array([ids], jnp.int32), as_argument(policy.model)
+
+    def gap(log_probs: jax.Array) -> float:
+        return float(np.abs(np.asarray(log_probs)[0] - theirs).mean())
+
+    at_once = gap(_log_probs(model, now, tokens))
+    gaps = {"all of them": gap(_log_probs(model, before, tokens))}
+    if is_cached(policy.model) and policy.model.config.tie_word_embeddings:
+        gaps["lm_head (tied to embed_tokens)"] = gap(_log_probs_by_head(model, now, before, tokens))
+        gaps["embed_tokens (tied to lm_head)"] = gap(_log_probs_by_head(model, before, now, tokens))
+    leaves, paths = jax.tree_util.tree_flatten_with_path(now)[0], jax.tree.structure(now)
+    olds = jax.tree.leaves(before)
+    for i, (path, _) in enumerate(leaves):
+        mixed = [olds[j] if i == j else leaf for j, (_, leaf) in enumerate(leaves)]
+        name = ".".join(str(getattr(key, "key", key)) for key in path)
+        gaps[name] = gap(_log_probs(model, jax.tree.unflatten(paths, mixed), tokens))
+    best = min(gaps, key=gaps.__getitem__)
+    return [best] if gaps[best] < 0.2 * at_once else []
+
+
+def _dtype(directory: Path) -> str:
+    """That of the weights in a directory."""
+    from safetensors import safe_open
+
+    with safe_open(next(directory.glob("*.safetensors")), "np") as file:
+        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[
+            file.get_slice(next(iter(file.keys()))).get_dtype()
+        ]
