@@ -21,6 +21,7 @@ FLOORS = [
     {"rollout", "update"},
     {"watch"},
     {"hub"},
+    {"engines"},
     {"keep"},
     {"run"},
     {"compat", "planning"},

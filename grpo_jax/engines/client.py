@@ -1,4 +1,4 @@
-"""HTTP to one server: kept connections, one for each thread; failures told apart by what helps against them.
+"""HTTP to one server: connections that are kept, as many as requests at a time; failures by what helps against them.
 
 The standard library's client does: a request is one POST of JSON that is answered whole, and all that a batch needs are
 as many threads as completions.
@@ -6,14 +6,15 @@ as many threads as completions.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
-import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_jax.messages import show
@@ -77,28 +78,33 @@ class Client:
         self.base_url, self._path = f"{url.scheme}://{url.netloc}{path}", path
         self._secure, self._host, self._port = url.scheme == "https", url.hostname, url.port
         self._timeout, self.patience, self._env = timeout, patience, api_key_env
-        self._kept, self._open, self._lock = threading.local(), set[http.client.HTTPConnection](), threading.Lock()
+        self._idle, self._busy = list[http.client.HTTPConnection](), set[http.client.HTTPConnection]()
+        self._closed = 0
+        weakref.finalize(self, _close, self._idle)
 
     def __repr__(self) -> str:
         return f"Client({self.base_url!r})"
 
-    def post(self, path: str, body: Json, *, stopped: Callable[[], bool] = lambda: False) -> Any:
+    def post(
+        self, path: str, body: Json, *, stopped: Callable[[], bool] = lambda: False, busy: Sequence[int] = BUSY
+    ) -> Any:
         """Return what the server answers; a busy server is asked again for `patience` seconds.
 
         Args:
           path: behind the base.
           body: the request.
           stopped: whether to give up, looked at between two tries.
+          busy: statuses after which to ask again.
 
         Raises:
           Lost: no answer, or a server that is still busy after all this time.
           Refused: any other status than 200.
         """
-        return self._again(lambda: self._once("POST", path, body), path, stopped)
+        return self._again(lambda: self._once("POST", path, body), path, stopped, busy)
 
     def get(self, path: str) -> Any:
         """Return what the server answers, as `post`."""
-        return self._again(lambda: self._once("GET", path, None), path, lambda: False)
+        return self._again(lambda: self._once("GET", path, None), path, lambda: False, BUSY)
 
     def alive(self) -> bool:
         """Whether the server answers at all; asked once."""
@@ -109,17 +115,17 @@ class Client:
 
     def close(self) -> None:
         """Break off what is being asked, in whichever thread; the next request opens a connection again."""
-        with self._lock:
-            connections, self._open = self._open, set()
-        for connection in connections:
-            if connection.sock is not None:
-                try:
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
-            connection.close()
+        self._closed += 1
+        for connection in list(self._busy):
+            sock = connection.sock
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        _close(self._idle)
 
-    def _again(self, once: Callable[[], tuple[int, bytes]], path: str, stopped: Callable[[], bool]) -> Any:
+    def _again(
+        self, once: Callable[[], tuple[int, bytes]], path: str, stopped: Callable[[], bool], busy: Sequence[int]
+    ) -> Any:
         """One request, and again while the server is busy."""
         end, tries = time.monotonic() + self.patience, 0
         while True:
@@ -129,7 +135,7 @@ class Client:
                     return json.loads(content) if content.strip()[:1] in (b"{", b"[") else content.decode()
                 except ValueError as error:
                     raise EngineError(f"{self.base_url}{path} answered what is no JSON: {show(content)}") from error
-            if status not in BUSY:
+            if status not in busy:
                 raise Refused(self._message(path, status, content), status)
             pause = PAUSES[min(tries, len(PAUSES) - 1)]
             if stopped() or time.monotonic() + pause > end:
@@ -153,17 +159,14 @@ class Client:
 
     def _once(self, method: str, path: str, body: Json | None) -> tuple[int, bytes]:
         """Status and content; on a kept connection that the server has closed meanwhile, asked once more."""
-        connection: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
-        kept = connection is not None and connection.sock is not None
-        if connection is None or not kept:
-            connection = self._kept.connection = self._connect()
-        data = None if body is None else json.dumps(body).encode()
+        (connection, kept), closed = self._taken(), self._closed
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self._env) if self._env else None
         if key:
             headers["Authorization"] = f"Bearer {key}"
+        self._busy.add(connection)
         try:
-            connection.request(method, self._path + path, body=data, headers=headers)
+            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             content = answer.read()
         except TimeoutError as error:
@@ -174,17 +177,26 @@ class Client:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            if kept and not isinstance(error, http.client.IncompleteRead):
+            if kept and closed == self._closed and not isinstance(error, http.client.IncompleteRead):
                 return self._once(method, path, body)
             raise Lost(
                 f"{self.base_url}{path}: {type(error).__name__}: {error}; is the server running, and is base_url its?"
             ) from error
+        finally:
+            self._busy.discard(connection)
+        if connection.sock is not None:
+            self._idle.append(connection)
         return answer.status, content
 
-    def _connect(self) -> http.client.HTTPConnection:
-        """A connection of this thread."""
+    def _taken(self) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection, and whether it has been used before."""
+        with contextlib.suppress(IndexError):
+            return self._idle.pop(), True
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout)
-        with self._lock:
-            self._open = {one for one in self._open if one.sock is not None} | {connection}
-        return connection
+        return kind(self._host, self._port, timeout=self._timeout), False
+
+
+def _close(connections: list[http.client.HTTPConnection]) -> None:
+    """Close connections that nobody uses, and forget them."""
+    while connections:
+        connections.pop().close()

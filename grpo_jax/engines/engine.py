@@ -113,8 +113,8 @@ class Engine:
       patience: seconds for which a lost server is waited for.
 
     Attributes:
-      measured: of the last batch: seconds of handing weights over and of sampling, the probe's mean and largest gap, and
-        how often the server was lost.
+      measured: of the last batch: seconds of writing, handing over and sampling, the probe's mean and
+        largest gap, and how often the server was lost.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class Engine:
         leaves = jax.tree.leaves(params)
         if self._version is not None and self._params and self._same(leaves):
             return
-        begin, leads = time.monotonic(), jax.process_index() == 0
+        begin = time.monotonic()
         name = f"grpo-{self._token}-{next(self._numbers)}"
         directory = self._made() / name
-        adapters = write_weights(directory, policy, params, leads=leads)
+        adapters = write_weights(directory, policy, params)
         ids = probe_ids(policy)
         scores = score_probe(policy.model, params, ids)
         older = self._version
@@ -209,20 +209,21 @@ class Engine:
         self, ids: list[list[int]], seeds: list[int], asked: _Asked, interrupt: Callable[[], None]
     ) -> list[_Row]:
         """All completions, by weights that the server had all along."""
-        begin, self._lost = time.monotonic(), 0
-        self._stop.clear()
+        begin, self._lost, played = time.monotonic(), 0, False
         while True:
+            self._stop.clear()
             try:
                 self._hand_over(asked, max(map(len, ids)) + asked.longest)
-                sampled = time.monotonic()
+                sampled, played = time.monotonic(), asked.answers is not None
                 rows = self._all(ids, seeds, asked, interrupt)
                 if self._still():
                     break
                 lost = Lost(f"{self._server.base_url} was started again, with other weights")
             except Lost as error:
                 lost = error
-            if asked.answers is not None and self._stop.is_set():
-                raise lost  # environments have heard what would be said again
+            if played:  # environments would hear it all again
+                raise EngineError(f"{lost}, while environments answered. {NOTHING}") from lost
+            self._stop.clear()
             self._recover(self._epoch, lost, interrupt)
         self.measured |= {
             "sampler/seconds/hand_over": sampled - begin,
@@ -231,9 +232,7 @@ class Engine:
         }
         return rows
 
-    def _all(
-        self, ids: list[list[int]], seeds: list[int], asked: _Asked, interrupt: Callable[[], None]
-    ) -> list[_Row]:
+    def _all(self, ids: list[list[int]], seeds: list[int], asked: _Asked, interrupt: Callable[[], None]) -> list[_Row]:
         """All completions at once, a thread for each."""
         with ThreadPoolExecutor(min(MOST, len(ids)), "grpo_jax-engine") as pool:
             coming = [pool.submit(self._one, i, ids[i], seeds[i], asked) for i in range(len(ids))]
@@ -304,7 +303,8 @@ class Engine:
                 interrupt()
                 if self._stop.wait(min(1.0, max(0.0, self._patience / 10))) or time.monotonic() > end:
                     raise EngineError(f"{lost}. It was waited for {self._patience:g} s. {NOTHING}") from lost
-            self._load()
+            if self._checked is not None:  # else all of it is still to come
+                self._load()
             self._epoch += 1
 
     def _hand_over(self, asked: _Asked, longest: int) -> None:
@@ -359,7 +359,7 @@ class Engine:
         if self._tolerance is not None:
             return self._tolerance
         config = getattr(version.policy.model, "config", None)
-        return TOLERANCES.get(str(getattr(config, "dtype", "float32")), OTHERWISE)
+        return TOLERANCES.get(jnp.dtype(getattr(config, "dtype", "float32")).name, OTHERWISE)
 
     def _same(self, leaves: list[jax.Array]) -> bool:
         """Whether these are the very arrays that were followed last."""

@@ -149,8 +149,8 @@ class VLLM:
             raise Lost(f"{self.base_url}/v1/completions broke a completion off ({reason})")
         if not tokens or log_probs is None or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])} log-probs"
-                " for a completion: vLLM 0.10 and newer give both"
+                f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])}"
+                " log-probs for a completion: vLLM 0.10 and newer give both"
             )
         ended = tokens[-1] in stop
         if ended != (reason == "stop") or (not ended and len(tokens) != most):
@@ -174,11 +174,13 @@ class VLLM:
     def _rpc(self, path: str, body: Json) -> None:
         """A request that hands weights over; the server has to have been started for it."""
         try:
-            self._client.post(path, body)
+            self._client.post(path, body, busy=(429, 503))
         except Refused as refused:
             if re.search(r"already been loaded", str(refused)):
                 return
-            mend = f"; start it as `{START}`" if refused.status in (404, 405) else ""
+            mend = "; does it see this directory, under this name?" if str(body).count("_path") else ""
+            if refused.status in (404, 405):
+                mend = f"; start it as `{START}`, and let it see {body.get('lora_path', 'the directory of weights')}"
             raise EngineError(f"{refused}{mend}") from refused
 
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
-from grpo_jax.hub.files import write_json
-from grpo_jax.hub.huggingface import from_pretrained, stored_array
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import load_lora, save_lora
 from grpo_jax.hub.tensors import layout_of, tensor_plan
 from grpo_jax.maths.log_probs import token_log_probs
@@ -34,11 +31,9 @@ TEXT = (
     "Once upon a time there was a small town by the sea, where 12 boats left every morning and 7 came back at noon."
     " What became of the other 5? Think step by step: 12 - 7 = 5, so five boats were still out when the bells rang."
 )
-SHARD = 4 * 2**30
-"""Bytes of a file of weights: no more than these stand in memory a second time."""
 
 
-def write_weights(directory: Path, policy: Policy, params: Params, *, leads: bool) -> bool:
+def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     """Write params for a server: adapters in PEFT's format, else all weights as safetensors.
 
     A head that is the embedding is written under both names: vLLM may hold it as two tensors, of which it would reload
@@ -47,49 +42,33 @@ def write_weights(directory: Path, policy: Policy, params: Params, *, leads: boo
     Args:
       directory: where to; it is made.
       policy: the config names the tensors.
-      params: of the policy.
-      leads: whether this process writes; all of a run call this together.
+      params: of the policy; the processes of a run call this together, and the first one writes.
 
     Returns:
       Whether these are adapters.
     """
-    whole = fetch(params)
     if isinstance(policy.model, LoraModel):
-        if leads:
+        whole = fetch(params)
+        if jax.process_index() == 0:
             save_lora(directory, policy.replace(params=whole))
         return True
     if not policy.config:
         raise ValueError("sampler: an engine needs the policy's config.json, by which it names tensors; it has none")
-    if leads:
-        directory.mkdir(parents=True)
-        files: list[dict[str, np.ndarray]] = [{}]
-        for name, array in named_tensors(policy, whole):
-            if sum(x.nbytes for x in files[-1].values()) + array.nbytes > SHARD:
-                _write(directory, len(files), files.pop())
-                files.append({})
-            files[-1][name] = array
-        _write(directory, len(list(directory.iterdir())) + 1, files[-1])
-        write_json(directory / "config.json", {**policy.config})
+    save_pretrained(directory, with_head(policy.replace(params=params)))
     return False
 
 
-def _write(directory: Path, number: int, tensors: dict[str, np.ndarray]) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(tensors, directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
-
-
-def named_tensors(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a checkpoint one by one, by their names there; a tied head under both of its names."""
-    config, layout, leaves = policy.model.config, layout_of(policy.beside), flatten_dict(params)
-    plan = tensor_plan(policy.config, config, layout, stacked=policy.stacked_experts)
-    for tensor in plan:
-        yield tensor.name, stored_array(tensor, leaves)
-    if config.tie_word_embeddings:
-        untied = dataclasses.replace(config, tie_word_embeddings=False)
-        apart = tensor_plan(policy.config, untied, layout, stacked=policy.stacked_experts)
-        (head,) = {tensor.name for tensor in apart} - {tensor.name for tensor in plan}
-        yield head, np.ascontiguousarray(leaves["embed_tokens", "embedding"])
+def with_head(policy: Policy) -> Policy:
+    """A policy whose tied head is also among the tensors of its checkpoint, by the name of one that is not tied."""
+    config, layout = policy.model.config, layout_of(policy.beside)
+    if not config.tie_word_embeddings:
+        return policy
+    tied, apart = (
+        {tensor.name for tensor in tensor_plan(policy.config, one, layout, stacked=policy.stacked_experts)}
+        for one in (config, dataclasses.replace(config, tie_word_embeddings=False))
+    )
+    (head,) = apart - tied
+    return policy.replace(beside={**policy.beside, head: fetch(policy.params["embed_tokens"]["embedding"])})
 
 
 def probe_ids(policy: Policy) -> list[int]:

@@ -201,6 +201,7 @@ def request_of(run: Run) -> Request:
         batch_size=config.rollout_batch_size,
         interaction=run.interaction,
         sampler=run.sampler,
+        policy=run.policy,
     )
 
 

@@ -301,6 +301,7 @@ def evaluate_encoded(
         padding=padding,
         interaction=interaction,
         sampler=sampler,
+        policy=policy,
     )
     key, names = jax.random.fold_in(jax.random.key(settings.seed), EVALUATION), reward_names(reward_fns)
     scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()

@@ -65,13 +65,13 @@ def prepare(arguments: Arguments) -> Run:
     faults.of(_check_config, config)
     faults.of(check_policy, policy)
     faults.of(check_optimizer, arguments.optimizer)
-    faults.of(check_sampler, arguments.sampler)
     fns = faults.of(_functions, arguments.reward_fns)
     rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
     if arguments.eval_dataset is not None:
         rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
     known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
     interaction = faults.of(_interaction, arguments, rows) if known else None
+    faults.of(check_sampler, arguments.sampler, interaction)
     unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
     if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
@@ -277,12 +277,10 @@ def _interaction(arguments: Arguments, rows: Mapping[str, Sequence[Row] | None])
     policy, config = arguments.policy, arguments.config
     if not arguments.tools and arguments.environment_factory is None:
         return None
-    for wrong, why in (
-        (arguments.sampler is not None, "sampler samples completions of one turn: give one or the other"),
-        (not is_cached(policy.model), "policy.model has no cache: several turns need a model of this package"),
-    ):
-        if wrong:
-            raise ValueError(f"tools and environment_factory: {why}")
+    if not is_cached(policy.model):
+        raise ValueError(
+            "tools and environment_factory: policy.model has no cache: several turns need a model of this package"
+        )
     return make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from grpo_jax.rollout.generate import generate
-from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.rollout.turns import Answers, generate_turns
 from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts
 from grpo_jax.turns.episodes import Episodes, Played, metrics_of
@@ -119,20 +119,34 @@ def sample(
       request: how many completions, how long, from which distribution, and who answers them.
       updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
+
+    def by_sampler(prompts: Prompts, key: jax.Array, answers: Answers | None = None) -> Completions:
+        assert request.sampler is not None, "asked for where there is one"
+        completions = completions_by(
+            request.sampler,
+            model,
+            params,
+            prompts,
+            key,
+            request,
+            prompt_indices=prompt_indices,
+            interrupt=interrupt,
+            answers=answers,
+        )
+        return completions if updater is None else with_old_log_probs(completions, updater, params, prompts)
+
     if request.interaction is not None:
-        play = _as_requested(generate_turns, model, params, request, prompt_indices, interrupt)
+        if request.sampler is None:
+            play = _as_requested(generate_turns, model, params, request, prompt_indices, interrupt)
+        else:
+            play = by_sampler
         return _sample_turns(request.interaction, play, data, numbers, key, request)
     rows = [data.rows[i] for i in numbers]
     prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
     if request.sampler is None:
         draw = _as_requested(generate, model, params, request, prompt_indices, interrupt)
         return Sampled(rows, prompts, draw(prompts, key, on_host=True))
-    completions = completions_by(
-        request.sampler, model, params, prompts, key, request, prompt_indices=prompt_indices, interrupt=interrupt
-    )
-    if updater is not None:
-        completions = with_old_log_probs(completions, updater, params, prompts)
-    return Sampled(rows, prompts, completions)
+    return Sampled(rows, prompts, by_sampler(prompts, key))
 
 
 def _as_requested(

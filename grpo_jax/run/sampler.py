@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,33 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import show
+from grpo_jax.models.packing import lengths_of
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import parameters_of
 from grpo_jax.rollout.generate import generate
+from grpo_jax.rollout.turns import Answers
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
-ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host"))
-"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end."""
+ARGUMENTS = (
+    *(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host")),
+    "policy",
+    "answers",
+)
+"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end, and two
+more."""
 ROUNDING = 1e-2
 """Nats by which an engine's log-prob may be above 0."""
 
 
 class Sampler(Protocol):
     """An engine that samples: a function that may take any of the arguments of `generate`, by their names.
+
+    Beside these it may take `policy`, for its config and tokenizer (its params are not those to sample from), and
+    `answers`: None, or who answers the turns of a completion (`rollout.turns.Answers`), which only an engine that takes
+    it is asked for. `engines.vllm` makes one.
 
     Only those are passed that its signature takes; `**kwargs` takes all. It returns `Completions` of NumPy's, JAX's or
     PyTorch's arrays on the host:
@@ -48,6 +60,8 @@ class Sampler(Protocol):
       log_probs: [B, G, T] floats, ≤ 0, of the distribution that the engine drew from: after `temperature`, `top_k`,
         `top_p` and `min_p`, which the trainer's log-probs have in them too.
       ended: [B, G] bool, True where the row drew an EOS.
+      present: of several turns [B, G, T] bool, True from the first token of a row on to its last; `mask` is True on
+        those that the engine drew, and `ended` where `answers` returned None.
 
     What stands where `mask` is False is not looked at. `params` are those to sample from, at every call: an engine with
     weights of its own has to be given them. `key` is the same at all calls of a run; with `prompt_indices`, which are
@@ -58,15 +72,21 @@ class Sampler(Protocol):
     def __call__(self, **kwargs: Any) -> Completions: ...
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """A `Sampler` with weights of its own, which samples by them while the run's change."""
+
+    def follow(self, policy: Policy, params: Params) -> None:
+        """Take these params: they stand for the shapes that later calls are given as `params`."""
+
+
 def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
-    Nor does it go with tools and environments.
+    With tools and environments, one of its arguments has to be `answers`, and the run one process.
     """
     if sampler is None:
         return
-    if interaction is not None:
-        raise ValueError("tools and environment_factory: a sampler makes completions of one turn; give one of them")
     wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
     if not callable(sampler):
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
@@ -76,6 +96,17 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
+    if interaction is None:
+        return
+    if "answers" not in {p.name for p in parameters_of(sampler)}:
+        raise ValueError(
+            "tools and environment_factory: sampler makes completions of one turn; give one that takes `answers`, such"
+            " as engines.vllm, or None"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            "tools and environment_factory: with several processes completions are by generate; leave out sampler"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +123,8 @@ class Request:
       padding: to a multiple of which P is then rounded.
       batch_size: completions that are decoded at a time; None for all.
       interaction: who answers the turns; None: completions have one.
-      sampler: the engine in the place of `generate`, for completions of one turn; None for that.
+      sampler: the engine in the place of `generate`; None for that.
+      policy: whose completions they are, for the sampler.
     """
 
     num_generations: int
@@ -105,6 +137,7 @@ class Request:
     batch_size: int | None = None
     interaction: Interaction | None = None
     sampler: Sampler | None = None
+    policy: Policy | None = None
 
 
 def completions_by(
@@ -117,6 +150,7 @@ def completions_by(
     *,
     prompt_indices: np.ndarray,
     interrupt: Callable[[], None],
+    answers: Answers | None = None,
 ) -> Completions:
     """Completions by an engine, on the host; of several processes all have those of the first.
 
@@ -139,6 +173,8 @@ def completions_by(
         "prompt_indices": prompt_indices,
         "batch_size": request.batch_size,
         "interrupt": interrupt,
+        "policy": request.policy,
+        "answers": answers,
     }
     named = {p.name for p in parameters_of(sampler)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
@@ -148,6 +184,7 @@ def completions_by(
         (prompts.tokens.shape[0], request.num_generations, request.max_completion_length),
         vocab_size=_vocab_size(model, params),
         pad_token_id=request.pad_token_id,
+        turns=answers is not None,
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
@@ -156,12 +193,14 @@ def completions_by(
 
 def with_old_log_probs(completions: Completions, updater: Updater, params: Params, prompts: Prompts) -> Completions:
     """An engine's completions, with the log-probs that the trainer's own scorer gives them under the same params."""
-    t = updater.columns(int(completions.mask.sum(axis=-1).max()))
+    t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     old = fetch(updater.score(params, prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
 
 
-def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int) -> Completions:
+def read_completions(
+    returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
+) -> Completions:
     """An engine's completions, checked, padded to [B, G, T], and clean where their mask is False."""
     if not isinstance(returned, Completions):
         raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
@@ -181,22 +220,30 @@ def read_completions(returned: Any, shape: tuple[int, int, int], *, vocab_size: 
     ):
         if value.shape != right:
             raise ValueError(f"sampler returned {name} of the shape {value.shape}: make it {right}, as tokens has it")
-    lengths = mask.sum(axis=-1)
+    present = _array(returned, "present", "b") if turns and returned.present is not None else mask
+    if present.shape != mask.shape:
+        raise ValueError(
+            f"sampler returned present of the shape {present.shape}: make it {mask.shape}, as tokens has it"
+        )
+    lengths = present.sum(axis=-1)
     _refuse(
-        (mask != (np.arange(t) < lengths[..., None])) | (lengths[..., None] == 0),
+        (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],
         mask,
-        "a mask that is not True from the first token of a row to its last, with one token at least",
+        "a mask that is not True from the first token of a row to its last, with one token at least"
+        if present is mask
+        else "a row whose first token it did not draw, or with a gap in present",
     )
     _refuse(
-        mask & ((tokens < 0) | (tokens >= vocab_size)), tokens, f"a token outside of the vocabulary of {vocab_size}"
+        present & ((tokens < 0) | (tokens >= vocab_size)), tokens, f"a token outside of the vocabulary of {vocab_size}"
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
     _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
     on_host: dict[str, Any] = {
-        "tokens": _padded(np.where(mask, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
+        "tokens": _padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         "mask": _padded(mask, longest, False),
         "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
         "ended": ended,
+        "present": _padded(present, longest, False) if turns else None,
     }
     return Completions(**on_host)
 

@@ -1,0 +1,453 @@
+"""A server behind `sampler`: its weights follow, both sides score alike, and no fault of it is learned from."""
+
+import gc
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from stand_in import StandIn
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, add_lora, evaluate, generate, train
+from grpo_jax.engines import EngineError, vllm
+from grpo_jax.engines.client import Refused
+from grpo_jax.text.prompts import make_prompts
+
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+ADAPTED = add_lora(POLICY, jax.random.key(7), rank=2)
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
+G, T = 4, 8
+SMALL = {
+    "num_generations": G,
+    "per_device_train_batch_size": 2 * G,
+    "max_completion_length": T,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "max_steps": 5,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+}
+
+
+@pytest.fixture
+def server(tmp_path):
+    with StandIn(POLICY) as one:
+        yield one
+
+
+def rewards(completion_ids):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def run(engine, policy=POLICY, run_dir=None, callbacks=(), fns=rewards, **settings):
+    lines = []
+
+    def keep(step, metrics):
+        lines.append(metrics | engine.measured)
+
+    config = GRPOConfig(**SMALL | settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*It is waited for")
+        state = train(policy, ROWS, fns, config, sampler=engine, run_dir=run_dir, callbacks=[keep, *callbacks])
+    return state, lines
+
+
+def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **settings):
+    """Completions by an engine, asked as a run asks."""
+    encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], on_host=True)
+    every = {
+        "policy": policy,
+        "params": policy.params if params is None else params,
+        "prompts": encoded,
+        "key": jax.random.key(key),
+        "num_generations": G,
+        "max_completion_length": T,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": None,
+        "eos_token_ids": policy.eos_token_ids,
+        "pad_token_id": 0,
+        "prompt_indices": np.arange(len(prompts)),
+        "interrupt": lambda: None,
+    }
+    return engine(**every | settings)
+
+
+# Weights follow ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["whole", "lora"])
+def test_the_weights_of_every_step_are_what_it_samples_from(server, policy, tmp_path):
+    """Five updates: log-probs of the probe and of the completions are the trainer's; the tied head's too."""
+    engine = vllm(server.url, directory=str(tmp_path))
+    _, lines = run(engine, policy)
+    assert len(lines) == 5
+    for line in lines:
+        assert line["sampler/probe_gap_max"] < 1e-4
+        assert line["sampler/log_prob_difference_max"] < 1e-4
+        assert line["sampler_gap"] < 1e-4
+    assert server.most > 1  # in flight together
+    loads = server.posts("/v1/load_lora_adapter"), server.posts("/collective_rpc")
+    if policy is ADAPTED:
+        names = [body["lora_name"] for body in loads[0]]
+        assert len(set(names)) == len(names) == 5
+        assert len(server.adapters) == 1  # the others are unloaded
+        assert {body["model"] for body in server.posts("/v1/completions")} == {"base", *names} - {"base"}
+    else:
+        assert len(loads[1]) == 5
+        assert len(server.posts("/reset_prefix_cache")) == 5
+    (kept,) = tmp_path.iterdir()
+    assert len(list(kept.iterdir())) == 1  # versions before are gone
+    del engine
+    gc.collect()
+    assert not kept.exists()
+
+
+@pytest.mark.quick
+def test_a_head_that_stays_behind_is_named_and_nothing_is_learned(server):
+    server.deaf_head = True
+    seen = []
+    with pytest.raises(EngineError, match=r"version before: lm_head \(tied to embed_tokens\)") as caught:
+        run(vllm(server.url), callbacks=[lambda step, metrics: seen.append(step)])
+    assert seen == [1]  # the first batch was of the weights that both began with
+    assert "differ by" in str(caught.value)
+    assert server.url in str(caught.value)
+
+
+def test_another_tensor_that_stays_behind_is_named(server):
+    def reload(directory):
+        kept = server.params["layers_0"]["mlp"]
+        type(server).reload(server, directory)
+        server.params = server.head = server.params | {"layers_0": server.params["layers_0"] | {"mlp": kept}}
+
+    moved = jax.tree.map(lambda x: x, POLICY.params)
+    engine = vllm(server.url)
+    draws(engine)
+    node = moved["layers_0"]["mlp"]["up_proj"]
+    node["kernel"] = node["kernel"] + 0.3
+    moved["norm"]["scale"] = moved["norm"]["scale"] * 1.1
+    server.reload = reload
+    with pytest.raises(EngineError, match=r"version before: layers_0\.mlp\.up_proj\.kernel"):
+        draws(engine, params=moved)
+
+
+def test_a_server_of_another_model_is_refused_before_it_samples():
+    with StandIn(tiny_policy(seed=3)) as other, pytest.raises(EngineError, match="own base model"):
+        draws(vllm(other.url), ADAPTED)
+    # Of whole weights it gets the run's.
+    with StandIn(tiny_policy(seed=3)) as other:
+        draws(vllm(other.url))
+
+
+def test_the_same_params_are_handed_over_once(server):
+    engine = vllm(server.url)
+    first, again = draws(engine), draws(engine)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert len(server.posts("/collective_rpc")) == 1
+    draws(engine, params=jax.tree.map(lambda x: x + 0, POLICY.params))
+    assert len(server.posts("/collective_rpc")) == 2
+
+
+# What is drawn -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_draws_follow_from_key_and_number_alone(server):
+    engine = vllm(server.url)
+    whole = draws(engine)
+    alone = draws(engine, prompts=("c",), prompt_indices=np.array([1]))
+    np.testing.assert_array_equal(whole.tokens[1:], alone.tokens)
+    assert not np.array_equal(whole.tokens, draws(engine, key=1).tokens)
+    seeds = [body["seed"] for body in server.posts("/v1/completions") if "seed" in body][: 2 * G]
+    assert len(set(seeds)) == 2 * G
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_settings_of_the_run_are_what_is_asked_for(server):
+    draws(vllm(server.url), temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    body = server.posts("/v1/completions")[-2]
+    asked = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    assert asked == {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.0}
+    assert body["ignore_eos"]
+    assert set(body["stop_token_ids"]) == set(POLICY.eos_token_ids)
+
+
+@pytest.mark.quick
+def test_log_probs_of_another_distribution_are_refused_at_the_first_request(server):
+    server.raw = True
+    draws(vllm(server.url))  # at temperature 1 and uncut the two are one
+    for settings in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}):
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            draws(vllm(server.url), **settings)
+
+
+def test_completions_are_distributed_as_ours(server):
+    """Of 400 first tokens: total variation to our own sampler's exact distribution as small as sampling makes it."""
+    drawn = draws(vllm(server.url), num_generations=400, max_completion_length=1, prompts=("ab",))
+    ids = POLICY.tokenizer("ab")["input_ids"]
+    logits = POLICY.model.apply({"params": POLICY.params}, jnp.array([ids]))[0, -1]
+    p = np.asarray(jax.nn.softmax(logits))
+    found = np.bincount(np.asarray(drawn.tokens).ravel(), minlength=len(p)) / 400
+    own = generate(
+        POLICY.model,
+        POLICY.params,
+        make_prompts([ids]),
+        jax.random.key(5),
+        num_generations=400,
+        max_completion_length=1,
+    )
+    ours = np.bincount(np.asarray(own.tokens).ravel(), minlength=len(p)) / 400
+    assert abs(found - p).sum() < 1.5 * abs(ours - p).sum()
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def nth(path, wrong, *numbers):
+    """A fault of the n-th requests of a path."""
+    count, lock = iter(range(10**6)), threading.Lock()
+
+    def fault(asked, body, n):
+        if asked.split("?")[0] != path:
+            return None
+        with lock:
+            return wrong if next(count) in numbers else None
+
+    return fault
+
+
+def test_a_server_that_is_not_there_is_waited_for_and_then_named(server):
+    server.stop()
+    with (
+        pytest.warns(UserWarning, match="It is waited for, 0.3 s at most"),
+        pytest.raises(
+            EngineError, match=rf"{server.url}/v1/models: Connection.*waited for 0.3 s.*[Nn]othing was learned"
+        ),
+    ):
+        draws(vllm(server.url, patience=0.3))
+    threading.Timer(0.5, server.start).start()
+    with pytest.warns(UserWarning, match="is the server running"):
+        assert draws(vllm(server.url, patience=20)).tokens.shape == (2, G, T)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(server, status):
+    server.fault = nth("/v1/completions", status, 2, 3, 5)
+    busy = draws(vllm(server.url))
+    server.fault = lambda *_: None
+    np.testing.assert_array_equal(busy.tokens, draws(vllm(server.url)).tokens)
+
+
+def test_a_server_that_stays_busy_is_given_up(server):
+    server.fault = lambda path, body, n: 429 if path == "/v1/completions" and body["max_tokens"] > 1 else None
+    with pytest.warns(UserWarning, match="answered 429"), pytest.raises(EngineError, match="answered 429"):
+        draws(vllm(server.url, patience=0.2))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fault", ["drop", "hang", "abort"])
+def test_what_is_broken_off_is_asked_again_and_drawn_again(server, fault):
+    expected = draws(vllm(server.url))
+    server.fault = nth("/v1/completions", fault, 4)
+    with pytest.warns(UserWarning, match="It is waited for"):
+        found = draws(vllm(server.url, timeout=1))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["whole", "lora"])
+def test_a_server_started_again_in_mid_run_gets_the_weights_again(server, policy):
+    """It comes back with the weights it began with, in the middle of a batch and between two: nobody learns of them."""
+    expected, _ = run(vllm(server.url), policy)
+    loads = ("/v1/load_lora_adapter", "/collective_rpc")
+    count = sum(len(server.posts(path)) for path in loads)
+    server.stop()
+    server.start()
+    server.requests.clear()
+    crashes = iter([30, 55])
+    at = [next(crashes)]
+
+    def fault(path, body, n):
+        if path == "/v1/completions" and n >= at[0]:
+            at[0] = next(crashes, 10**6)
+            threading.Thread(target=lambda: (server.stop(), time.sleep(0.2), server.start())).start()
+            return "drop"
+        return None
+
+    server.fault = fault
+    found, lines = run(vllm(server.url, patience=20), policy)
+    assert sum(len(server.posts(path)) for path in loads) > count
+    assert max(line["sampler/log_prob_difference_max"] for line in lines) < 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found.params, expected.params)
+
+
+@pytest.mark.parametrize("version", [True, False], ids=["says its version", "by the probe alone"])
+def test_a_server_started_again_without_a_broken_request_is_noticed(server, version):
+    server.says_version = version
+    moved = jax.tree.map(lambda x: 1.1 * x, POLICY.params)
+    engine = vllm(server.url)
+    expected = draws(engine, params=moved)
+    server.params = server.head = POLICY.params  # as after a restart between two batches
+    server.version = "default"
+    np.testing.assert_array_equal(draws(engine, params=moved).tokens, expected.tokens)
+
+    def fault(path, body, n):
+        if path == "/v1/completions" and body["max_tokens"] == T and engine.measured.get("seen") is None:
+            engine.measured["seen"] = 1.0
+            server.params, server.version = POLICY.params, "default"  # in the middle of one
+
+    server.fault = fault
+    with pytest.warns(UserWarning, match="started again, with other weights"):
+        np.testing.assert_array_equal(draws(engine, params=moved).tokens, expected.tokens)
+
+
+def test_a_server_that_falls_again_and_again_ends_the_run(server):
+    server.fault = lambda path, body, n: "drop" if path == "/v1/completions" and body["max_tokens"] > 1 else None
+    with pytest.warns(UserWarning, match="It is waited"), pytest.raises(EngineError, match="the 4th time in one batch"):
+        draws(vllm(server.url, patience=5))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("short", "gave . token_ids and . log-probs|ended a completion after"),
+        ("alien", "a token outside of the vocabulary of|ended a completion"),
+        (400, "answered 400, 'told to answer 400'"),
+    ],
+)
+def test_answers_that_cannot_be_learned_from_end_the_run(server, fault, message, tmp_path):
+    server.fault = nth("/v1/completions", fault, 3)
+    with pytest.raises((EngineError, ValueError), match=message):
+        run(vllm(server.url), run_dir=tmp_path, max_steps=1)
+
+
+def test_a_run_that_a_server_ended_goes_on_from_its_checkpoint(server, tmp_path):
+    """To the same params as one that nothing happened to."""
+    expected, _ = run(vllm(server.url))
+    server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > 8 else None
+    with pytest.raises(EngineError, match="told to answer 400"):
+        run(vllm(server.url), run_dir=tmp_path, save_steps=1)
+    server.fault = lambda *_: None
+    found, lines = run(vllm(server.url), run_dir=tmp_path, save_steps=1)
+    assert 0 < len(lines) < 5
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found.params, expected.params)
+
+
+def test_a_vocabulary_of_other_tokens(server):
+    server.base = tiny_policy().replace(config={**POLICY.config, "vocab_size": 20})
+    with pytest.raises(Refused, match="Token id is out of vocabulary"):
+        draws(vllm(server.url))
+
+
+def test_too_little_room_is_said_before_anything_is_sampled(server):
+    server.room = 9
+    with pytest.raises(EngineError, match=r"takes 9 tokens, .* may have 10: start it with --max-model-len 10"):
+        draws(vllm(server.url))
+    assert not server.posts("/v1/completions")
+    with pytest.raises(EngineError, match="serves base, and model = 'other': name one"):
+        draws(vllm(server.url, model="other"))
+
+
+@pytest.mark.quick
+def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch, tmp_path):
+    server.key = "not-to-be-seen"
+    engine = vllm(server.url, api_key_env="SOME_KEY")
+    with pytest.raises(EngineError, match=r"answered 401.*environment variable SOME_KEY"):
+        draws(engine)
+    monkeypatch.setenv("SOME_KEY", server.key)
+    run(engine, run_dir=tmp_path, save_steps=1, max_steps=2)
+    assert server.key not in repr(engine) + repr(vars(engine))
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if server.key.encode() in path.read_bytes()]
+
+
+# From evaluate, and for several turns --------------------------------------------------------------------------------
+
+
+def test_an_evaluation_by_a_server_is_that_by_generate(server):
+    how = {"num_generations": 2, "max_completion_length": T, "temperature": 0, "batch_size": 4}
+    other = jax.tree.map(lambda x: 1.5 * x, POLICY.params)
+    expected = evaluate(POLICY, ROWS, rewards, params=other, **how)
+    assert evaluate(POLICY, ROWS, rewards, params=other, sampler=vllm(server.url), **how) == expected
+
+
+class Game:
+    """Says something three times; what it was told decides the reward."""
+
+    def reset(self, **row):
+        self.heard = []
+
+    def respond(self, text):
+        self.heard.append(text)
+        return None if len(self.heard) == 4 else f" {len(text)}: "
+
+    def get_reward(self):
+        return float(sum(map(len, self.heard)) % 5)
+
+
+@pytest.mark.quick
+def test_several_turns_are_the_very_tokens_so_far(server):
+    """Each request begins with the one before, its tokens and what was said; log-probs are the trainer's."""
+    engine, lines = vllm(server.url), []
+    train(
+        POLICY,
+        ROWS,
+        [],
+        GRPOConfig(**SMALL | {"max_completion_length": 40, "max_steps": 2}),
+        environment_factory=Game,
+        sampler=engine,
+        callbacks=[lambda step, metrics: lines.append(metrics)],
+    )
+    assert len(lines) == 2
+    for line in lines:
+        assert line["sampler/log_prob_difference_max"] < 1e-4
+        assert line["turns/max"] > 2
+        assert line["sampler_gap"] < 1e-4
+        assert line["completions/observation_tokens"] > 0
+    prompts = [body["prompt"] for body in server.posts("/v1/completions") if body["max_tokens"] > 1]
+    later = [ids for ids in prompts if max(len(other) for other in prompts if ids[: len(other)] == other) == len(ids)]
+    assert len(later) > len(ROWS)
+    seeds = [body["seed"] for body in server.posts("/v1/completions") if body["max_tokens"] > 1]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_several_turns_go_on_after_a_lost_server(server):
+    """Those of a turn are drawn again; no environment hears anything twice."""
+
+    def played(engine):
+        lines = []
+        settings = SMALL | {"max_completion_length": 40, "max_steps": 1}
+        keep = {"callbacks": [lambda step, metrics: lines.append(metrics)]}
+        state = train(POLICY, ROWS, [], GRPOConfig(**settings), environment_factory=Game, sampler=engine, **keep)
+        return state, lines
+
+    expected, lines = played(vllm(server.url))
+    server.fault = nth("/v1/completions", "abort", 11)
+    with pytest.warns(UserWarning, match="It is waited for"):
+        found, again = played(vllm(server.url))
+    assert lines[0]["turns/mean"] == again[0]["turns/mean"]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found.params, expected.params)
+
+
+def test_a_stop_breaks_the_sampling_off(server):
+    class Stopped(Exception):
+        pass
+
+    def interrupt():
+        raise Stopped
+
+    engine = vllm(server.url)
+    draws(engine)
+    server.fault = lambda path, body, n: "hang" if path == "/v1/completions" and body["max_tokens"] == T else None
+    begin = time.monotonic()
+    with pytest.raises(Stopped):
+        draws(engine, interrupt=interrupt)
+    assert time.monotonic() - begin < 2.5
