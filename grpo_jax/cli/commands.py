@@ -171,6 +171,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             eval_dataset=run.eval_rows,
             tools=run.tools,
             environment_factory=run.environment_factory,
+            sampler=run.sampler,
             donate=True,
         )
         return
@@ -186,6 +187,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             callbacks=[keep],
             tools=run.tools,
             environment_factory=run.environment_factory,
+            sampler=run.sampler,
             donate=True,
         )
     if run.run_dir is not None:
@@ -275,6 +277,7 @@ def evaluate(arguments: Namespace) -> None:
         EvaluationSettings.of(run.config),
         tools=run.tools,
         environment_factory=run.environment_factory,
+        sampler=run.sampler if "sampler" in arguments.keys else None,
     )
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]

@@ -24,6 +24,8 @@ OWN = {
     "the package; `{number_reward: answer}` calls it with what follows, and its result is the reward function",
     "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
     "environment_factory": "what makes an environment for each completion, as `module:name`",
+    "sampler": "an engine in the place of the built-in one: `{vllm: {base_url: http://HOST:8000}}`, with any arguments "
+    "of `engines.vllm`, or `module:name`; evaluations take one from the command line alone",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
     "quantize_embeddings": "whether its embedding and head are quantized too",

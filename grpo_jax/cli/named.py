@@ -13,7 +13,9 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from grpo_jax import rewards
+from grpo_jax.engines import Engine, vllm
 from grpo_jax.messages import nearest
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.columns import Columns, Template
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
@@ -148,6 +150,33 @@ def _function(name: object, folder: Path) -> Callable[..., object]:
         raise ValueError(f"no such reward function; {hint}")
     found: Callable[..., object] = find(name, folder)
     return found
+
+
+def sampler_of(entry: object, folder: Path) -> Sampler:
+    """Return the engine of an entry of `sampler`.
+
+    Args:
+      entry: `{vllm: {base_url: ...}}`, or a reference.
+      folder: as in `find`.
+
+    Raises:
+      ValueError: the fault of the entry.
+
+    Example:
+      >>> sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000"}}, Path())
+      Engine(VLLM('http://127.0.0.1:8000'))
+    """
+    if is_reference(entry):
+        found: Sampler = find(entry, folder)
+        return found
+    if not isinstance(entry, dict) or len(entry) != 1 or not {*entry} <= {"vllm"}:
+        raise ValueError("write {vllm: {base_url: http://HOST:PORT}}, or module:name")
+    arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
+    if "api_key" in arguments:
+        raise ValueError("a key does not belong into a file: put it into the environment, VLLM_API_KEY or api_key_env")
+    made = _call(vllm, "vllm", arguments)
+    assert isinstance(made, Engine)
+    return made
 
 
 def rows_of(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, reward_function, rows_of
+from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import unknown_field
@@ -20,6 +20,7 @@ from grpo_jax.hub.quantize import check_method
 from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
+from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.columns import check_templates
 from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row
 
@@ -67,6 +68,7 @@ class RunFile:
       rewards: reward functions.
       tools: functions that the policy may call, None for none.
       environment_factory: what makes environments, None for none.
+      sampler: the engine that samples, None for the built-in one.
     """
 
     values: Json
@@ -83,6 +85,7 @@ class RunFile:
     rewards: list[RewardFn] = dataclasses.field(default_factory=list)
     tools: list[Callable[..., Any]] | None = None
     environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None
+    sampler: Sampler | None = None
 
     def text(self) -> str:
         """Return the file that starts the same run from anywhere."""
@@ -167,8 +170,10 @@ def _with_functions(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
     environments = None
     if "environment_factory" in stated:
         environments = problems.of("environment_factory", _environments, stated["environment_factory"], run.folder)
+    sampler = problems.of("sampler", sampler_of, stated["sampler"], run.folder) if "sampler" in stated else None
     return dataclasses.replace(
         run,
+        sampler=sampler,
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else None,
         environment_factory=environments,

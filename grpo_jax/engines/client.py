@@ -15,7 +15,6 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from grpo_jax.messages import show
 from grpo_jax.types import Json
@@ -87,8 +86,8 @@ class Client:
 
     def post(
         self, path: str, body: Json, *, stopped: Callable[[], bool] = lambda: False, busy: Sequence[int] = BUSY
-    ) -> Any:
-        """Return what the server answers; a busy server is asked again for `patience` seconds.
+    ) -> Json:
+        """Return the object that the server answers, {} for anything else; a busy server is asked again for a while.
 
         Args:
           path: behind the base.
@@ -102,7 +101,7 @@ class Client:
         """
         return self._again(lambda: self._once("POST", path, body), path, stopped, busy)
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> Json:
         """Return what the server answers, as `post`."""
         return self._again(lambda: self._once("GET", path, None), path, lambda: False, BUSY)
 
@@ -125,14 +124,14 @@ class Client:
 
     def _again(
         self, once: Callable[[], tuple[int, bytes]], path: str, stopped: Callable[[], bool], busy: Sequence[int]
-    ) -> Any:
+    ) -> Json:
         """One request, and again while the server is busy."""
         end, tries = time.monotonic() + self.patience, 0
         while True:
             status, content = once()
             if status == 200:
                 try:
-                    return json.loads(content) if content.strip()[:1] in (b"{", b"[") else content.decode()
+                    return dict(json.loads(content)) if content.strip()[:1] == b"{" else {}
                 except ValueError as error:
                     raise EngineError(f"{self.base_url}{path} answered what is no JSON: {show(content)}") from error
             if status not in busy:

@@ -21,9 +21,9 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,14 @@ import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.engines.client import EngineError, Lost
+from grpo_jax.engines.row import Asked, Row, completions_of, wait_for
 from grpo_jax.engines.server import Drawn, Server
 from grpo_jax.engines.weights import probe_ids, score_probe, stale_tensors, write_weights
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
+from grpo_jax.rollout.turns import Answers
 from grpo_jax.types import Completions, Params, Prompts
 
 TOLERANCES = {"float32": 1e-4}
@@ -48,21 +50,6 @@ MOST = 1024
 """Requests in flight, at most."""
 STEP = 0x9E3779B97F4A7C15
 """By what the seeds of the turns of one completion differ: odd, so that no two are equal."""
-
-
-class Answers(Protocol):
-    """Who answers the turns of a completion, as `rollout.turns.Answers`."""
-
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None: ...
-
-
-class _Asked(NamedTuple):
-    """How a batch is asked for."""
-
-    sampling: Sampling
-    stop: tuple[int, ...]
-    longest: int
-    answers: Answers | None
 
 
 class _Version(NamedTuple):
@@ -83,22 +70,6 @@ class _Version(NamedTuple):
     ids: list[int]
     scores: np.ndarray
     policy: Policy
-
-
-class _Row:
-    """One completion as it grows."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.sampled: list[bool] = []
-        self.log_probs: list[float] = []
-        self.ended = False
-
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float] | None) -> None:
-        """Drawn tokens, or without log-probs observed ones."""
-        self.tokens += map(int, tokens)
-        self.sampled += [log_probs is not None] * len(tokens)
-        self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs
 
 
 class Engine:
@@ -185,7 +156,7 @@ class Engine:
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self.follow(policy, params)
-        asked = _Asked(
+        asked = Asked(
             Sampling(temperature, top_k, top_p, min_p), tuple(map(int, eos_token_ids)), max_completion_length, answers
         )
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
@@ -193,7 +164,7 @@ class Engine:
         data = jax.random.key_data(completion_keys(key, jnp.asarray(prompt_indices), num_generations))
         words = np.asarray(data).reshape(len(ids), -1).astype(np.uint64)
         seeds = [int(words[i, 0]) << 32 | int(words[i, -1]) for i in range(len(ids))]
-        rows, fault = [_Row() for _ in ids], None
+        rows, fault = [Row() for _ in ids], None
         if jax.process_index() == 0:
             try:
                 rows = self._sampled(ids, seeds, asked, interrupt)
@@ -203,11 +174,11 @@ class Engine:
                 fault = one_line(error, None)
         if (fault := gather_objects(fault)[0]) is not None:  # where one fails, all do
             raise EngineError(fault)
-        return _completions(rows, (len(lengths), num_generations, max_completion_length), pad_token_id)
+        return completions_of(rows, (len(lengths), num_generations, max_completion_length), pad_token_id)
 
     def _sampled(
-        self, ids: list[list[int]], seeds: list[int], asked: _Asked, interrupt: Callable[[], None]
-    ) -> list[_Row]:
+        self, ids: list[list[int]], seeds: list[int], asked: Asked, interrupt: Callable[[], None]
+    ) -> list[Row]:
         """All completions, by weights that the server had all along."""
         begin, self._lost, played = time.monotonic(), 0, False
         while True:
@@ -232,7 +203,7 @@ class Engine:
         }
         return rows
 
-    def _all(self, ids: list[list[int]], seeds: list[int], asked: _Asked, interrupt: Callable[[], None]) -> list[_Row]:
+    def _all(self, ids: list[list[int]], seeds: list[int], asked: Asked, interrupt: Callable[[], None]) -> list[Row]:
         """All completions at once, a thread for each."""
         with ThreadPoolExecutor(min(MOST, len(ids)), "grpo_jax-engine") as pool:
             coming = [pool.submit(self._one, i, ids[i], seeds[i], asked) for i in range(len(ids))]
@@ -251,9 +222,9 @@ class Engine:
                 raise
         return [one.result() for one in coming]
 
-    def _one(self, number: int, ids: list[int], seed: int, asked: _Asked) -> _Row:
+    def _one(self, number: int, ids: list[int], seed: int, asked: Asked) -> Row:
         """One completion: its turns, and what is said between them."""
-        row = _Row()
+        row = Row()
         while True:
             begins = len(row.tokens)
             room = asked.longest - begins
@@ -265,7 +236,7 @@ class Engine:
                 return row
             promise = asked.answers(number, np.array(drawn.tokens, np.int32), room - len(drawn.tokens) - 1)
             assert promise is not None, "one process plays all of them"
-            said = _wait(promise, self._stop)
+            said = wait_for(promise, self._stop)
             if said is None:
                 row.ended = True
                 return row
@@ -273,7 +244,7 @@ class Engine:
                 return row
             row.add(said, None)
 
-    def _turn(self, ids: list[int], most: int, seed: int, asked: _Asked) -> Drawn:
+    def _turn(self, ids: list[int], most: int, seed: int, asked: Asked) -> Drawn:
         """One turn; asked for again if the server was lost meanwhile and is back."""
         while True:
             epoch = self._epoch
@@ -307,7 +278,7 @@ class Engine:
                 self._load()
             self._epoch += 1
 
-    def _hand_over(self, asked: _Asked, longest: int) -> None:
+    def _hand_over(self, asked: Asked, longest: int) -> None:
         """Have the server checked and the weights loaded, if they are not."""
         if self._checked is None or self._checked[0] != asked.sampling or self._checked[1] < longest:
             self._server.check(asked.sampling, longest)
@@ -355,7 +326,7 @@ class Engine:
         return bool(gaps.mean() <= self._tolerance_of(version))
 
     def _tolerance_of(self, version: _Version) -> float:
-        """What may be explained by rounding."""
+        """Return the mean gap that rounding explains."""
         if self._tolerance is not None:
             return self._tolerance
         config = getattr(version.policy.model, "config", None)
@@ -380,27 +351,3 @@ class Engine:
 
 
 NOTHING = "Nothing was learned from it; run it again, and it goes on from its last checkpoint."
-
-
-def _wait(promise: Future[Sequence[int] | None], stop: threading.Event) -> Sequence[int] | None:
-    """What is said, unless the batch is given up."""
-    while not stop.is_set():
-        done, _ = wait([promise], timeout=0.2)
-        if done:
-            return promise.result()
-    raise EngineError("the batch was given up")
-
-
-def _completions(rows: list[_Row], shape: tuple[int, int, int], pad_token_id: int) -> Completions:
-    """Rows of several lengths as arrays."""
-    b, g, t = shape
-    tokens = np.full((b * g, t), pad_token_id, np.int32)
-    mask, present = np.zeros((2, b * g, t), bool)
-    log_probs = np.zeros((b * g, t), np.float32)
-    for i, row in enumerate(rows):
-        n = len(row.tokens)
-        tokens[i, :n], mask[i, :n], present[i, :n], log_probs[i, :n] = row.tokens, row.sampled, True, row.log_probs
-    ended = np.array([row.ended for row in rows]).reshape(b, g)
-    arrays = [x.reshape(b, g, t) for x in (tokens, mask, log_probs, present)]
-    several = not np.array_equal(mask, present)
-    return Completions(*arrays[:3], ended, present=arrays[3] if several else None)

@@ -103,10 +103,10 @@ class VLLM:
     def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of a prompt, beside one token that nobody reads."""
         choice = self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}, lambda: False)
-        given = choice.get("prompt_logprobs") or []
-        if len(given) != len(ids):
-            raise EngineError(f"{self.base_url} scored {len(given)} of {len(ids)} tokens: prompt_logprobs is needed")
-        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], given[1:], strict=True)]
+        scored = choice.get("prompt_logprobs") or []
+        if len(scored) != len(ids):
+            raise EngineError(f"{self.base_url} scored {len(scored)} of {len(ids)} tokens: prompt_logprobs is needed")
+        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], scored[1:], strict=True)]
 
     def alive(self) -> bool:
         """Ask /health."""
@@ -169,7 +169,8 @@ class VLLM:
             if refused.status == 404 and self._name != self._base:
                 raise Lost(str(refused)) from refused
             raise
-        return answer["choices"][0]
+        choice: Json = answer["choices"][0]
+        return choice
 
     def _rpc(self, path: str, body: Json) -> None:
         """A request that hands weights over; the server has to have been started for it."""

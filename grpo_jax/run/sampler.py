@@ -34,13 +34,10 @@ from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
-ARGUMENTS = (
-    *(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host")),
-    "policy",
-    "answers",
-)
-"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end, and two
-more."""
+ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host"))
+"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end."""
+FURTHER = ("policy", "answers")
+"""Names of two more, which only a sampler is given that names them."""
 ROUNDING = 1e-2
 """Nats by which an engine's log-prob may be above 0."""
 
@@ -48,8 +45,8 @@ ROUNDING = 1e-2
 class Sampler(Protocol):
     """An engine that samples: a function that may take any of the arguments of `generate`, by their names.
 
-    Beside these it may take `policy`, for its config and tokenizer (its params are not those to sample from), and
-    `answers`: None, or who answers the turns of a completion (`rollout.turns.Answers`), which only an engine that takes
+    Beside these it may name `policy`, for its config and tokenizer (its params are not those to sample from), and
+    `answers`: None, or who answers the turns of a completion (`rollout.turns.Answers`), which only an engine that names
     it is asked for. `engines.vllm` makes one.
 
     Only those are passed that its signature takes; `**kwargs` takes all. It returns `Completions` of NumPy's, JAX's or
@@ -69,7 +66,7 @@ class Sampler(Protocol):
     With several processes all of them call it, and what the first one's returns is taken.
     """
 
-    def __call__(self, **kwargs: Any) -> Completions: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...  # to a type checker, of any arguments
 
 
 @runtime_checkable
@@ -93,7 +90,7 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
     required = [
         p for p in parameters_of(sampler) if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
+    unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
     if interaction is None:
@@ -178,7 +175,9 @@ def completions_by(
     }
     named = {p.name for p in parameters_of(sampler)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
-    returned = sampler(**{name: value for name, value in every.items() if takes_all or name in named})
+    returned = sampler(
+        **{name: value for name, value in every.items() if name in named or (takes_all and name not in FURTHER)}
+    )
     completions = read_completions(
         returned,
         (prompts.tokens.shape[0], request.num_generations, request.max_completion_length),

@@ -120,7 +120,7 @@ def test_an_evaluation_by_an_engine():
         with pytest.raises(ValueError, match=message):
             evaluate(POLICY, ROWS, rewards, sampler=sampler, **how)
     speaks = type("Speaks", (), {"respond": lambda self, text: None})
-    with pytest.raises(ValueError, match="completions of one turn; give one of them"):
+    with pytest.raises(ValueError, match="completions of one turn; give one that takes `answers`"):
         evaluate(POLICY, ROWS, rewards, sampler=engine, environment_factory=speaks, **how)
 
 

@@ -218,7 +218,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     with pytest.raises(ValueError, match="needs the argument 'environments', which is no column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
     both = {"environment_factory": Game, "sampler": lambda **arguments: None}
-    with pytest.raises(ValueError, match="completions of one turn"):
+    with pytest.raises(ValueError, match="sampler makes completions of one turn; give one that takes `answers`"):
         train(POLICY, ROWS, [], GRPOConfig(**SMALL), **both)
 
 

