@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import SHIPPED, find, reward_function, rows_of
+from grpo_jax.cli.named import SHIPPED, find, reward_function, rows_of, sampler_of
 from grpo_jax.rewards import isolated
 
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
@@ -131,3 +131,18 @@ def test_a_name_of_the_hub_is_no_file_of_the_folder(folder, monkeypatch):
 def test_a_reference_to_rows_that_are_not_there_is_said(folder):
     with pytest.raises(ValueError, match=r"data = 'rows_of_my_own.py:mke': .* has no mke; did you mean make\?"):
         rows_of("rows_of_my_own.py:mke", folder)
+
+
+@pytest.mark.quick
+def test_a_sampler_is_a_server_by_its_address_or_a_reference(folder):
+    made = sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000/v1", "tolerance": 0.05}}, folder)
+    assert repr(made) == repr(sampler_of({"vllm": "http://127.0.0.1:8000"}, folder))
+    for entry, said in (
+        ({"sglang": {}}, "write {vllm: {base_url"),
+        ("http://127.0.0.1:8000", "write {vllm: {base_url"),
+        ({"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
+        ({"vllm": {"base_url": "http://a:1", "api_key": "x"}}, "put it into the environment"),
+        ({"vllm": {"base_url": "http://a:1", "patient": 3}}, "vllm refuses its arguments .*patient"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sampler_of(entry, folder)
