@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.engines.client import EngineError
@@ -58,10 +59,7 @@ def completions_of(rows: list[Row], shape: tuple[int, int, int], pad_token_id: i
     for i, row in enumerate(rows):
         n = len(row.tokens)
         tokens[i, :n], mask[i, :n], present[i, :n], log_probs[i, :n] = row.tokens, row.sampled, True, row.log_probs
-
-    def grouped(x: np.ndarray) -> Any:
-        return x.reshape(b, g, *x.shape[1:])
-
     ended = np.array([row.ended for row in rows])
-    several = None if np.array_equal(mask, present) else grouped(present)
-    return Completions(grouped(tokens), grouped(mask), grouped(log_probs), grouped(ended), several)
+    several = None if np.array_equal(mask, present) else present
+    arrays = (tokens, mask, log_probs, ended, several)
+    return Completions(*jax.tree.map(lambda x: x.reshape(b, g, *x.shape[1:]), arrays))

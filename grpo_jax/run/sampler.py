@@ -198,7 +198,7 @@ def with_old_log_probs(completions: Completions, updater: Updater, params: Param
 
 
 def read_completions(
-    returned: Any, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
+    returned: object, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
 ) -> Completions:
     """An engine's completions, checked, padded to [B, G, T], and clean where their mask is False."""
     if not isinstance(returned, Completions):
