@@ -167,7 +167,7 @@ def test_real_logits_are_those_of_transformers(real):
     with torch.no_grad():
         wanted = other(torch.tensor([ids])).logits.numpy()
     found = jax.jit(policy.model.apply)({"params": policy.params}, np.array([ids]))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-5)  # of up to 34: float32
 
 
 def test_pytorch_is_not_needed(smollm2):
