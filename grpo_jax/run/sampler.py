@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +67,6 @@ class Sampler(Protocol):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...  # to a type checker, of any arguments
-
-
-@runtime_checkable
-class Follower(Protocol):
-    """A `Sampler` with weights of its own, which samples by them while the run's change."""
-
-    def follow(self, policy: Policy, params: Params) -> None:
-        """Take these params: they stand for the shapes that later calls are given as `params`."""
 
 
 def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
