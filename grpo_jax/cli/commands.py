@@ -255,7 +255,7 @@ def plan(arguments: Namespace) -> None:
         quantize_embeddings=run.quantize_embeddings,
         donate=True,
     )
-    print(found.describe(verbose=arguments.verbose))
+    print(found.describe(verbose=True) if arguments.verbose else found)
 
 
 def evaluate(arguments: Namespace) -> None:
