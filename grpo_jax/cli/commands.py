@@ -35,6 +35,7 @@ from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.rehearse import rehearse
+from grpo_jax.run.sft import sft
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_pictures
@@ -161,6 +162,8 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         raise ValueError(
             f"quantize = {run.quantize!r}: quantized params cannot be trained; give lora, the rank of adapters on them"
         )
+    if dry_run and "grpo" not in run.stages:
+        raise ValueError("--dry-run: it rehearses GRPO, and stages has none; leave it out")
     policy = load_policy(run)
     if dry_run:
         rehearse(
@@ -176,22 +179,58 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         )
         return
     with _kept(run) as keep, _said_how_to_go_on(run):
-        train_policy(
-            policy,
-            run.rows,
-            run.rewards,
-            run.config,
-            eval_dataset=run.eval_rows,
-            run_dir=run.run_dir,
-            resume=resume,
-            callbacks=[keep],
-            tools=run.tools,
-            environment_factory=run.environment_factory,
-            sampler=run.sampler,
-            donate=True,
-        )
+        policy, resume = _first_stage(run, policy, resume, keep)
+        if "grpo" in run.stages:
+            train_policy(
+                policy,
+                run.rows,
+                run.rewards,
+                run.config,
+                eval_dataset=run.eval_rows,
+                run_dir=run.run_dir,
+                resume=resume,
+                callbacks=[keep],
+                tools=run.tools,
+                environment_factory=run.environment_factory,
+                sampler=run.sampler,
+                donate=True,
+            )
     if run.run_dir is not None:
-        print(f"{run.run_dir}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+        print(
+            f"{_last_dir(run, run.run_dir)}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the"
+            " model"
+        )
+
+
+def _first_stage(
+    run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
+) -> tuple[Policy, str]:
+    """Make or end the stage of SFT: the policy that GRPO begins with, and how that resumes.
+
+    Once GRPO has a checkpoint of its own there is nothing to do: it goes on from there.
+    """
+    if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
+        return policy, resume
+    state = sft(
+        policy,
+        run.sft.rows,
+        run.sft.config,
+        eval_dataset=run.sft.eval_rows,
+        run_dir=None if run.run_dir is None else run.run_dir / "sft",
+        resume=resume,
+        callbacks=[keep],
+        donate=True,
+    )
+    return policy.replace(params=state.params), "never" if resume == "never" else "auto"
+
+
+def _has_checkpoints(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("[0-9]*"))
+
+
+def _last_dir(run: RunFile, run_dir: Path) -> Path:
+    """The directory of the last stage that has begun, in that of the run."""
+    return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 @contextlib.contextmanager
@@ -265,7 +304,7 @@ def evaluate(arguments: Namespace) -> None:
     run = _run_at(target, arguments.keys, _ALL) if is_run else read_run(target, arguments.keys, wanted=_ALL)
     policy, step = load_policy(run), None
     if target.is_dir():
-        step, params = load_params(target, policy.params, arguments.checkpoint)
+        step, params = load_params(_last_dir(run, target), policy.params, arguments.checkpoint)
         policy = policy.replace(params=params)
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
@@ -302,7 +341,7 @@ def export(arguments: Namespace) -> None:
     policy = load_policy(run)
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
-    step, params = load_params(run_dir, policy.params, arguments.checkpoint)
+    step, params = load_params(_last_dir(run, run_dir), policy.params, arguments.checkpoint)
     policy = policy.replace(params=params)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
@@ -319,7 +358,7 @@ def chat(arguments: Namespace) -> None:
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, arguments.keys, ("model",))
         policy = load_policy(run)
-        policy = policy.replace(params=load_params(target, policy.params, arguments.checkpoint)[1])
+        policy = policy.replace(params=load_params(_last_dir(run, target), policy.params, arguments.checkpoint)[1])
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
     else:

@@ -22,6 +22,10 @@ OWN = {
     "row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of one that comes with "
     "the package; `{number_reward: answer}` calls it with what follows, and its result is the reward function",
+    "stages": "`[sft, grpo]` to learn given completions first and begin GRPO with what comes out, or `[sft]` alone "
+    "(default `[grpo]`)",
+    "sft": "a mapping of the settings of that stage, which are those of `SFTConfig`, and of its `data`, `eval_data`, "
+    "`columns` and `prompt`",
     "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
     "environment_factory": "what makes an environment for each completion, as `module:name`",
     "sampler": "an engine in the place of the built-in one: `{vllm: {base_url: http://HOST:8000}}`, with any arguments "

@@ -17,6 +17,7 @@ from grpo_jax.engines import Engine, vllm
 from grpo_jax.messages import nearest
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.columns import Columns, Template
+from grpo_jax.text.examples import load_examples
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
 from grpo_jax.types import RewardFn, Row
@@ -180,7 +181,12 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
 
 
 def rows_of(
-    source: Any, folder: Path, *, argument: str = "data", columns: Columns | None = None, prompt: Template | None = None
+    source: object,
+    folder: Path,
+    *,
+    argument: str = "data",
+    columns: Columns | None = None,
+    prompt: Template | None = None,
 ) -> list[Row]:
     """Return the rows of a source, as `train` takes them.
 
@@ -194,13 +200,31 @@ def rows_of(
       ValueError: as `find` and `load_rows`.
       FileNotFoundError: no such file.
     """
+    return load_rows(_source(source, folder, argument), columns=columns, prompt=prompt, argument=argument)
+
+
+def examples_of(
+    source: object,
+    folder: Path,
+    *,
+    argument: str,
+    columns: Columns | None = None,
+    prompt: Template | None = None,
+    text_field: str = "text",
+) -> list[Row]:
+    """Return the rows of a source, as `sft` takes them; arguments and errors as in `rows_of`."""
+    return load_examples(
+        _source(source, folder, argument), text_field=text_field, columns=columns, prompt=prompt, argument=argument
+    )
+
+
+def _source(source: object, folder: Path, argument: str) -> Any:
+    """Return a source with its file or reference found."""
     if isinstance(source, Mapping) and "path" in source:
-        source = {**source, "path": _located(source["path"], folder, argument)}
-    elif isinstance(source, str) and is_hub_name(source) and not (folder / source).exists():
-        source = {"name": source}
-    else:
-        source = _located(source, folder, argument)
-    return load_rows(source, columns=columns, prompt=prompt, argument=argument)
+        return {**source, "path": _located(source["path"], folder, argument)}
+    if isinstance(source, str) and is_hub_name(source) and not (folder / source).exists():
+        return {"name": source}
+    return _located(source, folder, argument)
 
 
 def _located(source: Any, folder: Path, argument: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
 from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of
+from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import unknown_field
@@ -69,6 +70,8 @@ class RunFile:
       tools: functions that the policy may call, None for none.
       environment_factory: what makes environments, None for none.
       sampler: the engine that samples, None for the built-in one.
+      stages: what is done, in this order: "sft", "grpo".
+      sft: the first of them, None where it is none or was not asked for.
     """
 
     values: Json
@@ -86,6 +89,8 @@ class RunFile:
     tools: list[Callable[..., Any]] | None = None
     environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None
     sampler: Sampler | None = None
+    stages: tuple[str, ...] = ("grpo",)
+    sft: SFTStage | None = None
 
     def text(self) -> str:
         """Return the file that starts the same run from anywhere."""
@@ -134,7 +139,11 @@ def read_run(
     set_here = {name: parse_value(name, text) for name, text in (overrides or {}).items()}
     values |= {name: _from_here(name, value) if name in _FILES_IN else value for name, value in set_here.items()}
     stated = {name: value for name, value in values.items() if value is not None}
-    problems = _Problems(_key_problems(values, wanted))
+    problems = _Problems()
+    stages = problems.of("", read_stages, stated) or ("grpo",)
+    with_data = "data" in wanted
+    wanted = wanted if "grpo" in stages else [name for name in wanted if name == "model"]
+    problems += _key_problems(values, wanted)
     run = RunFile(
         values=values,
         folder=folder,
@@ -145,6 +154,8 @@ def read_run(
         param_dtype=problems.of("param_dtype", _param_dtype, stated.get("param_dtype", "float32")) or "",
         quantize=stated.get("quantize"),
         quantize_embeddings=stated.get("quantize_embeddings", False),
+        stages=stages,
+        sft=problems.of("", read_sft, stated, folder) if with_data and "sft" in stages and "sft" in stated else None,
     )
     problems.of("", _check_quantize, run.quantize, run.quantize_embeddings, run.model)
     if "model" in wanted and "model" in stated:

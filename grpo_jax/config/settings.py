@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from grpo_jax.config.fields import read, unknown_field
 from grpo_jax.messages import raise_all, show
-from grpo_jax.types import Json
+
+if TYPE_CHECKING:  # which imports jax
+    from grpo_jax.types import Json
 
 OTHER_NAMES = {
     "warmup_ratio": "use warmup_steps: below 1 it is a ratio",
@@ -87,7 +89,7 @@ class Settings:
         return [*problems, *self.contradictions(wrong)]
 
     @classmethod
-    def from_dict(cls, values: Json) -> Self:
+    def from_dict(cls, values: "Json") -> Self:
         """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
         if not isinstance(values, Mapping):
             raise ValueError(f"{cls.__name__}.from_dict takes a dict of fields, not {show(values)}")

@@ -6,7 +6,7 @@ the loop read those of either config by one name.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from grpo_jax.config import readers
@@ -15,7 +15,6 @@ from grpo_jax.config.config import GRPOConfig, same_field
 from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes
-from grpo_jax.types import Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class SFTConfig(Settings):
     """Learn the assistant's messages alone, by the template's generation tags or by growing conversations."""
     dataset_text_field: str = "text"
     """Column of rows that are text to be learned as a whole."""
-    chat_template_kwargs: Annotated[Json | None, readers.keywords] = setting(None, hash=False)
+    chat_template_kwargs: Annotated[dict[str, object] | None, readers.keywords] = setting(None, hash=False)
     """Further keywords of the tokenizer's `apply_chat_template`. Ours (TRL: a column of that name)."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Tokens that the longest example is rounded up to a multiple of, so that few shapes are compiled; "auto": 32."""
@@ -186,11 +185,11 @@ Config = GRPOConfig | SFTConfig
 """The settings of a run of either kind."""
 
 
-def config_class(values: Json) -> type[GRPOConfig] | type[SFTConfig]:
+def config_class(values: Mapping[str, object]) -> type[GRPOConfig] | type[SFTConfig]:
     """Return the class of the config whose `to_dict` a file holds."""
     return SFTConfig if "completion_only_loss" in values else GRPOConfig
 
 
-def stored_config(values: Json) -> Config:
+def stored_config(values: Mapping[str, object]) -> Config:
     """Return the config whose `to_dict` a file holds."""
     return config_class(values).from_dict(values)
