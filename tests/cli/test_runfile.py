@@ -87,7 +87,7 @@ def test_all_faults_come_together_each_with_its_key(folder):
         run_dir=7,
         dataset_name="x",
     )
-    with pytest.raises(ValueError, match=r"my_run\.yaml has 16 errors") as caught:
+    with pytest.raises(ValueError, match=r"my_run\.yaml with --max_steps has 16 errors") as caught:
         read_run(path, {"max_steps": "many"}, wanted=ALL)
     lines = str(caught.value).split("\n  ")[1:]
     for begin in (
