@@ -86,16 +86,17 @@ class Completions(flax.struct.PyTreeNode):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """One minibatch: all that a gradient depends on beside the params.
+    """The completions of an iteration, or a minibatch of them: all that a gradient depends on beside the params.
 
     Attributes:
       prompts: `Prompts`, tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32.
-      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which
-        `rollout.rollout.Table.draw` writes for every turn. The ratio's old log-probs where completions serve several
-        updates or have waited (`rollout_ahead`), unless there are `old_log_probs`; else the ratio is exp(l − sg(l)).
+      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which with `generate`
+        `rollout.rollout.Table.record` writes turn by turn. They are the ratio's old log-probs, or if there are
+        `old_log_probs`, those (`update.objective`). Completions that serve a single update by the policy that sampled
+        them need neither: their ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.

@@ -1,7 +1,8 @@
 """Reading the fields of a settings class by their annotations, with error lines that a person can act on.
 
 A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or
-`Annotated[..., reader]` with a function that reads it. Nothing here knows `GRPOConfig`.
+`Annotated[..., reader]` with a function that reads it. Nothing here knows `GRPOConfig`, but for the names that its
+fields choose among.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class In:
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
+# The names of `maths.surrogates.LOSS_TYPES`, which needs jax and is therefore not asked.
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl"]
 
 Resume = Literal["free", "rounding", "length", "to none"]

@@ -43,7 +43,7 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 RESUME = ("auto", "must", "never")
 
-_PAUSE = 20  # times that a checkpoint of the clock has held the run up lie between it and the next
+_PAUSE = 20  # a checkpoint by the clock comes at least 20 times as long after the last one as that held the run up
 
 
 class Restored(NamedTuple):
@@ -117,7 +117,7 @@ class Checkpoints:
             return False
         # A state so large that writing it takes minutes is not written all the time.
         pause = max(60 * minutes, _PAUSE * self._held_up)
-        # All write together: where each asked its own clock, one would write and wait for the others.
+        # The clock of process 0 decides, for all write together: one that asked its own would wait for the others.
         return bool(gather_objects(time.monotonic() - self._saved_at >= pause)[0])
 
     def scheduled(self, step: int) -> bool:

@@ -225,12 +225,14 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "dppo_tv": (dppo_tv, sum_over_normalizer),
     "dppo_kl": (dppo_kl, sum_over_normalizer),
 }
+"""To add a loss: a function and a row here, its name in `config.fields.LossType`; in `clip_events`, if it clips. Its
+numbers are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; what contradicts it, a line of `config.checks`."""
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
     """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool.
 
-    Nowhere for a surrogate that is not named here: one with a clip of its own is to be added.
+    Nowhere for a surrogate that is not named here: a new one that clips has to be added.
     """
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)

@@ -245,7 +245,7 @@ class Layout:
         while len(waiting) > ahead:
             old = waiting.pop(0)
             drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, old.drawn))
-            ended = table.draw(old.completions, drawn, self.rollout.settings.eos_token_ids)
+            ended = table.record(old.completions, drawn, self.rollout.settings.eos_token_ids)
             table.ended[old.completions[ended]] = True
             over = old.completions[ended | (table.lengths[old.completions] == table.length)]
             completions = np.where(np.isin(completions, over), -1, completions)

@@ -46,7 +46,7 @@ class Table:
         """T, the most tokens of a completion."""
         return self.tokens.shape[1]
 
-    def draw(self, completions: np.ndarray, drawn: Drawn, eos_token_ids: tuple[int, ...]) -> np.ndarray:
+    def record(self, completions: np.ndarray, drawn: Drawn, eos_token_ids: tuple[int, ...]) -> np.ndarray:
         """Take in what was drawn of completions [B', G'], −1 for nobody's; return who drew an EOS [B', G']."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)

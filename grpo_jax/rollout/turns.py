@@ -138,7 +138,7 @@ class _Play:
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
-        ended = table.draw(completions, drawn, self.rollout.settings.eos_token_ids)
+        ended = table.record(completions, drawn, self.rollout.settings.eos_token_ids)
         for completion in map(int, completions[ended]):
             length = int(table.lengths[completion])
             turn = table.tokens[completion, self.begins[completion] : length]

@@ -5,11 +5,16 @@ prompt is the n-th entry of the shuffled epochs, and its samples come from the k
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
 asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
-completions are sampled in a thread beside (`streams.beside`). On the device then are: params and the optimizer's
-moments; masters beside bfloat16 params; old params if an iteration has several updates; the reference if beta > 0, and
-the initial policy if it is synced; the frozen base of adapters; the caller's params unless `donate`. While log-probs
-are computed, the prompts' keys and values and one packed sequence; with `rollout_ahead`, a rollout's caches. The caches
-of this iteration's rollout are gone, and its batch is on the host.
+completions are sampled in a thread beside (`streams.beside`). While the reward functions work, the device holds
+
+- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params, with
+  `master_params`; old params if an iteration has several updates; the reference if beta > 0, and the initial policy if
+  it is synced; the frozen base of adapters; and the caller's params, unless `donate`;
+- while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
+  package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
+- with `rollout_ahead`, the caches of the next rollout.
+
+The caches of this iteration's rollout are gone; its tokens and sampling log-probs are on the host.
 
 ```
 rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …
@@ -101,7 +106,7 @@ class _Round(NamedTuple):
 
     groups: _Groups
     metrics: dict[str, float]
-    batch: Batch | None  # without advantages; None with dynamic_sampling, where rewards choose its groups
+    batch: Batch | None  # its advantages still 0; None with dynamic_sampling, where rewards choose its groups
     cursor: int  # prompts used since the start of the run, after this round
     ahead: Ahead | None  # completions of the next round; None without `look_ahead`
 
@@ -266,7 +271,7 @@ def collect(
       `Experience`. Its arrays are on the host, cut as the updater asks for it.
     """
     config = run.config
-    begin = functools.partial(_begin, run, state)
+    begin = functools.partial(_begin_batch, run, state)
 
     def watched(name: str) -> AbstractContextManager[None]:
         interrupt()
@@ -290,7 +295,7 @@ def collect(
     else:
         last, counts_in = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
     groups, metrics, batch, cursor, ahead = last
-    # Groups that only fill the batch are not scored: NaN keeps them out of the statistics of the whole batch.
+    # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
     advantages = _jit_advantages(
         np.where(counts_in[:, None, None], groups.rewards, np.nan),
         weights=config.reward_weights,
@@ -300,7 +305,7 @@ def collect(
         lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
     )
     assert batch is not None, "begun by the round, or after all of them"
-    with watched("reference"):
+    with watched("reference"):  # whose log-probs are waited for here
         batch = fetch(batch.replace(advantages=advantages))
     interrupt()
     metrics |= mismatch(batch, config)
@@ -308,7 +313,7 @@ def collect(
     return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
 
 
-def _begin(
+def _begin_batch(
     run: Run, state: TrainState, prompts: Prompts, completions: Completions, counts_in: np.ndarray | None = None
 ) -> Batch:
     """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
@@ -319,7 +324,7 @@ def _begin(
     if run.config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
 
-    def scored_by(params: Params | None) -> jax.Array | None:
+    def log_probs_under(params: Params | None) -> jax.Array | None:
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
     advantages: Any = np.zeros(mask.shape[:2], np.float32)
@@ -329,9 +334,9 @@ def _begin(
         tokens=tokens,
         mask=mask,
         advantages=advantages,
-        sampling_log_probs=completions.log_probs[:, :, :t],
-        ref_log_probs=scored_by(state.ref_params),
-        initial_log_probs=scored_by(state.initial_params),
+        sampling_log_probs=completions.log_probs[:, :, :t],  # the ratio's old ones: see `types.Batch`
+        ref_log_probs=log_probs_under(state.ref_params),
+        initial_log_probs=log_probs_under(state.initial_params),
         counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )

@@ -80,8 +80,9 @@ def run_loop(
     config, publisher = run.config, _check_run_dir(run, run_dir, resume)
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
-    own_dir, state = run_dir if leads else None, new_state(run, donate=donate)
-    run.policy.empty()  # on a mesh its params may be a copy, and only the state's are needed
+    own_dir = run_dir if leads else None
+    state = new_state(run, donate=donate)
+    run.policy.empty()  # our own object, whose params may be a copy on a mesh; the caller's is emptied below
     with (
         ShortTraceback(),
         locked(own_dir),
@@ -159,7 +160,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
 
 
 def end_run(loop: _Loop, state: TrainState) -> TrainState:
-    """Save a run that was stopped, say where it stands, and of one that no signal ends push and return the best."""
+    """Save a stopped run and say where it stands; unless a signal ended it, push the policy and return the best."""
     progress = loop.progress
     if loop.stopping():
         loop.save(state)
@@ -211,7 +212,7 @@ def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
 
 
 def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
-    """One optimizer step (`update.packed`, of other models `update.step`); a minibatch that was skipped is kept."""
+    """One optimizer step (`update.packed`, of other models `update.step`); `replay` finds one that was skipped."""
     run, progress, config = loop.run, loop.progress, loop.run.config
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)

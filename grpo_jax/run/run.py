@@ -40,7 +40,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class BaseRun:
-    """All that every run needs and never changes. That one exists means that its arguments have been checked.
+    """All that every run needs and never changes. Its arguments have been checked before it is made.
 
     Attributes:
       policy: model, tokenizer and ids; the params are those of its `TrainState`, once there is one.

@@ -103,7 +103,7 @@ def loss_of(
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config: of an SFT run the loss is `likelihood_loss`, else `grpo_loss`.
-      on_policy: as in `train_step`.
+      on_policy: True if the params are those that sampled: no old log-probs are needed, and the ratio is 1 in value.
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       router_coef: the factor on the load-balancing loss in `scores`.
     """

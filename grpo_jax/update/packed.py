@@ -109,7 +109,7 @@ class PackedUpdater:
       config: the settings.
       micro: (prompts, completions per prompt) of a micro-batch, whose tokens a packed sequence is made for at most.
       optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
-      on_policy: as in `step.train_step`.
+      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
       mesh: where params are; None for one device.
     """
 

@@ -54,9 +54,9 @@ def train_step(
       model: a model of this package, or any `apply` by `types.Model`.
       optimizer: the transformation that made `state.opt_state`.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: True if this is the only update of these completions: `grpo_loss` is then given no old log-probs,
-        whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`, or if
-        there are none `sampling_log_probs`.
+      on_policy: True if the params are still those that sampled these completions: `grpo_loss` is then given no old
+        log-probs, whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`,
+        or if there are none `sampling_log_probs`.
       micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
 
     Returns:

@@ -83,10 +83,10 @@ def test_the_table_takes_what_was_drawn_and_no_more():
     table = rollout.Table(2, 4, PAD)
     at = np.array([[1, -1, 0]])
     drawn = (np.array([[[5, 9, 6], [8, 8, 8], [7, 7, 7]]]), np.full((1, 3, 3), -0.5, np.float32))
-    ended = table.draw(at, (*drawn, np.array([[[1, 1, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
+    ended = table.record(at, (*drawn, np.array([[[1, 1, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
     assert ended.tolist() == [[True, False, False]]
     table.observe(1, [3])
-    ended = table.draw(at, (*drawn, np.array([[[1, 0, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
+    ended = table.record(at, (*drawn, np.array([[[1, 0, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
     assert not ended.any()
     assert table.tokens.tolist() == [[7, 7, 7, 7], [5, 9, 3, 5]]
     assert table.mask.tolist() == [[True] * 4, [True, True, False, True]]
