@@ -45,7 +45,7 @@ def _absent(default: object, advice: str) -> Elsewhere:
 
 _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
-_VLLM = "the sampler is built in, and there is no vLLM"
+_VLLM = "the sampler is built in; a server of `vllm serve` samples by `train(..., sampler=engines.vllm(base_url))`"
 _ENGINE = ", which counts where a sampler of your own is given to train"
 _MESH = "use mesh: there is one process per host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
