@@ -137,7 +137,8 @@ def _encoded_run(
         sampler=arguments.sampler,
         optimizer=arguments.optimizer,
     )
-    return decide_checkpointing(run, memory_of(devices[0]) if devices else None)
+    own = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return decide_checkpointing(run, None if own is None else memory_of(own))
 
 
 def derive_run(

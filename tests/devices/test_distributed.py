@@ -96,7 +96,7 @@ def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(er
 
 @pytest.mark.quick
 def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
-    with pytest.raises(SystemExit, match=r"grpo-jax resume: .* has no run\.yaml"):
+    with pytest.raises(SystemExit, match=r"grpo-jax resume: .* holds no run"):
         main(["resume", str(tmp_path)])
     distributed._leave()
     assert exits == [1]

@@ -252,13 +252,22 @@ def test_a_server_that_stays_busy_is_given_up(server):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("fault", ["drop", "hang", "abort"])
+@pytest.mark.parametrize("fault", ["hang", "abort"])
 def test_what_is_broken_off_is_asked_again_and_drawn_again(server, fault):
     expected = draws(vllm(server.url))
     server.fault = nth("/v1/completions", fault, 4)
     with pytest.warns(UserWarning, match="It is waited for"):
         found = draws(vllm(server.url, timeout=1))
     np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*It is waited for")  # for a new connection; a kept one is opened again in silence
+def test_a_connection_that_is_dropped_is_opened_again(server):
+    expected, asked = draws(vllm(server.url)), len(server.posts("/v1/completions"))
+    server.fault = nth("/v1/completions", "drop", 4)
+    np.testing.assert_array_equal(draws(vllm(server.url)).tokens, expected.tokens)
+    assert len(server.posts("/v1/completions")) > 2 * asked, "one was asked for again"
 
 
 @pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["whole", "lora"])

@@ -157,7 +157,7 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
     assert (run_dir / "random_reward" / "metrics.jsonl").stat().st_size > 0
     assert "no new skill" in "\n".join(printed)
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in metrics} == {0, 2}
+    assert {line["step"] for line in metrics} == {0, 1, 2}
     logged = set().union(*metrics)
     assert {"rewards/accuracy/mean", "rewards/format/mean", "eval/accuracy", "eval/format"} <= logged
     assert len((run_dir / "completions.jsonl").read_text().splitlines()) == 2 * 256

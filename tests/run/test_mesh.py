@@ -361,7 +361,7 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
 def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path, capsys):
     policy = place_policy(tiny_policy(), make_mesh({"fsdp": 2}))
     run(policy, None, run_dir=tmp_path, per_device_train_batch_size=4, max_steps=1, max_completion_length=4)
-    said = " · 2 devices (cpu)\neach iteration: 2 prompts × 4 = 8 completions of up to 4 tokens"
+    said = " · 2 devices (cpu) · activations kept\neach iteration: 2 prompts × 4 = 8 completions of up to 4 tokens"
     assert said in capsys.readouterr().err
     assert json.loads((tmp_path / "run.json").read_text())["config"]["mesh"]["fsdp"] == 2
     settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 1}
