@@ -539,6 +539,8 @@ def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
         assert fractions(1, A, epsilon_high=1.0, loss_type="cispo") == [0, 0, 0, 0]
     for ratio in (0.3, 3.0):
         assert fractions(ratio, 0.0, delta=2.0) == [0, 0, 0, 0]
+        for loss_type in ("gmpo", "dppo_tv", "dppo_kl"):
+            assert fractions(ratio, 0.0, loss_type=loss_type) == [0, 0, 0, 0]
     assert fractions(0.3, -1.0) == [1, 1, 0, 0]
     assert fractions(3.0, 1.0) == [1, 0, 1, 0]
     assert fractions(3.0, -1.0, delta=2.0) == [0, 0, 0, 1]
