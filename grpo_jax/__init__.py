@@ -7,7 +7,10 @@ asked for, so that the command line answers at once. transformers, orbax and mat
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from grpo_jax.messages import names_from_elsewhere
 
 if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
@@ -115,6 +118,15 @@ _NAMES_OF = {
     "update.step": "train_step",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
+
+
+def _trl_names() -> Mapping[str, str]:
+    hints: Mapping[str, str] = importlib.import_module("grpo_jax.compat.trl_fields").HINTS
+    return hints
+
+
+# `config` lies below `compat`, whose table of TRL's fields its messages quote: it is handed in from here.
+names_from_elsewhere.append(_trl_names)
 
 if not TYPE_CHECKING:  # to a type checker a module with `__getattr__` would have every name
 

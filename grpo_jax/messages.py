@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+names_from_elsewhere: list[Callable[[], Mapping[str, str]]] = []
+"""Tables of names that people bring from other libraries, and what to do: handed in by the package, and asked for only
+when a name is unknown."""
 
 
 def show(value: object, limit: int = 100) -> str:

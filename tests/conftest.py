@@ -100,8 +100,8 @@ def _only_what_is_looked_at(request):
     For a whole module, so that they hold while its shared runs are made.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem != "test_ahead":
-            patch.setattr("grpo_jax.run.ahead.programs_of", lambda *_: ())
+        if request.path.stem != "test_warm_up":
+            patch.setattr("grpo_jax.run.warm_up.programs_of", lambda *_: ())
         if request.path.stem not in PICTURES and request.path.parent.name != "watch":
             patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
         yield

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from grpo_jax.config.fields import read, unknown_field
-from grpo_jax.messages import raise_all, show
+from grpo_jax.messages import names_from_elsewhere, raise_all, show
 
 if TYPE_CHECKING:  # which imports jax
     from grpo_jax.types import Json
@@ -25,11 +25,8 @@ OTHER_NAMES = {
 
 
 def hints() -> dict[str, str]:
-    """Name that no field has → what to do in its place: `OTHER_NAMES`, and TRL's by the table of `compat`."""
-    # Here and not above: `compat` lies on a higher floor, and is read for the message of an unknown name alone.
-    from grpo_jax.compat.trl_fields import HINTS
-
-    return OTHER_NAMES | HINTS
+    """Name that no field has → what to do in its place: `OTHER_NAMES`, and what was handed in to `messages`."""
+    return OTHER_NAMES | {name: advice for table in names_from_elsewhere for name, advice in table().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -237,12 +237,12 @@ class Layout:
         for x in jax.tree.leaves(new.drawn):
             if x.is_fully_addressable:
                 x.copy_to_host_async()
-        return dataclasses.replace(self, pending=(*self.pending, new))._look(self.rollout.ahead)
+        return dataclasses.replace(self, pending=(*self.pending, new))._look(self.rollout.in_flight)
 
-    def _look(self, ahead: int = 0) -> Layout:
-        """Take the tokens of all bursts but the last `ahead` into the table."""
+    def _look(self, in_flight: int = 0) -> Layout:
+        """Take the tokens of all bursts but the last `in_flight` into the table."""
         table, waiting, completions = self.rollout.table, list(self.pending), self.completions
-        while len(waiting) > ahead:
+        while len(waiting) > in_flight:
             old = waiting.pop(0)
             drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, old.drawn))
             ended = table.record(old.completions, drawn, self.rollout.settings.eos_token_ids)

@@ -120,8 +120,8 @@ class Rollout:
         return mesh_of(self.params)
 
     @functools.cached_property
-    def ahead(self) -> int:
-        """Bursts in flight: those that are begun before the host looks at the tokens of the one before them."""
+    def in_flight(self) -> int:
+        """Bursts that are begun before the host looks at the tokens of the one before them."""
         return 0 if on_cpu(self.params, self.mesh) else 1
 
     def numbers(self, groups: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ class Rollout:
 
     def waited(self, results: Result) -> Result:
         """Results of a stream's program; a CPU's threads wait for theirs."""
-        return results if self.ahead else jax.block_until_ready(results)
+        return results if self.in_flight else jax.block_until_ready(results)
 
     def _inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
         """Prompts and keys of groups [B']; those of the last group for fillers after it."""

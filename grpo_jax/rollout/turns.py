@@ -90,7 +90,7 @@ class _Play:
         self.at, self.slots, self.slot = 0, self._slots(min(length, 4 * BURST)), LEAD
         self.starts = np.full(self.completions.shape, LEAD)  # the stream's, on the host
         self.waiting: dict[int, Promise | None] = {}
-        self.more = 0  # bursts drawn since enough have come to wait
+        self.patience_used = 0  # bursts drawn since enough have come to wait
         self.begins = np.zeros(len(rollout.table.lengths), int)  # of each completion's present turn
         self.stream, drawn = rollout.prefill(groups, LEAD, slots=self.slots, turns=True)
         self._take(self.completions, drawn)
@@ -102,10 +102,10 @@ class _Play:
                 self._draw()
             if not self.waiting or len(self.waiting) < TOGETHER * (self.completions >= 0).sum():
                 continue
-            if self.active.any() and self.more < PATIENCE:
-                self.more += 1
+            if self.active.any() and self.patience_used < PATIENCE:
+                self.patience_used += 1
             else:
-                self.more = 0
+                self.patience_used = 0
                 self._read(self._answers())
 
     @property
@@ -183,8 +183,8 @@ class _Play:
         if first is None:
             self._align(counts[self.completions], least=least)
             first = self.slots - width
-        for i, more in observed.items():
-            table.observe(i, more)
+        for i, observation in observed.items():
+            table.observe(i, observation)
             self.begins[i] = table.lengths[i]
         tokens = np.zeros((*self.completions.shape, width), np.int32)
         real = np.arange(width) >= width - counts[self.completions][..., None]
@@ -205,15 +205,15 @@ class _Play:
         sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
-    def _in_step(self, more: np.ndarray, width: int, least: int) -> int | None:
-        """The slot from which `width` tokens can be read, of which each completion's last `more` [B', G'] are real.
+    def _in_step(self, to_read: np.ndarray, width: int, least: int) -> int | None:
+        """The slot from which `width` tokens can be read, of which each completion's last `to_read` [B', G'] are real.
 
         None, unless all completions end side by side and are told as many tokens, as in games whose turns have one
         length, and the ring has room behind them. Aligning moves all keys and values, and takes longer than to read a
         few tokens.
         """
         alive = self.completions >= 0
-        ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], more[alive]
+        ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], to_read[alive]
         if (ends != ends[0]).any() or (read != read[0]).any() or least > self.slots or self._next_layout() is not None:
             return None
         first = int(ends[0] + read[0]) - width
@@ -224,7 +224,7 @@ class _Play:
         last = self.at + 1 == len(self.ladder.shapes)
         return None if last else self.ladder.choose(self.at, self.completions >= 0)
 
-    def _align(self, more: np.ndarray, *, least: int) -> None:
+    def _align(self, to_read: np.ndarray, *, least: int) -> None:
         """All completions side by side, so many tokens [B', G'] before the end of a ring with `least` slots.
 
         In fewer places, where few enough completions are left.
@@ -233,9 +233,9 @@ class _Play:
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = everything if chosen is None else chosen
         self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._slots(least))
-        self.completions, more = (x[groups[:, None], order] for x in (self.completions, more))
+        self.completions, to_read = (x[groups[:, None], order] for x in (self.completions, to_read))
         filled = np.where(self.completions >= 0, self.table.lengths[self.completions] - 1, 0)
-        self.starts, self.slot = self.slots - more - filled, self.slots
+        self.starts, self.slot = self.slots - to_read - filled, self.slots
         at = (x.astype(np.int32) for x in (groups, order, self.starts))
         (self.stream,) = self.rollout.move((self.stream,), *at, slots=self.slots)
 

@@ -289,15 +289,15 @@ def collect(
         interrupt=interrupt,
     )
     if config.dynamic_sampling:
-        last, counts_in = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
+        last, counted = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
-            last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counts_in))
+            last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counted))
     else:
-        last, counts_in = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
+        last, counted = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
     groups, metrics, batch, cursor, ahead = last
     # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
     advantages = _jit_advantages(
-        np.where(counts_in[:, None, None], groups.rewards, np.nan),
+        np.where(counted[:, None, None], groups.rewards, np.nan),
         weights=config.reward_weights,
         multi_objective_aggregation=config.multi_objective_aggregation,
         estimator=config.advantage_estimator,
@@ -313,14 +313,15 @@ def collect(
     return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
 
 
-def _begin_batch(
-    run: Run, state: TrainState, prompts: Prompts, completions: Completions, counts_in: np.ndarray | None = None
-) -> Batch:
-    """The `Batch` of some completions but for its advantages; the device may still be at its log-probs."""
+def _begin_batch(run: Run, state: TrainState, prompts: Prompts, completions: Completions, counted: Any = None) -> Batch:
+    """The `Batch` of some completions but for its advantages; the device may still be at its log-probs.
+
+    `counted` [B] bool: False for groups that only fill the batch; None: all count.
+    """
     t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
-    if counts_in is not None:
-        mask = mask & counts_in[:, None, None]
+    if counted is not None:
+        mask = mask & counted[:, None, None]
     if run.config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
 
@@ -328,7 +329,6 @@ def _begin_batch(
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
     advantages: Any = np.zeros(mask.shape[:2], np.float32)
-    counted: Any = counts_in
     return Batch(
         prompts=prompts,
         tokens=tokens,

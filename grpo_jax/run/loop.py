@@ -19,7 +19,6 @@ from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
-from grpo_jax.run.ahead import compiled_ahead
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
@@ -30,6 +29,7 @@ from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
+from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor

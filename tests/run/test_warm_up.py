@@ -8,11 +8,11 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, plan, train
 from grpo_jax.devices.program import Program
-from grpo_jax.run import ahead
-from grpo_jax.run.ahead import programs_of
+from grpo_jax.run import warm_up
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
+from grpo_jax.run.warm_up import programs_of
 
 TEXTS = ["ab", "c", "defgh", "gh ijk lmn", "i", "jkl"]
 
@@ -52,7 +52,7 @@ class _End:
 def compiled_late(monkeypatch, config):
     """(names of the programs that were compiled after the second iteration, mean length of each iteration)."""
     end, names, lengths = _End(), [], []
-    monkeypatch.setattr(ahead, "programs_of", lambda *given: [*programs_of(*given), end])
+    monkeypatch.setattr(warm_up, "programs_of", lambda *given: [*programs_of(*given), end])
     jax.monitoring.clear_event_listeners()
 
     def listen(event, seconds, **about):
@@ -106,9 +106,9 @@ def test_plan_lists_what_the_first_iteration_says_it_compiles(monkeypatch, capsy
     names = [program.name for program in programs_of(run, new_state(run))]
     assert sorted(plan(policy.config, config, prompt_length=run.prompt_length).programs) == sorted(names)
     nothing = jax.jit(lambda: None)
-    monkeypatch.setattr(ahead, "programs_of", lambda *given: [Program.of(name, nothing) for name in names])
+    monkeypatch.setattr(warm_up, "programs_of", lambda *given: [Program.of(name, nothing) for name in names])
     said = []
-    with ahead.compiled_ahead(run, new_state(run), say=said.append):
+    with warm_up.compiled_ahead(run, new_state(run), say=said.append):
         pass
     counts = {kind: sum(name.startswith(kind) for name in names) for kind in ("decode", "score", "update")}
     assert all(f"{kind} × {n}" in said[0] for kind, n in counts.items()), said
