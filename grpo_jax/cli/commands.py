@@ -17,6 +17,7 @@ from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import find, is_reference
+from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
@@ -38,7 +39,6 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.sft import sft
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
-from grpo_jax.watch.page import write_pictures
 from grpo_jax.watch.writer import RunWriter, plain, read_settings
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
@@ -325,15 +325,6 @@ def evaluate(arguments: Namespace) -> None:
     print(json.dumps(plain({**where, "rows": len(rows), **metrics})))
 
 
-def report(arguments: Namespace) -> None:
-    """`grpo-jax report`."""
-    run_dir = Path(arguments.run_dir).expanduser()
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; is it the directory of a run?")
-    write_pictures(RunWriter(run_dir))
-    print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
-
-
 def export(arguments: Namespace) -> None:
     """`grpo-jax export`."""
     run_dir = Path(arguments.run_dir).expanduser()
@@ -387,8 +378,9 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "plan": plan,
     "evaluate": evaluate,
     "chat": chat,
-    "report": report,
     "export": export,
     "from-trl": from_trl,
+    "report": report,
+    "compare": compare,
 }
 """Name of a command → its function, which takes the parsed arguments."""

@@ -98,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     _add_running(commands)
     _add_using(commands)
+    _add_pictures(commands)
     return parser
 
 
@@ -181,10 +182,6 @@ def _add_using(commands: argparse._SubParsersAction[_Parser]) -> None:
     chat.add_argument("model", metavar="MODEL", help="a name on the hub, a directory, or the directory of a run")
     chat.add_argument("--say", action="append", metavar="TEXT", help="a prompt; may be given several times")
     chat.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt; default 1")
-    report = _add_command(
-        commands, "report", "RUN_DIR", "Draw report.png and report.html of a run anew, from its files."
-    )
-    report.add_argument("run_dir", metavar="RUN_DIR", help="of any run")
     export = _add_command(
         commands,
         "export",
@@ -209,6 +206,27 @@ def _add_using(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="of `trl grpo --config`, or the fields of a GRPOConfig (JSON is YAML, too)",
     )
     from_trl.add_argument("--out", metavar="RUN.yaml", help="where to write it; default standard output")
+
+
+def _add_pictures(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Add the commands that draw runs from their files."""
+    report = _add_command(
+        commands, "report", "RUN_DIR", "Draw report.png and report.html of a run anew, from its files."
+    )
+    report.add_argument("run_dir", metavar="RUN_DIR", help="of any run")
+    compare = _add_command(
+        commands,
+        "compare",
+        "RUN_DIR RUN_DIR [...] [OPTIONS]",
+        "Draw runs over each other, against steps, tokens and seconds: tables here, a page and a picture.",
+    )
+    compare.add_argument("runs", metavar="RUN_DIR", nargs="+", help="of any runs, two or more")
+    compare.add_argument(
+        "--metric", metavar="NAME", help="of metrics.jsonl; default reward, or loss where there is none"
+    )
+    compare.add_argument(
+        "--out", metavar="FILE.html", default="compare.html", help="the page, and FILE.png (default compare.html)"
+    )
 
 
 def _version() -> str:

@@ -171,6 +171,22 @@ def completions_table(rows: Iterable[CompletionRow]) -> Table:
     return table
 
 
+def print_tables(tables: Iterable[tuple[str, list[str], list[list[str]]]]) -> None:
+    """Print tables to standard output; numbers of a row stand to the right, and nothing in them is markup."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for title, head, rows in tables:
+        table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+        for i, name in enumerate(head):
+            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(text.translate(_CONTROLS)) for text in row))
+        console.print(table)
+
+
 def _default_console() -> Console:
     """Return a console on standard error, or on a notebook's cell."""
     from rich.console import Console

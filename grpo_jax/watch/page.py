@@ -15,21 +15,13 @@ import pathlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.watch.plots import (
-    PHASES,
-    as_css,
-    draw_report,
-    find_panels,
-    reward_colours,
-    save_figure,
-    smooth,
-    thin,
-    usual_times,
-)
+from grpo_jax.watch.colours import PHASES, as_css
+from grpo_jax.watch.panels import find_panels, reward_colours, usual_times
+from grpo_jax.watch.plots import draw_report, save_figure, smooth, thin
 from grpo_jax.watch.summary import changed_settings, headline, held_out_scores, metric_names, numbers, phase_seconds
 from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines, read_settings
 
@@ -41,6 +33,14 @@ COMPLETION_BYTES = 2_000_000
 """Bytes that all completions together may take."""
 TEXT = 6000
 """Characters of a prompt or completion; of a longer one, the middle is left out."""
+
+
+class PageTable(NamedTuple):
+    """A table of a page: its title, the names of its columns, and its rows as texts; the first column names a row."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
 
 
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
@@ -103,9 +103,15 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "settings": _settings(about),
     }
     sentence = headline(lines)
+    told = f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."
+    return fill_page(run_dir.resolve().name, told, data)
+
+
+def fill_page(title: str, sentence: str, data: Mapping[str, object]) -> str:
+    """Return the page that shows `data`: `about`, `panels`, and what else of `html_report` there is."""
     filled = {
-        "%TITLE%": html.escape(run_dir.resolve().name),
-        "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
+        "%TITLE%": html.escape(title),
+        "%HEADLINE%": html.escape(sentence),
         "%LIGHT%": as_css(dark=False),
         "%DARK%": as_css(dark=True),
         "%DATA%": _embedded(data),
@@ -131,17 +137,20 @@ def _panels(lines: Sequence[Line]) -> list[dict[str, object]]:
             values = np.array(list(curves.values()))
             there = np.isfinite(values).any(axis=0)
             steps, values = every[there], values[:, there]
-        drawn = []
-        for label, raw in zip(curves, values, strict=True):
-            y = thin(raw, POINTS)
-            curve: dict[str, object] = {"label": label, "colour": meanings[label], "y": _rounded(y)}
-            if np.isfinite(y).sum() >= 20:
-                curve["smooth"] = _rounded(smooth(y, width=len(y) / 40))
-            drawn.append(curve)
+        drawn = [page_curve(label, meanings[label], raw) for label, raw in zip(curves, values, strict=True)]
         x = [round(step) for step in thin(steps, POINTS).tolist()]
         about = {"title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "low": panel.low}
         panels.append({**about, "x": x, "curves": drawn})
     return panels
+
+
+def page_curve(label: str, meaning: str, values: np.ndarray) -> dict[str, object]:
+    """Return a curve as the page draws it: thinned to `POINTS` values, and smoothed where there are 20 or more."""
+    y = thin(values, POINTS)
+    curve: dict[str, object] = {"label": label, "colour": meaning, "y": _rounded(y)}
+    if np.isfinite(y).sum() >= 20:
+        curve["smooth"] = _rounded(smooth(y, width=len(y) / 40))
+    return curve
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
