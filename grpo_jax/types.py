@@ -92,7 +92,7 @@ class Batch(flax.struct.PyTreeNode):
       prompts: `Prompts`, tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
-      advantages: [B, G] float32.
+      advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
       sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which with `generate`
         `rollout.rollout.Table.record` writes turn by turn. They are the ratio's old log-probs, or if there are
         `old_log_probs`, those (`update.objective`). Completions that serve a single update by the policy that sampled
@@ -254,6 +254,33 @@ EnvironmentFactory = Callable[[], object]
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 """One factory for all rows, or factories by the value of the column `environment`."""
+
+
+AdvantageFn = Callable[..., jax.Array]
+"""Makes advantages of the rewards of a batch: `f(rewards, mask, **context)`, compiled by `jax.jit`.
+
+Args:
+  rewards: [B, G, K] float32; NaN = not scored, and all NaN in a group that only fills the batch (`dynamic_sampling`).
+  mask: [B, G, T] bool, the tokens that count in the loss. T may be less than `max_completion_length`.
+  context: only what the function names, or all of it for one with `**context`:
+
+| keyword | value |
+|---|---|
+| `weights` | [K] float32, `reward_weights` or ones |
+| `lengths` | [B, G] int32, tokens that the policy drew, also where none of them counts |
+| `ended` | [B, G] bool, False where a completion was cut off |
+| `tokens` | [B, G, T] int32, drawn and observed |
+| `turns` | [B, G, T] int32, the turn that a drawn token belongs to, from 0; −1 on all others |
+| `log_probs` | [B, G, T] float32, nats, under the policy that sampled; 0 where nothing was drawn |
+| `ref_log_probs` | likewise under the reference; None where beta is 0 |
+| `step` | [] int32, optimizer steps done |
+| `key` | a typed PRNG key of this iteration, the same when the run is resumed |
+| `config` | the `GRPOConfig`, no array |
+
+Returns:
+  [B, G] or [B, G, T] floats, constant in the gradient; 0 is put where `mask` is False. A completion without a score is
+  for the function to give 0.
+"""
 
 
 class Environment(Protocol):

@@ -175,6 +175,8 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             tools=run.tools,
             environment_factory=run.environment_factory,
             sampler=run.sampler,
+            advantage_fn=run.advantage_fn,
+            surrogate=run.surrogate,
             donate=True,
         )
         return
@@ -193,6 +195,8 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
                 tools=run.tools,
                 environment_factory=run.environment_factory,
                 sampler=run.sampler,
+                advantage_fn=run.advantage_fn,
+                surrogate=run.surrogate,
                 donate=True,
             )
     if run.run_dir is not None:

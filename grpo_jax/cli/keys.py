@@ -30,6 +30,10 @@ OWN = {
     "environment_factory": "what makes an environment for each completion, as `module:name`",
     "sampler": "an engine in the place of the built-in one: `{vllm: {base_url: http://HOST:8000}}`, with any arguments "
     "of `engines.vllm`, or `module:name`; evaluations take one from the command line alone",
+    "advantage_fn": "a function of your own that makes advantages of rewards, as `module:function`, in the place of "
+    "`advantage_estimator`",
+    "surrogate": "a function of your own that makes the loss of each token, as `module:function`, in the place of that "
+    "of `loss_type`",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
     "quantize_embeddings": "whether its embedding and head are quantized too",

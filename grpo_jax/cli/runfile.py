@@ -18,12 +18,13 @@ from grpo_jax.config.settings import hints
 from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import check_method
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.columns import check_templates
-from grpo_jax.types import EnvironmentFactory, Json, RewardFn, Row
+from grpo_jax.types import AdvantageFn, EnvironmentFactory, Json, RewardFn, Row
 
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""
@@ -35,6 +36,8 @@ _FILES_IN = {
     "rewards": (),
     "tools": (),
     "environment_factory": (),
+    "advantage_fn": (),
+    "surrogate": (),
 }
 # Keys whose value may name a file, and where in a mapping it stands; () for everywhere.
 _P = ParamSpec("_P")
@@ -70,6 +73,7 @@ class RunFile:
       tools: functions that the policy may call, None for none.
       environment_factory: what makes environments, None for none.
       sampler: the engine that samples, None for the built-in one.
+      advantage_fn, surrogate: functions in the place of the config's, None for those.
       stages: what is done, in this order: "sft", "grpo".
       sft: the first of them, None where it is none or was not asked for.
     """
@@ -89,6 +93,8 @@ class RunFile:
     tools: list[Callable[..., Any]] | None = None
     environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None
     sampler: Sampler | None = None
+    advantage_fn: AdvantageFn | None = None
+    surrogate: Surrogate | None = None
     stages: tuple[str, ...] = ("grpo",)
     sft: SFTStage | None = None
 
@@ -182,9 +188,16 @@ def _with_functions(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
     if "environment_factory" in stated:
         environments = problems.of("environment_factory", _environments, stated["environment_factory"], run.folder)
     sampler = problems.of("sampler", sampler_of, stated["sampler"], run.folder) if "sampler" in stated else None
+    own = {
+        name: problems.of(name, find, stated[name], run.folder)
+        for name in ("advantage_fn", "surrogate")
+        if name in stated
+    }
     return dataclasses.replace(
         run,
         sampler=sampler,
+        advantage_fn=own.get("advantage_fn"),
+        surrogate=own.get("surrogate"),
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else None,
         environment_factory=environments,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
+import textwrap
 import warnings
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +24,7 @@ from grpo_jax.config.fields import Resume
 from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import count_cores, devices_of
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
@@ -26,7 +32,7 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Json, Model, Params, RewardFn, Row, as_argument
+from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
 
@@ -48,12 +54,14 @@ def describe(
     interaction: Interaction | None = None,
     own_optimizer: bool = False,
     own_sampler: bool = False,
+    own_functions: Mapping[str, AdvantageFn | Surrogate | None] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
     Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of tools and
     environments, the names and what the policy is told of them; of a model of this library, its settings and the first
-    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes.
+    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes; of the caller's own
+    functions, by the names of their arguments, `source_of`.
     """
     frozen = hashlib.sha256()
     for leaf in jax.tree.leaves(as_argument(model)):
@@ -78,12 +86,38 @@ def describe(
         "optimizer": "the caller's" if own_optimizer else "the config's",
         "not_decayed": "norms and biases",
         "sampler": "the caller's" if own_sampler else "generate",
+        "functions": {name: source_of(function) for name, function in own_functions.items() if function is not None},
         "state": _leaves(state),
         "total_steps": total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "versions": package_versions(),
         "machine": _machine(state),
     }
+
+
+def source_of(function: Callable[..., object]) -> dict[str, str | None]:
+    """Return the name of a function and the hash of its source without comments, None where there is no source.
+
+    A partial's keywords and arguments, and the fields of an object of a dataclass, count with it as their reprs. What a
+    function reads from elsewhere (closures, globals, other functions) does not.
+
+    Example:
+      >>> source_of(differences)["name"]
+      'grpo_jax.keep.resume.differences'
+    """
+    bound = ""
+    while isinstance(function, functools.partial):
+        bound, function = f"{bound}{function.args}{sorted(function.keywords.items())}", function.func
+    if not hasattr(function, "__qualname__"):
+        bound, function = bound + (repr(function) if dataclasses.is_dataclass(function) else ""), type(function)
+    try:
+        source = inspect.getsource(function)
+        with contextlib.suppress(SyntaxError):  # of a lambda in the middle of a line
+            source = ast.unparse(ast.parse(textwrap.dedent(source)))
+        found = hashlib.sha256((source + bound).encode()).hexdigest()
+    except (OSError, TypeError):
+        found = None
+    return {"name": f"{function.__module__}.{function.__qualname__}", "source": found}
 
 
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
@@ -119,6 +153,11 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
         lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
     if saved.get("sampler", "generate") != present["sampler"]:
         lines.append(f"sampler: {present['sampler']}, the run has {saved.get('sampler', 'generate')}")
+    old, new = saved.get("functions", {}), present["functions"]
+    for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+        ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))
+        source = "; its source or what it is bound to has changed" if ours == theirs else ""
+        lines.append(f"{name}: {ours}, the run has {theirs}{source}")
     # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
     return lines or list(_of_state(saved["state"], present["state"]))
 

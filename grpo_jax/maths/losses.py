@@ -26,7 +26,6 @@ from grpo_jax.maths.checks import (
 from grpo_jax.maths.kl import ESTIMATORS, k3
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_mask
 from grpo_jax.maths.surrogates import (
-    LOSS_TYPES,
     RATIOS,
     Counts,
     LossSettings,
@@ -105,7 +104,7 @@ def grpo_loss_terms(
       ([] float32 loss to minimise, `MetricSums`).
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
-    surrogate, reduction = LOSS_TYPES[settings.loss_type]
+    surrogate, reduction = settings.functions
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
     l = clean(log_probs, mask)
@@ -127,7 +126,7 @@ def grpo_loss_terms(
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
-    p = surrogate(tokens, settings)
+    p = like_log_probs("what surrogate returned", surrogate(tokens, settings), l)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
         keep = near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
@@ -221,6 +220,7 @@ def grpo_loss(
     num_tokens: Scalar | None = None,
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
+    surrogate: Surrogate | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes the GRPO objective and its metrics.
 
@@ -299,6 +299,8 @@ def grpo_loss(
       num_selected_tokens: Σ m' of the whole minibatch, likewise.
       selected: [..., T] bool or 0/1; of the `top_entropy_mask` of the whole minibatch, the part that belongs to this
         call. None: it is found among the tokens of this call. `batch_totals` computes the three counts.
+      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T], in the place of that of `loss_type`,
+        which still says how p is reduced. The metrics count no clips of it.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimised.
@@ -371,6 +373,7 @@ def grpo_loss(
         top_entropy_quantile=top_entropy_quantile,
         off_policy_mask_threshold=off_policy_mask_threshold,
         kl_correction_level=kl_correction_level,
+        surrogate=surrogate,
     )
     loss, metrics = grpo_loss_terms(
         log_probs,

@@ -261,7 +261,8 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
 class LossSettings:
     """The choices and numbers of the objective, fixed for a run; `grpo_loss` documents each field.
 
-    A `GRPOConfig` has fields of the same names; `update.objective.loss_settings` takes them from there.
+    A `GRPOConfig` has fields of the same names, but for the caller's own `surrogate`; `update.objective.loss_settings`
+    takes them from there.
 
     Raises:
       ValueError: a name that is not in its table, with the nearest one; a choice that another one leaves no meaning.
@@ -286,6 +287,7 @@ class LossSettings:
     top_entropy_quantile: Scalar = 1.0
     off_policy_mask_threshold: Scalar | None = None
     kl_correction_level: str = "token"
+    surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:
         choose("loss_type", self.loss_type, LOSS_TYPES)
@@ -293,10 +295,16 @@ class LossSettings:
         choose("kl_estimator", self.kl_estimator, ESTIMATORS)
         choose("kl_placement", self.kl_placement, ("loss", "reward"))
         choose("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
-        if self.loss_type == "gmpo" and not is_off(1 - self.top_entropy_quantile):
+        if self.functions[0] is gmpo and not is_off(1 - self.top_entropy_quantile):
             raise ValueError(
                 'loss_type="gmpo" weighs whole completions, and no token can be left out: top_entropy_quantile=1.0.'
             )
+
+    @property
+    def functions(self) -> tuple[Surrogate, Reduction]:
+        """The surrogate and the reduction of `loss_type`, or the caller's own surrogate in the place of the first."""
+        surrogate, reduction = LOSS_TYPES[self.loss_type]
+        return self.surrogate or surrogate, reduction
 
     @property
     def upper_epsilon(self) -> Scalar:

@@ -192,7 +192,7 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], extras: lis
             f"(columns: {', '.join(columns) or 'none'}; also given: {', '.join([*SAMPLED, *extras])})"
             + (f"; did you mean {near!r}?" if near else "")
         )
-    if not unknown and not _takes_everything(fn) and not {*arguments_of(fn)} & {*known}:
+    if not unknown and not takes_everything(fn) and not {*arguments_of(fn)} & {*known}:
         yield (
             f"reward function {name!r} takes nothing that it could be given "
             f"({', '.join(known)}): if it makes a reward function, call it first: {name}(...)"
@@ -232,7 +232,7 @@ def is_async(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-def _takes_everything(fn: Callable[..., Any]) -> bool:
+def takes_everything(fn: Callable[..., Any]) -> bool:
     """Return whether a function has `**kwargs`."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(fn))
 
@@ -291,7 +291,7 @@ def select_inputs(
     """Return the keywords to call a function with: `own_copy` of each, which the next function never sees."""
     named = arguments_of(fn)
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
-    everything = _takes_everything(fn)
+    everything = takes_everything(fn)
     chosen = {
         name: own_copy(list(values))
         for name, values in inputs.items()

@@ -46,6 +46,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
+from grpo_jax.run.seams import context_of
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
@@ -68,7 +69,7 @@ class Experience:
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
         and `num_tokens`, faults and seconds of all rounds.
-      rows: one dict per completion: prompt, completion, rewards, advantage, ended.
+      rows: one dict per completion: prompt, completion, rewards, advantage (of those of tokens the mean), ended.
       ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
     """
 
@@ -86,19 +87,18 @@ class _Groups(NamedTuple):
     prompts: Prompts
     completions: Completions
     rewards: np.ndarray  # [B, G, K]
+    turns: np.ndarray | None  # [B, G, T] as `Sampled.turns`; None where nobody asks
 
     def take(self, groups: np.ndarray) -> _Groups:
         """Only these groups, in this order."""
-        prompts, completions, rewards = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
-        return _Groups([self.rows[b] for b in groups], prompts, completions, rewards)
+        arrays = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
+        return _Groups([self.rows[b] for b in groups], *arrays)
 
     def join(self, other: _Groups) -> _Groups:
         """These groups and then the others."""
         mine, theirs = _equally_long(self.prompts, other.prompts)
-        prompts, completions, rewards = jax.tree.map(
-            lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:])
-        )
-        return _Groups(self.rows + other.rows, prompts, completions, rewards)
+        arrays = jax.tree.map(lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:]))
+        return _Groups(self.rows + other.rows, *arrays)
 
 
 class _Round(NamedTuple):
@@ -164,7 +164,8 @@ class _Rollouts:
                 scores = of_all_processes(own, run.reward_fns)
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
-            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards)
+            turns = None if run.own_advantages is None else sampled.turns
+            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, turns)
             metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
@@ -295,22 +296,40 @@ def collect(
     else:
         last, counted = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
     groups, metrics, batch, cursor, ahead = last
+    assert batch is not None, "begun by the round, or after all of them"
+    with watched("reference"):  # whose log-probs are waited for here
+        batch = _with_advantages(run, state, batch, groups, counted)
+    interrupt()
+    metrics |= mismatch(batch, config)
+    lines = zip((row for group in groups.rows for row in group), _of_completions(batch).reshape(-1), strict=True)
+    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
+
+
+def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: _Groups, counted: np.ndarray) -> Batch:
+    """The batch on the host, with its advantages; `counted` [B] is False for groups that only fill it."""
+    config, own = run.config, run.own_advantages
     # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
+    rewards = np.where(counted[:, None, None], groups.rewards, np.float32(np.nan))
+    if own is not None:
+        batch = fetch(batch)
+        turns = np.asarray(groups.turns)[:, :, : batch.mask.shape[2]]
+        context = context_of(state, batch, groups.completions, turns, config, rewards.shape[2])
+        return batch.replace(advantages=own(rewards, batch, counted, context))
     advantages = _jit_advantages(
-        np.where(counted[:, None, None], groups.rewards, np.nan),
+        rewards,
         weights=config.reward_weights,
         multi_objective_aggregation=config.multi_objective_aggregation,
         estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards,
         lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
     )
-    assert batch is not None, "begun by the round, or after all of them"
-    with watched("reference"):  # whose log-probs are waited for here
-        batch = fetch(batch.replace(advantages=advantages))
-    interrupt()
-    metrics |= mismatch(batch, config)
-    lines = zip((row for group in groups.rows for row in group), batch.advantages.reshape(-1), strict=True)
-    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
+    return fetch(batch.replace(advantages=advantages))
+
+
+def _of_completions(batch: Batch) -> np.ndarray:
+    """One advantage for each completion [B, G]: of those of tokens their mean."""
+    advantages = np.asarray(batch.advantages)
+    return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
 
 
 def _begin_batch(run: Run, state: TrainState, prompts: Prompts, completions: Completions, counted: Any = None) -> Batch:

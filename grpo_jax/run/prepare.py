@@ -23,6 +23,7 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.resume import describe
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
@@ -33,6 +34,7 @@ from grpo_jax.run.beginning import decide_checkpointing
 from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_sampler
+from grpo_jax.run.seams import OwnAdvantages, check_surrogate
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
@@ -100,6 +102,10 @@ def _encoded_run(
 ) -> Run:
     """The run of a policy, a config and rows that have been read, unless there are faults."""
     policy, config = arguments.policy, arguments.config
+    own = None
+    if arguments.advantage_fn is not None:
+        own = faults.of(OwnAdvantages.of, arguments.advantage_fn, config, len(reward_fns) or 1)
+    faults.of(check_surrogate, arguments.surrogate, config)
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     encoded = {name: faults.of(_encode, policy, some, config, interaction, name) for name, some in rows.items() if some}
@@ -136,9 +142,11 @@ def _encoded_run(
         interaction=interaction,
         sampler=arguments.sampler,
         optimizer=arguments.optimizer,
+        own_advantages=own,
+        surrogate=arguments.surrogate,
     )
-    own = next((device for device in devices if device.process_index == jax.process_index()), None)
-    return decide_checkpointing(run, None if own is None else memory_of(own))
+    here = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return decide_checkpointing(run, None if here is None else memory_of(here))
 
 
 def derive_run(
@@ -153,6 +161,8 @@ def derive_run(
     interaction: Interaction | None = None,
     sampler: Sampler | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    own_advantages: OwnAdvantages | None = None,
+    surrogate: Surrogate | None = None,
 ) -> Run:
     """The run of arguments that have been checked; the policy's params may be shapes. Fields as in `Run`."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
@@ -173,7 +183,8 @@ def derive_run(
         total_steps=total_steps,
         optimizer=optimizer,
         schedule=schedule,
-        updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh),
+        updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh, surrogate=surrogate),
+        own_advantages=own_advantages,
     )
 
 
@@ -339,4 +350,8 @@ def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
         interaction=run.interaction if isinstance(run, Run) else None,
         own_optimizer=run.schedule is None,
         own_sampler=isinstance(run, Run) and run.sampler is not None,
+        own_functions={
+            "advantage_fn": run.own_advantages.function if isinstance(run, Run) and run.own_advantages else None,
+            "surrogate": run.updater.surrogate,
+        },
     )

@@ -36,13 +36,15 @@ def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
     """The shapes of a minibatch, which comes from the host."""
     b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.updater.config.max_completion_length
 
+    per_token = isinstance(run, Run) and run.own_advantages is not None and run.own_advantages.per_token
+
     def make() -> Batch:
         log_probs = jnp.zeros((b, g, t))
         return Batch(
             prompts=Prompts(jnp.zeros((b, run.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
             tokens=jnp.zeros((b, g, t), jnp.int32),
             mask=jnp.zeros((b, g, t), bool),
-            advantages=jnp.zeros((b, g)),
+            advantages=log_probs if per_token else jnp.zeros((b, g)),
             sampling_log_probs=log_probs,
             ref_log_probs=None if state.ref_params is None else log_probs,
             initial_log_probs=None if state.initial_params is None else log_probs,

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
@@ -26,9 +27,8 @@ from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Environments, RewardFn, as_argument
+from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
 from grpo_jax.update.diagnosis import diagnose
-from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.programs import kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
@@ -80,6 +80,8 @@ def rehearse(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
     sampler: Sampler | None = None,
+    advantage_fn: AdvantageFn | None = None,
+    surrogate: Surrogate | None = None,
     donate: bool = False,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
@@ -96,6 +98,7 @@ def rehearse(
       tools: functions that the policy may call, as in `train`.
       environment_factory: what makes environments, as in `train`; one group of episodes is played.
       sampler: another engine in the place of `generate`; it is called once, for one group.
+      advantage_fn, surrogate: as in `train`.
       donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
 
     Returns:
@@ -128,7 +131,17 @@ def rehearse(
     phase = Phases()
     with phase("load and tokenize"):
         arguments = Arguments(
-            policy, dataset, reward_fns, config, eval_dataset, optimizer, tools, environment_factory, sampler
+            policy,
+            dataset,
+            reward_fns,
+            config,
+            eval_dataset,
+            optimizer,
+            tools,
+            environment_factory,
+            sampler,
+            advantage_fn,
+            surrogate,
         )
         run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
@@ -147,7 +160,7 @@ def rehearse(
     # One group, whatever its rewards are: refills would hide that they are all the same.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
-    updater = choose_updater(run.policy.model, config, micro=micro, optimizer=run.optimizer, mesh=run.mesh)
+    updater = dataclasses.replace(run.updater, config=config, micro=micro)
     of_group = dataclasses.replace(run, config=config, updater=updater)
     experience = collect(of_group, state, 0, count=1, phase=phase)
     with phase("update"):
@@ -232,7 +245,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
     yield from _of_the_rewards(run, experience)
-    if all(row["advantage"] == 0 for row in rows):
+    if not np.any(experience.batch.advantages):
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["tokens"] == 0:
         yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"

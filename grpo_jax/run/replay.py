@@ -22,7 +22,9 @@ from grpo_jax.devices.sharding import mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.files import appearing
 from grpo_jax.hub.policy import with_settings
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
+from grpo_jax.rewards.contract import function_name
 from grpo_jax.run.run import BaseRun
 from grpo_jax.types import Batch, Prompts
 from grpo_jax.update.diagnosis import Finding, diagnose
@@ -65,7 +67,7 @@ class BadBatches:
         if target is not None and not full:
             kept = f" The batch is kept: grpo_jax.replay({str(target)!r}, policy) runs it again alone."
             try:
-                _write(target, state, batch, self._run.config, rows, found)
+                _write(target, state, batch, self._run, rows, found)
             except OSError as error:  # a full disk, say; the evidence is not worth the run
                 kept = f" The batch could not be kept in {str(target)!r} ({error.strerror or error})."
         if not self._said:
@@ -106,20 +108,23 @@ class BadBatches:
         return rows if len(rows) == count else None
 
 
-def replay(where: str | Path, policy: Policy, config: Config | None = None) -> Finding | None:
+def replay(
+    where: str | Path, policy: Policy, config: Config | None = None, *, surrogate: Surrogate | None = None
+) -> Finding | None:
     """Run the update of a kept batch again, alone, and print which number is the first that is not finite.
 
     Args:
       where: a directory `run_dir/bad_batches/step-N`, or the run directory (then the first that was kept).
       policy: the policy that the run began with, for its model; the params are the kept ones.
       config: settings to try, as a remedy (`compute_dtype="float32"` for instance); None for those of the run.
+      surrogate: that of the run, if it had one of the caller's own.
 
     Returns:
       A `Finding` with the term and its place; None if loss and gradient are finite.
 
     Raises:
       FileNotFoundError: nothing is kept there.
-      ValueError: the params belong to another model.
+      ValueError: the params belong to another model, or the run's own surrogate is missing.
 
     Example:
       >>> replay("runs/none", None)
@@ -138,6 +143,8 @@ def replay(where: str | Path, policy: Policy, config: Config | None = None) -> F
     about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
     of_run = stored_config(about["config"])
     config = of_run if config is None else config
+    if surrogate is None and about.get("surrogate") is not None:
+        raise ValueError(f"surrogate: the run had one of its own, {about['surrogate']}; give it")
     with np.load(directory / "arrays.npz") as arrays:
         state, batch = _read(arrays, policy)
     sizes = of_run.sizes()
@@ -147,6 +154,7 @@ def replay(where: str | Path, policy: Policy, config: Config | None = None) -> F
         micro=(sizes.micro_prompts, sizes.micro_completions),
         mesh=mesh_of(state.params),
         on_policy=of_run.on_policy,
+        surrogate=surrogate,
     )
     found = diagnose(state, batch, updater, rows=about["rows"])
     print(f"{directory}: {found or 'loss and gradient are finite'}")
@@ -161,7 +169,7 @@ def _write(
     target: Path,
     state: TrainState,
     batch: Batch,
-    config: Config,
+    run: BaseRun,
     rows: list[dict[str, Any]] | None,
     found: Finding | None,
 ) -> None:
@@ -174,7 +182,8 @@ def _write(
     arrays |= {"key": jax.random.key_data(state.key), "step": state.step - 1, "entropy_bonus": state.entropy_bonus}
     about = {
         "found": None if found is None else str(found),
-        "config": config.to_dict(),
+        "config": run.config.to_dict(),
+        "surrogate": None if run.updater.surrogate is None else function_name(run.updater.surrogate),
         "rows": None if rows is None else plain(rows),
     }
     with appearing(target) as scratch:

@@ -12,14 +12,16 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.config.sizes import Sizes
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Environments, RewardFn
+from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.packed import Updater
 
 
@@ -36,6 +38,8 @@ class Arguments:
     tools: Sequence[Callable[..., Any]] | None = None
     environment_factory: Environments | None = None
     sampler: Sampler | None = None
+    advantage_fn: AdvantageFn | None = None
+    surrogate: Surrogate | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +81,14 @@ class Run(BaseRun):
       reward_fns: K reward functions, those of environments included.
       interaction: who answers completions of several turns; None: they have one.
       sampler: the engine in the place of `generate`; None for that.
+      own_advantages: in the place of the config's estimator; None for that.
     """
 
     config: GRPOConfig
     reward_fns: Sequence[RewardFn]
     interaction: Interaction | None
     sampler: Sampler | None
+    own_advantages: OwnAdvantages | None = None
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""

@@ -14,8 +14,9 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import Answers, generate_turns
 from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts
-from grpo_jax.turns.episodes import Episodes, Played, metrics_of
+from grpo_jax.turns.episodes import Episodes
 from grpo_jax.turns.interaction import Interaction, encode_rows
+from grpo_jax.turns.played import Played, metrics_of, turn_ids
 from grpo_jax.types import Completions, Model, Params, Prompts, Row
 from grpo_jax.update.packed import Updater
 
@@ -52,6 +53,14 @@ class Sampled(NamedTuple):
     def present(self) -> np.ndarray:
         """[B, G, T] bool, all tokens of the completions, those that were observed too."""
         return np.asarray(self.completions.mask if self.completions.present is None else self.completions.present)
+
+    @property
+    def turns(self) -> np.ndarray:
+        """[B, G, T] int32, the turn that each drawn token belongs to, from 0; −1 elsewhere."""
+        drawn = np.asarray(self.completions.mask)
+        if self.episodes is None:
+            return np.where(drawn, np.int32(0), np.int32(-1))
+        return turn_ids(drawn.reshape(-1, drawn.shape[-1]), self.episodes).reshape(drawn.shape)
 
     @property
     def metrics(self) -> dict[str, float]:

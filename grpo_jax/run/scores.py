@@ -16,7 +16,7 @@ from grpo_jax.rewards.extras import Extras
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.turns.episodes import Played
+from grpo_jax.turns.played import Played
 from grpo_jax.types import RewardFn, Tokenizer
 
 

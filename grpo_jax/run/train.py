@@ -10,13 +10,14 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.keep.resume import as_begun
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.run.loop import run_loop
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Environments, RewardFn
+from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.trackers import Callback
 
@@ -35,6 +36,8 @@ def train(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
     sampler: Sampler | None = None,
+    advantage_fn: AdvantageFn | None = None,
+    surrogate: Surrogate | None = None,
     donate: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
@@ -62,6 +65,11 @@ def train(
         with `rollout_ahead`.
       sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`
         (`evaluate` takes a sampler of its own).
+      advantage_fn: a function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns the advantages, [B, G] or
+        [B, G, T], in the place of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`; compiled.
+        `types.AdvantageFn` lists the context.
+      surrogate: a function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
+        [..., T], in the place of that of `loss_type`, which still says how the tokens are reduced to one number.
       donate: the params of `policy` become those of the run, which otherwise holds a copy of them beside the caller's:
         with AdamW a quarter of the memory that full fine-tuning holds. Once the run begins, `policy` is empty, and
         whoever uses it is told so; its model, tokenizer and files remain, for `policy.replace(params=state.params)`.
@@ -112,6 +120,8 @@ def train(
         tools,
         environment_factory,
         sampler,
+        advantage_fn,
+        surrogate,
     )
     run = prepare(arguments)
     return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)

@@ -11,12 +11,11 @@ wrong in an environment ends the run or the episode, as `on_environment_error` s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +28,7 @@ from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.turns.interaction import Interaction, schemas_of
+from grpo_jax.turns.played import EpisodeCounts, Played
 from grpo_jax.turns.roundtrip import turn_text
 from grpo_jax.turns.templates import observation_ids
 from grpo_jax.turns.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
@@ -43,52 +43,6 @@ LONGEST_TEXT = 16
 
 class EnvironmentFault(RuntimeError):
     """An environment failed, and `on_environment_error` is "raise"."""
-
-
-@dataclasses.dataclass
-class EpisodeCounts:
-    """Counts of one episode's events.
-
-    Attributes:
-      turns: of the policy.
-      calls, failures: of tools.
-      errors: of the environment.
-      seconds: of both.
-      clipped: 1 if the last turn called where no more calls are made.
-    """
-
-    turns: int = 0
-    calls: int = 0
-    failures: int = 0
-    errors: int = 0
-    seconds: float = 0.0
-    clipped: int = 0
-
-
-class Played(NamedTuple):
-    """The record of an episode that is over; JSON has a form for all of it.
-
-    Attributes:
-      turns: (True if the policy wrote it, text) of each turn and observation.
-      messages: the same as messages, of a conversation.
-      reward: that of `get_reward`, as a Python number; None for "not scored".
-      counts: of its events.
-    """
-
-    turns: list[tuple[bool, str]]
-    messages: Messages
-    reward: float | str | None
-    counts: EpisodeCounts
-
-    def to_json(self) -> list[Any]:
-        """Return it as lists and dicts."""
-        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts)]
-
-    @classmethod
-    def from_json(cls, kept: Sequence[Any]) -> Played:
-        """Return the record that `to_json` has written."""
-        turns, messages, reward, counts = kept
-        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts))
 
 
 def _plain_number(value: Any) -> float | str | None:
@@ -109,6 +63,7 @@ class Episode:
       turns: (True if the policy wrote it, text) of each turn and observation so far.
       messages: the same as messages, of a conversation.
       counts: of its events.
+      lengths: tokens of each turn of the policy so far.
       over: True once an error has ended it.
       before: the text that the next turn continues.
     """
@@ -121,6 +76,7 @@ class Episode:
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
         self.messages: Messages = []
+        self.lengths: list[int] = []
         self.counts, self.over, self._lost = EpisodeCounts(), False, False
         self.before = Before([], "", "")
 
@@ -164,6 +120,7 @@ class Episode:
     def note(self, ids: np.ndarray) -> Parsed:
         """Take note of a turn, and return it parsed; for a last turn, which had no room to end, this is all."""
         self.counts.turns += 1
+        self.lengths.append(len(ids))
         text, parsed = self._read(ids)
         self._follow(ids)
         self.turns.append((True, text))
@@ -369,28 +326,16 @@ class Episodes:
         """Ask for the rewards, and return the records of all; of tokens [B·G, T], `sampled` marks the policy's own."""
         for place in self._places:
             episode, ids, own = self.all[place], tokens[place], sampled[place]
-            begins = np.flatnonzero(own & ~np.append(False, own[:-1]))
-            if len(begins) > episode.counts.turns:
-                episode.note(ids[begins[-1] : np.flatnonzero(own)[-1] + 1])
+            noted = sum(episode.lengths)
+            if own.sum() > noted:
+                episode.note(ids[own][noted:])
         own = [self.all[place] for place in self._places]
         rewards = map(_plain_number, self._pool.map(Episode.reward, own))
-        played = [Played(one.turns, one.messages, reward, one.counts) for one, reward in zip(own, rewards, strict=True)]
+        played = [
+            Played(one.turns, one.messages, reward, one.counts, one.lengths)
+            for one, reward in zip(own, rewards, strict=True)
+        ]
         if jax.process_count() == 1:
             return played
         parts = gather_objects([one.to_json() for one in played])
         return [Played.from_json(kept) for part in parts for kept in part]
-
-
-def metrics_of(played: Sequence[Played]) -> dict[str, float]:
-    """Return the metrics of a rollout's episodes."""
-    counts = [one.counts for one in played]
-    turns = [one.turns for one in counts]
-    return {
-        "turns/mean": float(np.mean(turns)),
-        "turns/max": float(max(turns)),
-        "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
-        "tools/calls": float(sum(one.calls for one in counts)),
-        "tools/failures": float(sum(one.failures for one in counts)),
-        "environment/errors": float(sum(one.errors for one in counts)),
-        "environment/seconds": float(sum(one.seconds for one in counts)),
-    }

@@ -20,18 +20,20 @@ from grpo_jax.maths.likelihood import likelihood_loss_terms
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.maths.surrogates import LossSettings
+from grpo_jax.maths.surrogates import LossSettings, Surrogate
 from grpo_jax.models.scoring import Scores
 from grpo_jax.types import Batch, Model, is_cached
 from grpo_jax.update.state import TrainState
 
 
-def loss_settings(config: GRPOConfig) -> LossSettings:
+def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> LossSettings:
     """The choices and numbers of `grpo_loss` that a config decides.
 
-    The coefficient of the entropy bonus is none of them: it may move during the run, and lives in the state.
+    The coefficient of the entropy bonus is none of them: it may move during the run, and lives in the state. The
+    caller's own `surrogate` stands beside the config.
     """
-    return LossSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(LossSettings)})
+    names = {field.name for field in dataclasses.fields(LossSettings)} - {"surrogate"}
+    return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -92,6 +94,7 @@ def loss_of(
     *,
     config: Config,
     on_policy: bool,
+    surrogate: Surrogate | None = None,
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
@@ -99,24 +102,34 @@ def loss_of(
 
     Args:
       scores: of these completions, [..., T], at the present params.
-      part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at.
+      part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at, and its
+        advantages are [...] or [..., T].
       state: where the coefficient of the entropy bonus lives.
       totals: `count_totals` of the whole batch.
       config: of an SFT run the loss is `likelihood_loss`, else `grpo_loss`.
       on_policy: True if the params are those that sampled: no old log-probs are needed, and the ratio is 1 in value.
+      surrogate: the caller's own, in the place of that of `loss_type`; no part of an SFT run.
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       router_coef: the factor on the load-balancing loss in `scores`.
     """
     log_probs, entropies, router_loss = scores
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
-    chex.assert_shape(part.advantages, log_probs.shape[:-1])
+    chex.assert_shape(part.advantages, log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
         loss, metrics = likelihood_loss_terms(
             log_probs, entropies, part.mask, loss_type=config.loss_type, num_tokens=totals["num_tokens"]
         )
     else:
         loss, metrics = _grpo_terms(
-            log_probs, entropies, part, state, totals, config=config, on_policy=on_policy, selected=selected
+            log_probs,
+            entropies,
+            part,
+            state,
+            totals,
+            config=config,
+            on_policy=on_policy,
+            surrogate=surrogate,
+            selected=selected,
         )
     if router_loss is not None:
         # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
@@ -137,6 +150,7 @@ def _grpo_terms(
     *,
     config: GRPOConfig,
     on_policy: bool,
+    surrogate: Surrogate | None,
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
     """`grpo_loss` of some completions with the config's settings, and the metrics that compare policies."""
@@ -147,7 +161,7 @@ def _grpo_terms(
         part.ref_log_probs,
         part.advantages,
         part.mask,
-        loss_settings(config),
+        loss_settings(config, surrogate),
         # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
         entropies=entropies if has_bonus(config) else jax.lax.stop_gradient(entropies),
         entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,

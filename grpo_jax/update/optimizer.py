@@ -73,7 +73,7 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again.
 
-    The learning rate is that of the `step` which `update` is given, by `update.step.finish_update`: steps whose update
+    The learning rate is that of the `step` which `update` is given, by `update.state.finish_update`: steps whose update
     was skipped count. Adam's own count, of its bias correction, is of the updates that were made.
     """
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()

@@ -29,6 +29,7 @@ from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
 from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
@@ -111,6 +112,7 @@ class PackedUpdater:
       optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
       on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
       mesh: where params are; None for one device.
+      surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
     """
 
     model: CachedModel
@@ -119,6 +121,7 @@ class PackedUpdater:
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True
     mesh: jax.sharding.Mesh | None = None
+    surrogate: Surrogate | None = None
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.
@@ -234,7 +237,13 @@ class PackedUpdater:
         name: str = "update",
     ) -> Program:
         """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
-        keywords = {"model": self.model, "config": self.config, "on_policy": self.on_policy, "shards": shards}
+        keywords = {
+            "model": self.model,
+            "config": self.config,
+            "on_policy": self.on_policy,
+            "surrogate": self.surrogate,
+            "shards": shards,
+        }
         return Program(name, _add_sequence, (grads, minibatch, sequence, number), keywords)
 
     def put_scores(
@@ -269,17 +278,21 @@ def choose_updater(
     optimizer: optax.GradientTransformation | None = None,
     mesh: jax.sharding.Mesh | None = None,
     on_policy: bool | None = None,
+    surrogate: Surrogate | None = None,
 ) -> Updater:
     """Packed for the models of this package, padded for any other.
 
     Args:
       micro: (prompts, completions per prompt) of a micro-batch.
       on_policy: as in `step.train_step`; None for what the config says.
+      surrogate: likewise.
     """
     kind = PackedUpdater if is_cached(model) else PaddedUpdater
     on_policy = config.on_policy if on_policy is None else on_policy
     mesh = None if mesh is None or mesh.size == 1 else mesh
-    return kind(as_argument(model), config, micro, optimizer=optimizer, on_policy=on_policy, mesh=mesh)
+    return kind(
+        as_argument(model), config, micro, optimizer=optimizer, on_policy=on_policy, mesh=mesh, surrogate=surrogate
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
@@ -310,8 +323,8 @@ def _place_gradients(grads: tuple[Params, ReadPrompts], shards: Shards) -> tuple
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("config", "on_policy", "shards"), donate_argnums=(0,))
-def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, shards):
+@functools.partial(jax.jit, static_argnames=("config", "on_policy", "surrogate", "shards"), donate_argnums=(0,))
+def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
     state, read, batch, totals, selected, dropout = minibatch
     part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None))
@@ -322,7 +335,15 @@ def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_polic
     def loss_fn(params, read):
         scores = score_packed(model, params, read, lengths, sequence, sampling_of(config), counted=counted, rngs=rngs)
         return loss_of(
-            scores, part, state, totals, config=config, on_policy=on_policy, selected=selected, router_coef=coef
+            scores,
+            part,
+            state,
+            totals,
+            config=config,
+            on_policy=on_policy,
+            surrogate=surrogate,
+            selected=selected,
+            router_coef=coef,
         )
 
     more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.models.lora import reference_of
+from grpo_jax.maths.reference import sync_reference
+from grpo_jax.models.layers import UNTRAINED
+from grpo_jax.models.lora import reference_of, sync_adapters
 from grpo_jax.types import Params
 
 
@@ -148,3 +151,67 @@ def same_shapes(first: Params, second: Params) -> bool:
 def begin_iteration(state: TrainState) -> TrainState:
     """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
+
+
+def finish_update(
+    state: TrainState,
+    grads: Params,
+    ok: jax.Array,
+    optimizer: optax.GradientTransformation,
+    *,
+    trained: jax.Array | bool = True,
+    sync_every: int | None = None,
+    sync_alpha: float = 1.0,
+) -> TrainState:
+    """One optimizer step, then the reference's own step.
+
+    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
+
+    The θ of the first formula are the masters where there are any; params are then what they round to. Of adapters the
+    last is about the products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
+
+    Where `ok` ([] bool: loss and gradient are finite) is False, params and optimizer stay as they are to the last bit,
+    and `skipped` counts one. The step is counted all the same, so that schedules, the data and the keys of a run do not
+    depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
+    whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
+    all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
+    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
+    """
+    chex.assert_trees_all_equal_structs(grads, state.params)
+    update = optax.with_extra_args_support(optimizer).update
+
+    def move(
+        params: Params, masters: Params | None, opt_state: optax.OptState
+    ) -> tuple[Params, Params | None, optax.OptState]:
+        held = params if masters is None else masters
+        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
+        held = optax.apply_updates(held, _trained(updates))
+        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
+
+    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
+    params, masters, opt_state = jax.lax.cond(
+        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
+    )
+    step = state.step + 1
+    ref_params = state.ref_params
+    if sync_every is not None:
+        # A reference of other shapes is that of adapters.
+        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
+        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
+    return state.replace(
+        params=params,
+        master_params=masters,
+        opt_state=opt_state,
+        ref_params=ref_params,
+        step=step,
+        skipped=state.skipped + jnp.where(ok, 0, 1),
+    )
+
+
+def _trained(updates: Params) -> Params:
+    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
+
+    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
+
+    return jax.tree_util.tree_map_with_path(one, updates)

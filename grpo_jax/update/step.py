@@ -21,14 +21,12 @@ from grpo_jax.config.sft import Config
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import keep_placed, split
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
-from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.layers import UNTRAINED
-from grpo_jax.models.lora import sync_adapters
+from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
-from grpo_jax.update.state import TrainState, same_shapes
+from grpo_jax.update.state import TrainState, finish_update
 
 
 def train_step(
@@ -40,13 +38,14 @@ def train_step(
     config: Config,
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
+    surrogate: Surrogate | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step of GRPO.
 
     g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference follows where the config says so
 
-    Pure: jit it with `static_argnames=("optimizer", "config", "on_policy", "micro")` and `donate_argnames="state"`, and
-    pass the model through `types.as_argument`.
+    Pure: jit it with `static_argnames=("optimizer", "config", "on_policy", "micro", "surrogate")` and
+    `donate_argnames="state"`, and pass the model through `types.as_argument`.
 
     Args:
       state: the present `TrainState`.
@@ -58,6 +57,7 @@ def train_step(
         log-probs, whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`,
         or if there are none `sampling_log_probs`.
       micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
+      surrogate: a function in the place of that of the config's `loss_type`, as in `grpo_loss`.
 
     Returns:
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
@@ -84,7 +84,9 @@ def train_step(
       >>> state.params["logits"][1].tolist()  # after token 1, the prompt's last: more of 2, less of 0
       [-0.25, 0.0, 0.25]
     """
-    grads, sums = gradients(state, batch, model=model, config=config, on_policy=on_policy, micro=micro)
+    grads, sums = gradients(
+        state, batch, model=model, config=config, on_policy=on_policy, micro=micro, surrogate=surrogate
+    )
     return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
 
 
@@ -96,6 +98,7 @@ def gradients(
     config: Config,
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
+    surrogate: Surrogate | None = None,
 ) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
@@ -118,7 +121,15 @@ def gradients(
             model, params, part.prompts, part.tokens, part.mask, sampling, with_router=coef != 0, rngs=rngs
         )
         return loss_of(
-            scores, part, state, totals, config=config, on_policy=on_policy, selected=selected, router_coef=coef
+            scores,
+            part,
+            state,
+            totals,
+            config=config,
+            on_policy=on_policy,
+            surrogate=surrogate,
+            selected=selected,
+            router_coef=coef,
         )
 
     parts = micro_batches, None if selected is None else cut_array(selected, *micro)
@@ -215,70 +226,6 @@ def apply_gradients(
     return state, metrics
 
 
-def finish_update(
-    state: TrainState,
-    grads: Params,
-    ok: jax.Array,
-    optimizer: optax.GradientTransformation,
-    *,
-    trained: jax.Array | bool = True,
-    sync_every: int | None = None,
-    sync_alpha: float = 1.0,
-) -> TrainState:
-    """One optimizer step, then the reference's own step.
-
-    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
-
-    The θ of the first formula are the masters where there are any; params are then what they round to. Of adapters the
-    last is about the products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
-
-    Where `ok` ([] bool: loss and gradient are finite) is False, params and optimizer stay as they are to the last bit,
-    and `skipped` counts one. The step is counted all the same, so that schedules, the data and the keys of a run do not
-    depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
-    whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
-    all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
-    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
-    """
-    chex.assert_trees_all_equal_structs(grads, state.params)
-    update = optax.with_extra_args_support(optimizer).update
-
-    def move(
-        params: Params, masters: Params | None, opt_state: optax.OptState
-    ) -> tuple[Params, Params | None, optax.OptState]:
-        held = params if masters is None else masters
-        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
-        held = optax.apply_updates(held, _trained(updates))
-        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
-
-    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
-    params, masters, opt_state = jax.lax.cond(
-        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
-    )
-    step = state.step + 1
-    ref_params = state.ref_params
-    if sync_every is not None:
-        # A reference of other shapes is that of adapters.
-        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
-        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
-    return state.replace(
-        params=params,
-        master_params=masters,
-        opt_state=opt_state,
-        ref_params=ref_params,
-        step=step,
-        skipped=state.skipped + jnp.where(ok, 0, 1),
-    )
-
-
-def _trained(updates: Params) -> Params:
-    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
-
-    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
-        return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
-
-    return jax.tree_util.tree_map_with_path(one, updates)
-
-
 def score_batch(
     params: Params,
     prompts: Prompts,
@@ -312,6 +259,7 @@ class PaddedUpdater:
     optimizer: optax.GradientTransformation | None = None
     on_policy: bool = True
     mesh: jax.sharding.Mesh | None = None
+    surrogate: Surrogate | None = None
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.
@@ -340,6 +288,7 @@ class PaddedUpdater:
             config=self.config,
             on_policy=self.on_policy,
             micro=self.micro,
+            surrogate=self.surrogate,
         )
 
     def score_call(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Program:
@@ -361,18 +310,26 @@ class PaddedUpdater:
             config=self.config,
             on_policy=self.on_policy,
             micro=self.micro,
+            surrogate=self.surrogate,
             mesh=self.mesh,
         )
 
 
-_STATIC = ("config", "on_policy", "micro")
+_STATIC = ("config", "on_policy", "micro", "surrogate")
 _score_batch = jax.jit(score_batch, static_argnames=("sampling", "micro"))
 _gradients = jax.jit(gradients, static_argnames=_STATIC)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "optimizer", "mesh"), donate_argnames=("state",))
-def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, mesh):
+def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, surrogate, mesh):
     state, metrics = train_step(
-        state, batch, model=model, optimizer=optimizer, config=config, on_policy=on_policy, micro=micro
+        state,
+        batch,
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        on_policy=on_policy,
+        micro=micro,
+        surrogate=surrogate,
     )
     return keep_placed(state, mesh), metrics

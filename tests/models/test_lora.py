@@ -15,8 +15,7 @@ from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.models.transformer import count_parameters
-from grpo_jax.update.state import create_state
-from grpo_jax.update.step import finish_update
+from grpo_jax.update.state import create_state, finish_update
 
 SHAPE = {
     "vocab_size": 40,

@@ -22,8 +22,7 @@ from grpo_jax.models.scoring import read_prompts, score_completions, score_packe
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.rollout.ladder import BURST
 from grpo_jax.types import Prompts
-from grpo_jax.update.state import create_state
-from grpo_jax.update.step import finish_update
+from grpo_jax.update.state import create_state, finish_update
 
 # A pair of layers, and two that are over its keys and values.
 SHAPE = TransformerConfig(

@@ -14,7 +14,7 @@ from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
-from grpo_jax.turns.episodes import EpisodeCounts, Played
+from grpo_jax.turns.played import EpisodeCounts, Played
 from grpo_jax.types import Completions
 
 G, T = 3, 4

@@ -15,8 +15,7 @@ from grpo_jax import GRPOConfig, add_lora, init_policy, save_pretrained
 from grpo_jax.hub.huggingface import stored_array
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
-from grpo_jax.update.state import create_state
-from grpo_jax.update.step import finish_update
+from grpo_jax.update.state import create_state, finish_update
 
 RNG = np.random.default_rng(0)
 

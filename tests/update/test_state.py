@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.update.state import begin_iteration, create_state
-from grpo_jax.update.step import finish_update
+from grpo_jax.update.state import begin_iteration, create_state, finish_update
 
 PARAMS = {"a": {"w": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.ones(4, jnp.bfloat16)}
 OPTIMIZER = optax.adam(0.1)

@@ -1,0 +1,200 @@
+"""Functions of the caller's own in the place of the tables: advantages and surrogates, checked before a run begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.surrogates import Surrogate, Tokens
+from grpo_jax.messages import nearest, one_line, show
+from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
+from grpo_jax.types import AdvantageFn, Batch, Completions
+from grpo_jax.update.objective import loss_settings
+from grpo_jax.update.state import TrainState
+
+Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
+"""Keyword of an `AdvantageFn` → its array, or the shape of that."""
+
+
+def context_of(
+    state: TrainState, batch: Batch, completions: Completions, turns: np.ndarray, config: GRPOConfig, functions: int
+) -> Context:
+    """The keywords that an `AdvantageFn` may name, `config` excepted: arrays, or their shapes.
+
+    Args:
+      batch: its advantages are not there yet.
+      completions: of the batch, [B, G] and at least T tokens long.
+      turns: [B, G, T] int32.
+      functions: K.
+    """
+    weights = [1.0] * functions if config.reward_weights is None else config.reward_weights
+    return {
+        "weights": np.asarray(weights, np.float32),
+        "lengths": np.asarray(completions.mask).sum(axis=-1, dtype=np.int32),
+        "ended": completions.ended,
+        "tokens": batch.tokens,
+        "turns": turns,
+        "log_probs": batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs,
+        "ref_log_probs": batch.ref_log_probs,
+        "step": np.int32(state.step),
+        "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
+    }
+
+
+def _shapes_of_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
+    """The shapes of `context_of`."""
+
+    def array(shape: tuple[int, ...], dtype: type = np.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return {
+        "weights": array((functions,)),
+        "lengths": array((b, g), np.int32),
+        "ended": array((b, g), bool),
+        "tokens": array((b, g, t), np.int32),
+        "turns": array((b, g, t), np.int32),
+        "log_probs": array((b, g, t)),
+        "ref_log_probs": array((b, g, t)) if reference else None,
+        "step": array((), np.int32),
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAdvantages:
+    """An `AdvantageFn` that has been checked.
+
+    Attributes:
+      function: of the caller.
+      config: that it may read.
+      names: keywords that it takes.
+      per_token: whether it returns [B, G, T].
+    """
+
+    function: AdvantageFn
+    config: GRPOConfig
+    names: frozenset[str]
+    per_token: bool
+
+    @classmethod
+    def of(
+        cls, function: AdvantageFn, config: GRPOConfig, functions: int, argument: str = "advantage_fn"
+    ) -> OwnAdvantages:
+        """Check a function by the shapes of a batch, without computing anything.
+
+        Raises:
+          ValueError: what is no function; a keyword that nobody gives; a failure on such shapes; a result that is not
+            [B, G] or [B, G, T] of floats.
+        """
+        if not callable(function):
+            raise ValueError(f"{argument} is {show(function)}: give a function of rewards and mask, or None")
+        name, g, t = function_name(function), config.num_generations, config.max_completion_length
+        b = g + 1  # not G: a function that takes the one for the other is found
+        context = _shapes_of_context(b, g, t, functions, reference=config.beta > 0)
+        known = [*context, "config"]
+        wanted = _keywords(function)
+        unknown = [key for key, required in wanted.items() if required and key not in known]
+        if unknown:
+            near = nearest(unknown[0], known)
+            raise ValueError(
+                f"{argument} {name!r} needs the argument {unknown[0]!r}, which nobody gives (given: rewards, mask,"
+                f" {', '.join(known)})" + (f"; did you mean {near!r}?" if near else "")
+            )
+        names = frozenset(key for key in known if key in wanted or takes_everything(function))
+        own = cls(function, config, names, per_token=False)
+        rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
+        shapes = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
+        try:
+            found = jax.eval_shape(own.call, rewards, mask, own.chosen(context))
+        except Exception as error:
+            raise ValueError(f"{argument} {name!r} fails on {shapes}: {one_line(error)}") from error
+        _check_result(found, argument, name, {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, shapes)
+        return dataclasses.replace(own, per_token=found.ndim == 3)
+
+    def call(self, rewards: jax.Array, mask: jax.Array, context: Context) -> jax.Array:
+        """Call the function with what it takes, the config too if it names that."""
+        config = {"config": self.config} if "config" in self.names else {}
+        return self.function(rewards, mask, **(context | config))
+
+    @functools.cached_property
+    def program(self) -> Callable[[np.ndarray, jax.Array, Context], jax.Array]:
+        """The compiled function."""
+        return jax.jit(self.call)
+
+    def chosen(self, context: Context) -> Context:
+        """The part of a context that it takes."""
+        return {name: value for name, value in context.items() if name in self.names}
+
+    def __call__(self, rewards: np.ndarray, batch: Batch, counted: np.ndarray, context: Context) -> np.ndarray:
+        """Advantages [B, G] or [B, G, T] float32: 0 where nothing is trained.
+
+        Args:
+          rewards: [B, G, K] float32, NaN for "not scored".
+          batch: on the host, its mask [B, G, T].
+          counted: [B] bool, False for groups that only fill the batch.
+          context: `context_of`.
+        """
+        found = np.asarray(self.program(rewards, batch.mask, self.chosen(context)), np.float32)
+        trained = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
+        return np.where(trained, found, np.float32(0))
+
+
+def _keywords(function: AdvantageFn) -> dict[str, bool]:
+    """The keywords behind rewards and mask, and whether each is required."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    free = [x for x in parameters_of(function) if x.name not in bound]
+    first = [x.name for x in free if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:2]
+    return {name: required for name, required in arguments_of(function).items() if name not in first}
+
+
+def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
+    """Check a surrogate of the caller's own by the shapes of some tokens, without computing anything.
+
+    Raises:
+      ValueError: what is no function, or cannot be hashed; a failure on such shapes; a result that is not [..., T] of
+        floats.
+    """
+    if surrogate is None:
+        return
+    if not callable(surrogate):
+        raise ValueError(
+            f"surrogate is {show(surrogate)}: give a function of Tokens and LossSettings, or None; the name of one that"
+            " comes with the package is loss_type"
+        )
+    name = function_name(surrogate)
+    try:
+        hash(surrogate)
+    except TypeError as error:
+        raise ValueError(
+            f"surrogate {name!r} cannot be hashed ({error}), and programs are kept by it: give a function, or an object"
+            " of a frozen dataclass"
+        ) from error
+    shape = (2, 3, 5)
+    settings = loss_settings(config, surrogate)
+
+    def of_zeros() -> jax.Array:
+        x = jnp.zeros(shape)
+        return surrogate(Tokens(x, x, x, x, jnp.ones(shape, bool), x[..., 0]), settings)
+
+    try:
+        found = jax.eval_shape(of_zeros)
+    except Exception as error:
+        raise ValueError(f"surrogate {name!r} fails on tokens [..., T] = {shape}: {one_line(error)}") from error
+    _check_result(found, "surrogate", name, {"[..., T]": shape}, f"tokens of that shape {shape}")
+
+
+def _check_result(found: object, argument: str, name: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
+    """Refuse a result that is no array of floats of one of these shapes."""
+    wanted = " or ".join(f"{axes} = {shape}" for axes, shape in shapes.items())
+    if not isinstance(found, jax.ShapeDtypeStruct):
+        raise ValueError(f"{argument} {name!r} returns {show(found)} for {given}: return an array {wanted}")
+    if found.shape not in shapes.values() or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(
+            f"{argument} {name!r} returns {found.dtype.name} {found.shape} for {given}: return floats {wanted}"
+        )

@@ -1,0 +1,244 @@
+"""Functions of the caller's own: they do what the tables' do where they say the same, and are refused by shape."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_packed import OPTIMIZER, G, T, batch
+from test_updater import Bare
+from tiny import scored, tiny_model, tiny_policy
+
+from grpo_jax import Completions, GRPOConfig, compute_advantages, rehearse, replay, train
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.maths.surrogates import ppo
+from grpo_jax.run.collect import collect
+from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.state import create_state
+
+# A quarter of the bytes end a turn, so that rows of a group differ in length.
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
+CONFIG = GRPOConfig(
+    max_completion_length=8,
+    per_device_train_batch_size=16,
+    num_generations=4,
+    max_steps=2,
+    learning_rate=1e-2,
+    gradient_checkpointing=False,
+    shuffle_dataset=False,
+)
+
+
+def length(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def group_advantages(rewards, mask, *, weights, config):
+    return compute_advantages(rewards, weights=weights, scale_rewards=config.scale_rewards)
+
+
+def for_each_token(rewards, mask, **context):
+    return jnp.broadcast_to(compute_advantages(rewards)[..., None], mask.shape)
+
+
+def reinforce(tokens, settings):
+    return -tokens.advantages * tokens.log_probs
+
+
+def learn(config=CONFIG, **keywords):
+    return train(POLICY, ROWS, length, config, **keywords).params
+
+
+@pytest.mark.quick
+def test_the_tables_written_as_functions_of_ones_own_learn_the_same():
+    """The same bytes; an advantage of each token makes another program, and the same numbers to rounding."""
+    plain = learn()
+    chex.assert_trees_all_equal(plain, learn(advantage_fn=group_advantages, surrogate=ppo))
+    # On-policy, where nothing is clipped, the ratio's gradient is that of the log-prob.
+    chex.assert_trees_all_close(plain, learn(advantage_fn=for_each_token, surrogate=reinforce), atol=2e-5)
+
+
+@pytest.mark.parametrize(("bare", "devices"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+def test_the_gradient_weighs_each_token_by_its_own_advantage(bare, devices):
+    """−Σ m A ∇l / Σ m, packed and padded, in micro-batches and on a mesh."""
+    model, params = tiny_model()
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, G, T)).astype(np.float32))
+    b = batch().replace(advantages=weights, ref_log_probs=None)
+    completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
+    expected = jax.grad(
+        lambda params: -jnp.sum(weights * scored(model, params, b.prompts, completions), where=b.mask) / b.mask.sum()
+    )(params)
+    mesh = make_mesh({"data": devices}) if devices else None
+    updater = choose_updater(
+        Bare(model) if bare else model, CONFIG, micro=(2, 2), optimizer=OPTIMIZER, on_policy=True, mesh=mesh
+    )
+    updater = dataclasses.replace(updater, config=dataclasses.replace(CONFIG, max_completion_length=T))
+    state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
+    grads, _ = updater.gradients(state, b)
+    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(expected), atol=2e-5)
+
+
+class Says:
+    """Says nothing after the first turn, a word after the second, and ends."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def respond(self, text):
+        self.turns += 1
+        return [None, "", "ok"][self.turns] if self.turns < 3 else None
+
+    def get_reward(self):
+        return float(self.turns)
+
+
+def spied(seen, rewards, mask, **context):
+    seen.append({"rewards": rewards, "mask": mask, **context})
+    return jnp.zeros(rewards.shape[:2])
+
+
+def test_the_context_is_that_of_the_batch():
+    seen = []
+    config = dataclasses.replace(CONFIG, max_completion_length=16, beta=0.1, reward_weights=[0.5, 2.0])
+    run = prepare(
+        Arguments(POLICY, ROWS, length, config, environment_factory=Says, advantage_fn=functools.partial(spied, seen))
+    )
+    seen.clear()
+    state = create_state(POLICY.params, run.optimizer, jax.random.key(0), keep_reference=True)
+    experience = collect(run, state, 0, count=4)
+    assert len(seen) == 1, "compiled once"
+    names = {"weights", "lengths", "ended", "tokens", "turns", "log_probs", "ref_log_probs", "step", "key", "config"}
+    assert seen[0].keys() == names | {"rewards", "mask"}
+    assert seen[0]["config"] is run.own_advantages.config
+    assert [row["advantage"] for row in experience.rows] == [0.0] * 16
+
+
+def test_turns_are_counted_by_their_ends_and_not_by_gaps():
+    got = {}
+
+    def note(rewards, mask, turns, lengths, step, log_probs):
+        jax.debug.callback(lambda **x: got.update(x), turns=turns, mask=mask, lengths=lengths, step=step, l=log_probs)
+        return jnp.where(turns == 1, 1.0, 5.0)
+
+    config = dataclasses.replace(CONFIG, max_completion_length=16)
+    run = prepare(Arguments(POLICY, ROWS, length, config, environment_factory=Says, advantage_fn=note))
+    state = create_state(POLICY.params, run.optimizer, jax.random.key(0)).replace(step=jnp.int32(7))
+    experience = collect(run, state, 0, count=4)
+    batch, turns = experience.batch, np.asarray(got["turns"])
+    assert got["step"] == 7
+    np.testing.assert_array_equal(turns >= 0, got["mask"])
+    np.testing.assert_array_equal(got["lengths"], batch.mask.sum(-1))
+    np.testing.assert_array_equal(got["l"], batch.sampling_log_probs)
+    np.testing.assert_array_equal(batch.advantages, np.where(batch.mask, np.where(turns == 1, 1.0, 5.0), 0.0))
+    played = [row["turns"] for row in experience.rows]
+    by_policy = [[len(turn["text"].encode()) for turn in row if turn["by"] == "policy"] for row in played]
+    assert max(map(len, by_policy)) >= 2
+    for row, own, tokens in zip(turns.reshape(16, -1), by_policy, batch.tokens.reshape(16, -1), strict=True):
+        # A token that ends a turn is a byte or the EOS; by either, the next one drawn is of the next turn.
+        ends = [i for i in np.flatnonzero(row >= 0) if tokens[i] in POLICY.eos_token_ids]
+        drawn = np.flatnonzero(row >= 0)
+        assert row[drawn].tolist() == [sum(end < i for end in ends) for i in drawn]
+        assert row.max() + 1 == len(own)
+
+
+def wrong_shape(rewards, mask):
+    return rewards
+
+
+def of_whole_numbers(rewards, mask):
+    return mask.astype(int)
+
+
+def mistyped(rewards, mask, lenghts):
+    return rewards[..., 0]
+
+
+def failing(rewards, mask):
+    return rewards[..., 0] * mask
+
+
+@dataclasses.dataclass
+class Unhashable:
+    scale: float = 1.0
+
+    def __call__(self, tokens, settings):
+        return self.scale * tokens.ratio
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
+        (
+            {"advantage_fn": wrong_shape},
+            r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
+            r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)",
+        ),
+        ({"advantage_fn": of_whole_numbers}, r"returns int32 \(5, 4, 8\)"),
+        ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
+        (
+            {"advantage_fn": failing},
+            r"advantage_fn 'failing' fails on rewards .*: TypeError: mul got incompatible shapes",
+        ),
+        ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
+        ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
+        ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
+        ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
+        ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(Arguments(POLICY, ROWS, length, CONFIG, **keywords))
+
+
+def halves(rewards, mask, turns):
+    return jnp.where(turns % 2 == 0, for_each_token(rewards, mask), 0.5)
+
+
+class Cut(Exception):
+    pass
+
+
+def cut(step, metrics):
+    if step == 2:
+        raise Cut
+
+
+def test_a_run_goes_on_with_its_own_functions_and_with_no_others(tmp_path):
+    """In the middle of an iteration, whose advantages [B, G, T] are in the checkpoint."""
+    config = dataclasses.replace(CONFIG, num_iterations=2, max_steps=4, save_steps=1, logging_steps=1)
+    functions = {"advantage_fn": halves, "surrogate": reinforce}
+    whole = learn(config, **functions)
+    with pytest.raises(Cut):
+        learn(config, run_dir=tmp_path, callbacks=[cut], **functions)
+    with pytest.raises(ValueError, match=r"advantage_fn: None, the run has test_seams\.halves") as error:
+        learn(config, run_dir=tmp_path, surrogate=ppo)
+    assert "surrogate: grpo_jax.maths.surrogates.ppo, the run has test_seams.reinforce" in str(error.value)
+    chex.assert_trees_all_equal(whole, learn(config, run_dir=tmp_path, **functions))
+
+
+def test_a_rehearsal_tries_them_too(capsys):
+    found = rehearse(POLICY, ROWS, length, CONFIG, advantage_fn=lambda rewards, mask: jnp.zeros(mask.shape))
+    assert found.suspicious[-1] == "all advantages are 0: such a group teaches nothing"
+    found = rehearse(POLICY, ROWS, length, CONFIG, surrogate=lambda tokens, settings: tokens.advantages)
+    assert found.suspicious[-1].startswith("the gradient is 0, though the rewards differ")
+
+
+def test_a_kept_batch_is_run_again_by_the_surrogate_that_skipped_it(tmp_path):
+    def bad(tokens, settings):
+        return jnp.log(tokens.advantages) * tokens.ratio
+
+    with pytest.warns(RuntimeWarning, match="was skipped"):
+        learn(run_dir=tmp_path, surrogate=bad)
+    with pytest.raises(ValueError, match="surrogate: the run had one of its own, bad; give it"):
+        replay(tmp_path, POLICY)
+    assert replay(tmp_path, POLICY, surrogate=bad).term == "loss"
+    assert replay(tmp_path, POLICY, surrogate=ppo) is None
