@@ -9,9 +9,11 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from tiny import tiny_tokenizer
+from tiny import tiny_policy, tiny_tokenizer
 
 import grpo_jax
 from grpo_jax import GRPOConfig, SFTConfig
@@ -153,6 +155,25 @@ def test_the_settings_to_start_with_are_a_config():
     names: dict[str, GRPOConfig] = {}
     exec(compile(code, "recipes.md", "exec"), names)
     assert names["config"].sizes()[:2] == (16, 128)
+
+
+def test_the_algorithm_of_ones_own_runs_as_it_stands():
+    (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "advantage_fn=" in block)
+    config = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_completion_length=4, max_steps=1)
+    seen: dict[str, Any] = {}
+
+    def length(completion_ids):
+        seen["rewards"] = np.array([len(ids) for ids in completion_ids], np.float32).reshape(2, 4)
+        return seen["rewards"].ravel()
+
+    names = {"policy": tiny_policy(), "rows": [{"prompt": "a"}, {"prompt": "b"}], "rewards": length, "config": config}
+    exec(compile(code, "recipes.md", "exec"), names)
+    lengths = np.array([[1, 2, 4, 4], [3, 3, 3, 1]])
+    rewards = np.array([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]], np.float32)
+    expected = grpo_jax.compute_advantages(rewards, estimator="opo", scale_rewards="none", lengths=lengths)
+    found = names["advantages"](rewards[..., None], None, lengths=lengths)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert seen["rewards"].max() > 1, "it has run"
 
 
 @pytest.fixture

@@ -56,11 +56,14 @@ def test_the_command_line_names_files_from_where_it_is(folder):
         "rewards": "[{making_here.py:made: a}]",
         "environment_factory": "{judging_here.py:judge: judging_here.py:judge}",
         "model": "{config: config.json, tokenizer: model}",
+        "advantage_fn": "judging_here.py:judge",
+        "surrogate": "making_here.py:made",
     }
     run = read_run(path, mappings, wanted=ALL)
     assert [row["prompt"] for row in run.rows] == ["say c: "]
     assert run.rewards[0](completions=["x"]) == ["a"]
     assert [fn.__name__ for fn in run.environment_factory.values()] == ["judge"]
+    assert (run.advantage_fn.__name__, run.surrogate.__name__) == ("judge", "made")
     assert run.model == {"config": str(folder / "config.json"), "tokenizer": "model"}
     (folder / "squad").mkdir()
     hub = read_run(path, {"data": "{name: squad, split: test}"}).values["data"]
@@ -80,6 +83,8 @@ def test_all_faults_come_together_each_with_its_key(folder):
         rewards=["judging.py:eraly", "nubmer_reward"],
         tools="os:nothing",
         environment_factory="os:nothing",
+        advantage_fn="os:nothing",
+        surrogate="ppo",
         prompt="{question",
         columns=["answer"],
         lora={"rang": 8},
@@ -87,7 +92,7 @@ def test_all_faults_come_together_each_with_its_key(folder):
         run_dir=7,
         dataset_name="x",
     )
-    with pytest.raises(ValueError, match=r"my_run\.yaml with --max_steps has 16 errors") as caught:
+    with pytest.raises(ValueError, match=r"my_run\.yaml with --max_steps has 18 errors") as caught:
         read_run(path, {"max_steps": "many"}, wanted=ALL)
     lines = str(caught.value).split("\n  ")[1:]
     for begin in (
@@ -104,12 +109,14 @@ def test_all_faults_come_together_each_with_its_key(folder):
         "rewards[1] = 'nubmer_reward': no such reward function; did you mean number_reward?",
         "tools = 'os:nothing': os has no nothing",
         "environment_factory = 'os:nothing': os has no nothing",
+        "advantage_fn = 'os:nothing': os has no nothing",
+        "surrogate = 'ppo': names nothing in a module: write module:name or file.py:name",
         "prompt = '{question': expected '}' before end of string",
         "data is '",
         "eval_data is 7: give a list of dicts",
     ):
         assert [line for line in lines if line.startswith(begin)], begin
-    assert len(lines) == 16
+    assert len(lines) == 18
 
 
 @pytest.mark.quick

@@ -1,6 +1,7 @@
 """A run that is stopped and begun again ends in the bytes of one that was left alone, or says why it cannot."""
 
 import dataclasses
+import functools
 import json
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, train
-from grpo_jax.keep.resume import describe, differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.keep.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
@@ -247,6 +248,7 @@ def about(
     eval_rows=None,
     tools=(),
     environments=None,
+    functions=None,
     **settings,
 ):
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
@@ -270,6 +272,7 @@ def about(
                 eval_data=eval_data,
                 interaction=answered(tools, environments),
                 own_optimizer=optimizer is not None,
+                own_functions=functions or {},
             )
         )
     )
@@ -385,6 +388,16 @@ def test_each_field_is_harmless_or_refused_by_its_name(name):
             ["policy: its params are not those of the run: params['w'] float32[2, 4] for float32[2, 3]"],
         ),
         ({}, {"optimizer": optax.sgd(0.1)}, ["optimizer: the caller's, the run has the config's"]),
+        ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
+        ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, the run has None"]),
+        (
+            {"functions": {"advantage_fn": functools.partial(run, beta=1)}},
+            {"functions": {"advantage_fn": functools.partial(run, beta=2)}},
+            [
+                "advantage_fn: test_resume.run, the run has test_resume.run; its source or what it is bound to has"
+                " changed"
+            ],
+        ),
         (
             {"optimizer": optax.sgd(0.1)},
             {"optimizer": optax.sgd(0.1, momentum=0.9)},
@@ -490,6 +503,34 @@ def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, 
         del saved[name]  # of an earlier version, which did not note them
     assert not any("the run has" in line for line in differences(saved, present, step=4))
     warn_of_changes(saved, present)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    scale: float
+
+    def __call__(self, rewards, mask):
+        return self.scale * rewards
+
+
+@pytest.mark.quick
+def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_path):
+    def made(text):
+        path = tmp_path / f"made_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        names = {"__name__": "made"}
+        exec(compile(text, path, "exec"), names)
+        return names["f"]
+
+    one = made("def f(x):\n    return x + 1\n")
+    same = made("def f(x):\n    # more\n    return x+1  # by one\n")
+    other = made("def f(x):\n    return x + 2\n")
+    assert source_of(one) == source_of(same) != source_of(other)
+    assert source_of(one)["name"] == "made.f"
+    assert source_of(Scaled(1.0)) == source_of(Scaled(1.0)) != source_of(Scaled(2.0))
+    assert source_of(Scaled(1.0))["name"] == "test_resume.Scaled"
+    assert source_of(len) == {"name": "builtins.len", "source": None}
+    assert source_of([lambda x: x][0])["source"] is not None
 
 
 @pytest.mark.quick

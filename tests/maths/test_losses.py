@@ -1,5 +1,6 @@
 """`grpo_loss` against an independent NumPy version (derivatives by complex step), by hand tables, and by symmetries."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -586,6 +587,22 @@ def assert_same(a, b, tolerance=1e-6, metrics=True):
     np.testing.assert_allclose(a[1], b[1], rtol=tolerance, atol=tolerance)
     if metrics:
         chex.assert_trees_all_close(a[2], b[2], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_a_surrogate_of_ones_own_stands_in_the_place_of_the_tables(loss_type):
+    """Given as a function, the surrogate of a loss type is that loss; the reduction is that of the name."""
+
+    def of(surrogate, *names):
+        loss = functools.partial(grpo_loss, surrogate=surrogate)
+        return outcome(case(loss_type, "token", {"use": ["old", "A", *names]}), loss=loss)
+
+    plain = outcome(case(loss_type, "token", {"use": ["old", "A", "ref", "H"]}))
+    assert_same(plain, of(LOSS_TYPES[loss_type][0], "ref", "H"), tolerance=0)
+    half, whole = of(lambda tokens, _: 0.5 * tokens.ratio), of(lambda tokens, _: tokens.ratio)
+    np.testing.assert_allclose(2 * half[0], whole[0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"what surrogate returned has shape \(\); pass"):
+        of(lambda tokens, _: tokens.ratio.sum())
 
 
 @pytest.mark.parametrize("loss_type", TYPES)

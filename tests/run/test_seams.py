@@ -183,10 +183,7 @@ class Unhashable:
         ),
         ({"advantage_fn": of_whole_numbers}, r"returns int32 \(5, 4, 8\)"),
         ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
-        (
-            {"advantage_fn": failing},
-            r"advantage_fn 'failing' fails on rewards .*: TypeError: mul got incompatible shapes",
-        ),
+        ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
         ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
         ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
         ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
