@@ -98,7 +98,8 @@ def rehearse(
       tools: functions that the policy may call, as in `train`.
       environment_factory: what makes environments, as in `train`; one group of episodes is played.
       sampler: another engine in the place of `generate`; it is called once, for one group.
-      advantage_fn, surrogate: as in `train`.
+      advantage_fn: a function that makes advantages, as in `train`.
+      surrogate: a function that makes the loss of each token, as in `train`.
       donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
 
     Returns:
