@@ -7,13 +7,15 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+PICTURE = re.compile(r'<picture>.*?<img alt="([^"]*)" src="([^"]+)"></picture>', flags=re.S)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
 
 
 def description(text: str, repository: str) -> str:
     """A README for another place than the repository: links lead into it, pictures are those of its main branch.
 
-    Without an address there is nowhere to lead: links become their text, and pictures are left out.
+    Without an address there is nowhere to lead: links become their text, and pictures are left out. Of a picture in
+    several forms, for phones and dark pages, it has the plain one.
     """
 
     def absolute(link: re.Match[str]) -> str:
@@ -24,7 +26,7 @@ def description(text: str, repository: str) -> str:
             return "" if picture else label
         return f"{picture}[{label}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/main/{target})"
 
-    return LINK.sub(absolute, text)
+    return LINK.sub(absolute, PICTURE.sub(r"![\1](\2)", text))
 
 
 def urls(repository: str) -> dict[str, str]:

@@ -72,16 +72,27 @@ def page_of(notebook):
     return "\n\n".join(parts)
 
 
+def pictures(label, name, page):
+    """A picture of docs/ on bright and on dark pages, which a reader may choose here, and a narrow one for a phone."""
+    up = os.path.relpath(".", os.path.dirname(page) or ".")
+    return "".join(
+        f'<picture><source media="(max-width: 600px)" srcset="{up}/{name}-narrow{dark}.png">'
+        f'<img alt="{label}" src="{up}/{name}{dark}.png#only-{scheme}"></picture>\n'
+        for dark, scheme in (("", "light"), ("-dark", "dark"))
+    )
+
+
 def landing(text, page):
     """A README as a landing page: what it is beside its picture, then the rest."""
     start, start_target, other, other_target, version = WORDS[page]
     head, rest = text.split("\n## ", 1)
     title, _, *body = head.split("\n\n")
-    picture = next(part for part in body if part.startswith("!["))
+    picture = next(part for part in body if part.startswith("<picture>"))
     words = "\n\n".join(part for part in body if part is not picture)
     buttons = f"[{start}]({start_target}){{ .md-button .md-button--primary }} [{other}]({other_target}){{ .md-button }}"
     said = f"<div markdown>\n\n{words}\n\n{buttons}\n\n{version} {VERSION}.\n\n</div>"
-    hero = f'<div class="hero" markdown>\n{said}\n\n{picture}\n\n</div>'
+    (shown,) = re.findall(r'<img alt="([^"]*)" src="docs/(\w+)\.png">', picture)
+    hero = f'<div class="hero" markdown>\n{said}\n\n<div>\n{pictures(*shown, page)}</div>\n\n</div>'
     return f"---\nhide: [navigation]\n---\n\n{title}\n\n{hero}\n\n## {rest}"
 
 

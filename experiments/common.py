@@ -9,7 +9,9 @@ import functools
 import json
 import os
 import random
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ __all__ = [
     "Stopwatch",
     "add_device_flags",
     "coin_flips",
+    "copy_hero",
     "draw_hero",
     "encode_lessons",
     "fresh_directory",
@@ -273,7 +276,7 @@ def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> No
 
 
 def draw_hero(run_dir: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
-    """Draw `hero.png` and `hero-dark.png`: a held-out score on its way, and one prompt's completions before and after.
+    """Draw a held-out score on its way, and one prompt's completions before and after, as the four files of `HEROES`.
 
     Args:
       run_dir: with the `metrics.jsonl` of a run that has evaluated.
@@ -283,34 +286,58 @@ def draw_hero(run_dir: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]],
     lines = [line for line in read_lines(run_dir / "metrics.jsonl") if any(map(held_out, line))]
     name = next(name for name in lines[0] if held_out(name))
     steps, scores = zip(*((line["step"], line[name]) for line in lines), strict=True)
-    for dark in (False, True):
-        figure = _draw_hero(steps, scores, str(held_out(name)), samples, title, dark)
-        save_figure(figure, str(run_dir / ("hero-dark.png" if dark else "hero.png")))
+    for file, (narrow, dark) in HEROES.items():
+        figure, above, below = _panels(title, narrow=narrow, dark=dark)
+        _draw_scores(above, steps, scores, str(held_out(name)), dark=dark)
+        _draw_texts(below, samples, dark=dark, size=8.5 if narrow else 10.5)
+        save_figure(figure, str(run_dir / file))
 
 
-def _draw_hero(
-    steps: Sequence[int],
-    scores: Sequence[float],
-    name: str,
-    samples: Mapping[str, Sequence[Mapping[str, Any]]],
-    title: str,
-    dark: bool,
-) -> Any:
-    """The figure: a curve on the left, texts on the right."""
+HEROES = {
+    "hero.png": (False, False),
+    "hero-dark.png": (False, True),
+    "hero-narrow.png": (True, False),
+    "hero-narrow-dark.png": (True, True),
+}
+"""The files of `draw_hero`: whether each is narrow, for a phone, and whether dark."""
+
+
+def copy_hero(run_dir: Path, picture: Path) -> None:
+    """Copy the files of `draw_hero` to `picture` and beside it, with the same endings."""
+    for file in HEROES:
+        shutil.copyfile(run_dir / file, picture.with_stem(Path(file).stem.replace("hero", picture.stem)))
+
+
+def _panels(title: str, *, narrow: bool, dark: bool) -> tuple[Any, Any, Any]:
+    """A figure with its title, and its two panels: side by side, or for a phone one above the other."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    theme = DARK if dark else LIGHT
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(
-        figsize=(11, 4.2), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), facecolor=theme.page
+        figsize=(4.1, 6.4) if narrow else (11, 4.2), dpi=190 if narrow else 110, layout=layout, facecolor=theme.page
     )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold", color=theme.ink)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    for axes in (left, right):
+    figure.suptitle(
+        textwrap.fill(title, 42) if narrow else title,
+        x=0.03 if narrow else 0.01,
+        ha="left",
+        fontsize=12 if narrow else 14,
+        weight="bold",
+        color=theme.ink,
+    )
+    panels = figure.subplots(2, 1, height_ratios=(1, 1)) if narrow else figure.subplots(1, 2, width_ratios=(1, 1.15))
+    for axes in panels:
         axes.set_facecolor(theme.page)
-    left.plot(steps, scores, color=pick("policy"), lw=2.4, marker="o", markersize=6)
+    return (figure, *panels)
+
+
+def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name: str, *, dark: bool) -> None:
+    """The curve of the held-out score."""
+    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    axes.plot(steps, scores, color=pick("policy"), lw=2.4, marker="o", markersize=6)
     for i, what, where in ((0, "before", (10, 2)), (-1, "after", (-6, -20))):
-        left.annotate(
+        axes.annotate(
             f"{what}: {scores[i]:.2f}",
             (steps[i], scores[i]),
             xytext=where,
@@ -320,29 +347,32 @@ def _draw_hero(
             weight="bold",
             color=pick("start" if i == 0 else "policy"),
         )
-    left.set_title(f"{name.capitalize()} on prompts that no training saw", loc="left", fontsize=12, color=theme.ink)
-    left.set_xlabel("steps of training by GRPO", fontsize=10, color=theme.grey)
-    left.set_ylim(0, 1.05)
-    left.grid(color=theme.grid, linewidth=0.8)
-    left.set_axisbelow(True)
-    left.tick_params(labelsize=9, colors=theme.grey, length=0)
-    for side in ("top", "right", "left", "bottom"):
-        left.spines[side].set_visible(False)
-    right.set_axis_off()
+    axes.set_title(f"{name.capitalize()} on prompts that no training saw", loc="left", fontsize=12, color=theme.ink)
+    axes.set_xlabel("steps of training by GRPO", fontsize=10, color=theme.grey)
+    axes.set_ylim(0, 1.05)
+    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, colors=theme.grey, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_texts(axes: Any, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool, size: float) -> None:
+    """The completions, before and after in a column each."""
+    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    axes.set_axis_off()
     prompt = next(iter(samples.values()))[0]["prompt"]
-    right.set_title(f"What it writes after “{prompt}”", loc="left", fontsize=12, color=theme.ink)
+    axes.set_title(f"What it writes after “{prompt}”", loc="left", fontsize=12, color=theme.ink)
     for column, (what, rows) in enumerate(samples.items()):
         at = 0.02 + 0.52 * column
         told = {"color": pick("policy" if column else "start"), "fontsize": 12, "weight": "bold"}
-        right.text(at, 0.95, what, transform=right.transAxes, va="center", **told)
+        axes.text(at, 0.95, what, transform=axes.transAxes, va="center", **told)
         for i, row in enumerate(rows):
             y, good = 0.95 - 0.9 * (i + 1) / len(rows), bool(next(iter(row["rewards"].values())))
             text = completion_text(row["completion"]).strip()
-            shown = {"transform": right.transAxes, "va": "center", "fontsize": 10.5}
-            right.text(at, y, "✓" if good else "✗", color=pick("reward0" if good else "high"), **shown)
+            shown = {"transform": axes.transAxes, "va": "center", "fontsize": size}
+            axes.text(at, y, "✓" if good else "✗", color=pick("reward0" if good else "high"), **shown)
             short = text if len(text) < 25 else f"{text[:24]}…"
-            right.text(at + 0.05, y, short, color=theme.ink, family="monospace", **shown)
-    return figure
+            axes.text(at + 0.05, y, short, color=theme.ink, family="monospace", **shown)
 
 
 def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:

@@ -296,20 +296,34 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
     from matplotlib.figure import Figure
 
     colours = dict(zip(firsts, (colour("start"), colour("policy")), strict=True))
-    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained", facecolor=LIGHT.page)
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained", facecolor=LIGHT.page)
+    heading = f"A small language model finds a number from 1 to {NUMBERS}, before and after GRPO"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=14, weight="bold", color=LIGHT.ink)
     left, right = figure.subplots(1, 2)
+    means = {name: games.mean() for name, games in lengths.items()}
     for (name, first), offset in zip(firsts.items(), (-0.2, 0.2), strict=True):
-        left.bar(np.arange(1, NUMBERS + 1), first, 0.9, color=colours[name], alpha=0.75, label=name)
+        left.bar(np.arange(1, NUMBERS + 1), first, 0.9, color=colours[name])
         share = np.bincount(lengths[name].astype(int), minlength=LIMIT + 1)[1:] / len(lengths[name])
-        right.bar(np.arange(1, LIMIT + 1) + offset, share, 0.4, color=colours[name])
-        right.axvline(lengths[name].mean(), color=colours[name], lw=2, label=f"{name}: {lengths[name].mean():.2f}")
-    for value, style, name in ((random_play(), ":", "consistent random play"), (bisection(), "--", "bisection")):
-        right.axvline(value, color=colour("high"), lw=1.5, linestyle=style, label=f"{name}: {value:.2f}")
-    left.set(xlabel="first guess", ylabel="probability")
-    right.set(xlabel=f"guesses of a game ({LIMIT}: lost, too)", ylabel="share of games", xticks=range(1, LIMIT + 1))
-    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "fontsize": 8, "frameon": False}
-    left.legend(ncols=2, title="the first guess", **above)
-    right.legend(ncols=2, title="guesses on average", **above)
+        label = f"{name}: {means[name]:.2f} guesses on average"
+        right.bar(np.arange(1, LIMIT + 1) + offset, share, 0.4, color=colours[name], label=label)
+    for value, style, name in (
+        (random_play(), (0, (1, 2)), "consistent random play"),
+        (bisection(), "--", "bisection"),
+    ):
+        right.axvline(value, color=colour("high"), lw=2, linestyle=style, label=f"{name}: {value:.2f}")
+    left.set_title("Probability of each number as the first guess", loc="left", fontsize=12, color=LIGHT.ink)
+    left.set_xlabel("number", fontsize=10, color=LIGHT.grey)
+    right.set_title("Share of games that took so many guesses", loc="left", fontsize=12, color=LIGHT.ink)
+    right.set_xlabel(f"guesses ({LIMIT}: the lost games too)", fontsize=10, color=LIGHT.grey)
+    right.set_xticks(range(1, LIMIT + 1))
+    for axes in (left, right):
+        axes.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=9, colors=LIGHT.grey, length=0)
+        axes.spines[:].set_visible(False)
+    figure.legend(
+        *right.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, labelcolor=LIGHT.ink
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
 

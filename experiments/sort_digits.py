@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from experiments.common import (
     Stopwatch,
     add_device_flags,
     coin_flips,
+    copy_hero,
     draw_hero,
     encode_lessons,
     fresh_directory,
@@ -227,7 +227,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="where to copy the picture, and a dark one")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="where to copy the picture; beside it a dark one, and two for a phone",
+    )
     add_device_flags(parser)
     arguments = parser.parse_args(argv)
     if arguments.quantize and arguments.lora is None:
@@ -252,16 +257,14 @@ def train_adapters(
 
 
 def draw_before_and_after(run_dir: Path, samples: dict[str, list[Row]], arguments: argparse.Namespace) -> None:
-    """The picture of the run, light and dark, and where `--picture` wants it."""
+    """The pictures of the run, and where `--picture` wants them."""
     if jax.process_index() > 0:
         return
     title = f"A small language model sorts five digits, before and after {arguments.steps} steps of GRPO"
     draw_hero(run_dir, samples, title=title)
     print(f"\npicture: {run_dir / 'hero.png'}; page of the run: {run_dir / 'report.html'}")
     if arguments.picture:
-        shutil.copyfile(run_dir / "hero.png", arguments.picture)
-        dark = arguments.picture.with_stem(f"{arguments.picture.stem}-dark")
-        shutil.copyfile(run_dir / "hero-dark.png", dark)
+        copy_hero(run_dir, arguments.picture)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

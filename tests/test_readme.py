@@ -16,6 +16,8 @@ CHINESE = README.with_name("README.zh-CN.md")
 SOURCE = README.parent / "docs" / "source.md"
 RECIPES = README.parent / "docs" / "recipes.md"
 MEASURED = [README, CHINESE, *(SOURCE.parent / f"{name}.md" for name in ("demonstrations", "speed", "zh/questions"))]
+BILINGUAL = ["README", *(f"docs/{name}" for name in ("cli", "coming_from_trl", "design", "experiments", "recipes"))]
+BILINGUAL += ["docs/runs", "docs/wrong"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
 
 
@@ -64,28 +66,32 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["README", "docs/design", "docs/experiments"])
+@pytest.mark.parametrize("name", BILINGUAL)
 def test_both_languages_have_the_same_commands_and_tables(name):
     page = README.parent / f"{name}.md"
     other = CHINESE if page == README else page.parent / "zh" / page.name
     assert f"]({other.relative_to(page.parent)})" in sections(page)[0]
     assert blocks(page, "python") == blocks(other, "python")
+    assert blocks(page, "text") == blocks(other, "text")
     # What stands behind a "#" is said in the language of the page.
-    sh = lambda text: re.sub(r" *#.*", "", "".join(blocks(text, "sh")))
-    assert sh(page) == sh(other)
+    for language in ("sh", "yaml"):
+        mute = lambda text: re.sub(r" *#.*", "", "".join(blocks(text, language)))
+        assert mute(page) == mute(other)
     indented = lambda text: re.findall(r"^    (python -m .*)$", text.read_text(encoding="utf-8"), flags=re.M)
     assert indented(page) == indented(other)
-    pictures = lambda text: re.findall(r"!\[[^\]]+\]\((?:\.\./)?([^)]+)\)", text.read_text(encoding="utf-8"))
+    pictures = lambda text: re.findall(
+        r"!\[[^\]]+\]\((?:\.\./)?([^)]+)\)|(?:srcset|src)=\"([^\"]+)", text.read_text(encoding="utf-8")
+    )
     assert pictures(page) == pictures(other)
-    assert len(sections(page)) == len(sections(other)) > 3
+    assert len(sections(page)) == len(sections(other)) >= 3
     ours, theirs = tables(page), tables(other)
     assert [(len(table), len(table[0])) for table in ours] == [(len(table), len(table[0])) for table in theirs]
     # Cell by cell the same code, figures and links (to the Chinese page, where there is one), whatever stands between.
     kept = re.compile(r"`[^`]+`|\]\([^)#]+|\d+(?:\.\d+)?")
-    plain = lambda cell: cell.replace("](docs/zh/", "](docs/").replace("_zh.ipynb", ".ipynb")
+    plain = lambda cell: re.sub(r"\]\((\.\./)*(docs/)?(zh/)?", "](", cell).replace("_zh.ipynb", ".ipynb")
     cells = lambda found: [sorted(kept.findall(plain(cell))) for table in found for row in table for cell in row]
     assert cells(ours) == cells(theirs)
-    assert sum(map(len, cells(ours))) > 40
+    assert name == "docs/runs" or sum(map(len, cells(ours))) > 15
 
 
 @pytest.mark.quick

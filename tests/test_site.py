@@ -49,7 +49,15 @@ def test_the_landing_page_begins_with_the_picture_and_says_its_version(source, p
     text = (ROOT / source).read_text(encoding="utf-8")
     made = SITE["landing"](text, page)
     hero, _, rest = made.partition("\n</div>\n\n## ")
-    assert "](docs/sort_digits.png)" in hero
+    up = "../" if page.startswith("zh/") else "./"
+    shown = re.findall(r'(?:srcset|src)="([^"]+)"', hero)  # narrow and wide, for bright pages and for dark ones
+    assert shown == [
+        f"{up}sort_digits-narrow.png",
+        f"{up}sort_digits.png#only-light",
+        f"{up}sort_digits-narrow-dark.png",
+        f"{up}sort_digits-dark.png#only-dark",
+    ]
+    assert all((ROOT / "docs" / name.removeprefix(up).partition("#")[0]).is_file() for name in shown)
     assert f" {VERSION}." in hero
     assert hero.count("<div") == hero.count("</div>") + 1
     assert rest == text.split("\n## ", 1)[1]

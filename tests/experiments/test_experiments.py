@@ -149,11 +149,13 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
         "report.png",
         "hero.png",
         "hero-dark.png",
+        "hero-narrow.png",
+        "hero-narrow-dark.png",
         "base/model.safetensors",
     ):
         assert (run_dir / name).stat().st_size > 0, name
-    for copy, name in (("docs.png", "hero.png"), ("docs-dark.png", "hero-dark.png")):
-        assert (run_dir.parent / copy).read_bytes() == (run_dir / name).read_bytes()
+    for kind in ("", "-dark", "-narrow", "-narrow-dark"):
+        assert (run_dir.parent / f"docs{kind}.png").read_bytes() == (run_dir / f"hero{kind}.png").read_bytes()
     assert (run_dir / "random_reward" / "metrics.jsonl").stat().st_size > 0
     assert "no new skill" in "\n".join(printed)
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

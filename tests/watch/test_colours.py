@@ -53,6 +53,9 @@ def test_phases_and_functions_have_colours_of_the_table():
     [
         ("sort_digits", False, ("policy",)),
         ("sort_digits-dark", True, ("policy",)),
+        ("sort_digits-narrow", False, ("policy",)),
+        ("sort_digits-narrow-dark", True, ("policy",)),
+        ("guess", False, ("policy", "start", "high")),
         ("kl_estimators", False, ("policy", "start", "high", "low")),
         ("old_and_new_policy", False, ("policy", "high")),
         ("reference_sync", False, ("policy", "high")),
