@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.migrate import VLLMServer, from_trl
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
 from grpo_jax.config import config as _config
 from grpo_jax.messages import nearest
@@ -24,6 +24,7 @@ class GRPOConfig:
 
     Attributes:
       config: the `grpo_jax.GRPOConfig` that it comes to.
+      sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
       dtype: of the params, by `model_init_kwargs`; "auto": that of the checkpoint; None: float32.
 
     Raises:
@@ -43,6 +44,7 @@ class GRPOConfig:
 
     config: _config.GRPOConfig
     dtype: str | None
+    sampler: VLLMServer | None
     _values: Json  # as they were given, by their names
 
     def __init__(self, output_dir: str | None = None, **values: Any):
@@ -61,7 +63,7 @@ class GRPOConfig:
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig asks for what is not here:", *lines]))
-        vars(self).update(config=moved.config(), dtype=moved.dtype, _values=values)
+        vars(self).update(config=moved.config(), dtype=moved.dtype, sampler=moved.sampler, _values=values)
 
     def __getattr__(self, name: str) -> Any:
         values = vars(self).get("_values", {})

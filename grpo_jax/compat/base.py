@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "_generate": "grpo_jax.generate samples; a sampler or a rollout_func does so in its place",
     "_calculate_rewards": "grpo_jax.rewards.compute_rewards calls reward functions",
     "_get_per_token_logps_and_entropies": "grpo_jax.completion_log_probs returns log-probs",
-    "vllm_generation": "there is no vLLM inside; rollout_func or sampler is an engine of yours",
+    "vllm_generation": 'a vLLM server samples by sampler=engines.vllm(base_url), or by vllm_mode="server" in args',
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
@@ -32,6 +32,7 @@ _CORRECTION = {
     "clip_min": "sampler_correction_min",
     "cap": "sampler_correction_max",
 }
+_SERVER = "vllm_server_"
 # The values beside TRL's default that ask for nothing here, such as those of a dump.
 _NOTHING: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
@@ -49,6 +50,13 @@ _NOTHING: dict[str, tuple[object, ...]] = {
 }
 
 
+class VLLMServer(NamedTuple):
+    """A server that samples: arguments of `engines.vllm`."""
+
+    base_url: str
+    patience: float
+
+
 @dataclasses.dataclass
 class Migration:
     """A TRL config, translated: the fields that carry over, and a note on each of the others.
@@ -62,6 +70,7 @@ class Migration:
       missing: name → why there is no such thing here, and what to do; empty where the run will be the same.
       dtype: of the params, for `from_pretrained`, of `model_init_kwargs`; "auto": that of the checkpoint; None where
         there was none.
+      sampler: the server of `use_vllm` with the mode "server"; None: the built-in sampler.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -71,6 +80,7 @@ class Migration:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     dtype: str | None = None
+    sampler: VLLMServer | None = None
 
     def config(self) -> GRPOConfig:
         """Return the config of the fields that carry over.
@@ -120,6 +130,7 @@ def from_trl(values: Json) -> Migration:
             _translate(moved, name, value)
     _translate_evaluation(moved, values)
     _translate_correction(moved, values)
+    _translate_server(moved, values)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
         del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
         moved.same.remove("generation_batch_size")
@@ -146,6 +157,8 @@ def _translate(moved: Migration, name: str, value: Any) -> None:
         moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
     elif value == default or value in _NOTHING.get(name, ()) or name.removeprefix(_VLLM) in _CORRECTION:
         pass
+    elif name == "vllm_mode" or name.startswith(_SERVER):
+        pass  # all of them together, by _translate_server
     elif kind == "not here":
         moved.missing[name] = advice
     else:
@@ -232,6 +245,26 @@ def _translate_correction(moved: Migration, values: Json) -> None:
         if of[name] != ELSEWHERE[f"{_VLLM}{name}"].default and ours_name not in values:
             moved.values[ours_name] = ours[ours_name]
             moved.translated[f"{_VLLM}{name}"] = f"{ours_name}={ours[ours_name]!r}"
+
+
+def _translate_server(moved: Migration, values: Json) -> None:
+    """Make a sampler of the settings of a vLLM server; without `use_vllm` they mean nothing, as in TRL."""
+    settings: Json = {name: ELSEWHERE[name].default for name in ELSEWHERE if name.startswith(("vllm_mode", _SERVER))}
+    asked = {name: values[name] for name in settings if values.get(name) not in (None, settings[name])}
+    settings = {**settings, **asked}
+    mode = settings["vllm_mode"]
+    if not values.get("use_vllm"):
+        moved.left_out |= dict.fromkeys(asked, "use_vllm is False")
+    elif mode == "colocate":
+        moved.left_out |= dict.fromkeys(asked, f'vllm_mode is {mode!r}: "server" lets a server of vLLM sample')
+    elif mode != "server":
+        moved.missing["vllm_mode"] = f'{mode!r}: "server" names a server of vLLM; else the built-in sampler samples'
+    else:
+        host = "127.0.0.1" if settings["vllm_server_host"] == "0.0.0.0" else settings["vllm_server_host"]
+        url = settings["vllm_server_base_url"] or f"http://{host}:{settings['vllm_server_port']}"
+        moved.sampler = VLLMServer(url, float(settings["vllm_server_timeout"]))
+        del moved.left_out["use_vllm"]
+        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={moved.sampler.patience:g}) of train"
 
 
 def field_table() -> str:

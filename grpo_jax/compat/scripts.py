@@ -69,8 +69,8 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
 
     Example:
       >>> run, moved = from_trl_script({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
-      >>> run, moved.left_out, moved.missing
-      ({'model': 'Qwen/Qwen3-0.6B', 'beta': 0.04}, {'use_vllm': 'the sampler is built in'}, {})
+      >>> run, list(moved.left_out), moved.missing
+      ({'model': 'Qwen/Qwen3-0.6B', 'beta': 0.04}, ['use_vllm'], {})
     """
     # PyYAML, which TRL reads files by, takes an unquoted no for False.
     values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}
@@ -98,6 +98,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
         run["param_dtype"] = "bfloat16"
     if moved.run_dir is not None:
         run["run_dir"] = moved.run_dir
+    run |= {} if moved.sampler is None else {"sampler": {"vllm": moved.sampler._asdict()}}
     config = moved.config().to_dict()
     return run | {name: config[name] for name in moved.values}, moved
 

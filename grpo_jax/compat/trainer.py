@@ -27,6 +27,7 @@ from grpo_jax.compat.records import TrainOutput
 from grpo_jax.compat.rollout import RolloutSampler, with_fields
 from grpo_jax.config import config as _config
 from grpo_jax.devices.platform import compute_dtype
+from grpo_jax.engines import vllm
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
@@ -64,7 +65,8 @@ class GRPOTrainer(Trainer):
       quantization_config: a `BitsAndBytesConfig` for the base under adapters: NF4 or 8 bits.
       rollout_func: samples in the place of the library, see `compat.rollout`; evaluations go on by the library. As in
         TRL its log-probs are corrected for with `use_vllm`, and else not.
-      sampler: likewise, in the form of `train`.
+      sampler: likewise, in the form of `train`. With `use_vllm=True, vllm_mode="server"` in `args`, and neither of the
+        two, it is `engines.vllm`.
       others: TRL's further arguments, all refused but for None.
 
     Attributes:
@@ -101,6 +103,7 @@ class GRPOTrainer(Trainer):
         if isinstance(eval_dataset, Mapping):
             raise ValueError("eval_dataset is a dict: give one dataset; evaluate() takes the others.")
         args = _as_args(args)
+        engine = None if args.sampler is None else vllm(args.sampler.base_url, patience=args.sampler.patience)
         super().__init__(args, as_list(reward_funcs or []), None if isinstance(model, Policy) else str(model))
         quantize = quantized_as(quantization_config, adapted=peft_config is not None)
         self._begin = functools.partial(self._begun_with, model, args, processing_class, peft_config, quantize)
@@ -111,7 +114,7 @@ class GRPOTrainer(Trainer):
             self.add_callback(callback)
         self._optimizer = optimizers[0]
         self._tools, self._environment_factory = tools, environment_factory
-        self._sampler = sampler
+        self._sampler = engine if sampler is None and rollout_func is None else sampler
         self._rollout_func = rollout_func
         if rollout_func is not None:
             self._check_rollout(corrected=args.use_vllm)

@@ -45,7 +45,8 @@ def _absent(default: object, advice: str) -> Elsewhere:
 
 _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
-_VLLM = "the sampler is built in; a server of `vllm serve` samples by `train(..., sampler=engines.vllm(base_url))`"
+_SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
+_VLLM = "whoever starts `vllm serve` gives it there"
 _ENGINE = ", which counts where a sampler of your own is given to train"
 _MESH = "use mesh: there is one process per host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
@@ -157,16 +158,18 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "transformers_continuous_batching_config": _needless(None, "ended completions leave the decode by themselves"),
     "use_transformers_paged": _needless(False, "ended completions leave the decode by themselves"),
     "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
-    "use_vllm": _needless(False, "the sampler is built in"),
-    "vllm_mode": _needless("colocate", _VLLM),
+    "use_vllm": _needless(
+        False, 'the sampler is built in, and samples in this process; a server of `vllm serve` by vllm_mode="server"'
+    ),
+    "vllm_mode": _other("colocate", _SERVER + "; in one process with the trainer there is the built-in sampler"),
     "vllm_model_impl": _needless("vllm", _VLLM),
-    "vllm_enable_sleep_mode": _needless(False, _VLLM),
+    "vllm_enable_sleep_mode": _needless(False, "no vLLM shares the trainer's devices"),
     "vllm_structured_outputs_regex": _absent(None, "the sampler knows no grammars; reward the format instead"),
-    "vllm_server_base_url": _needless(None, _VLLM),
-    "vllm_server_host": _needless("0.0.0.0", _VLLM),
-    "vllm_server_port": _needless(8000, _VLLM),
-    "vllm_server_timeout": _needless(240.0, _VLLM),
-    "vllm_group_port": _needless(51216, _VLLM),
+    "vllm_server_base_url": _other(None, _SERVER),
+    "vllm_server_host": _other("0.0.0.0", _SERVER),
+    "vllm_server_port": _other(8000, _SERVER),
+    "vllm_server_timeout": _other(240.0, _SERVER + ", its patience"),
+    "vllm_group_port": _needless(51216, "weights go to the server by files that both sides see"),
     "vllm_gpu_memory_utilization": _needless(0.3, _VLLM),
     "vllm_max_model_length": _needless(None, _VLLM),
     "vllm_tensor_parallel_size": _needless(1, _VLLM),
