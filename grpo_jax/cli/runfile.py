@@ -109,12 +109,13 @@ class _Problems(list[str]):
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
         """Return a function's result; None, and its fault noted, with the key and value in front, if it refuses.
 
-        The value is the first argument; without a key the message names its own.
+        The value is the first argument; without a key the message names its own. The value of `sampler` is not
+        repeated, since somebody may have written a password into it.
         """
         try:
             return function(*args, **keywords)
         except (ValueError, OSError) as error:
-            head = f"{key} = {show(args[0])}: " if key else ""
+            head = "" if not key else "sampler: " if key == "sampler" else f"{key} = {show(args[0])}: "
             self.extend(head + line for line in problems_of(error))
             return None
 

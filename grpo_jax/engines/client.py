@@ -66,9 +66,10 @@ class Client:
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+            shown = base_url if not (url.username or url.query) else f"an address of {url.hostname} with more in it"
             raise ValueError(
-                f"base_url is {show(base_url)}: give http://host:port, as the server says when it starts, and a key by"
-                " the environment (api_key_env)"
+                f"base_url is {show(shown)}: give http://host:port, as the server says when it starts, and a key by the"
+                " environment (api_key_env)"
             )
         for name, value in (("timeout", timeout), ("patience", patience)):
             if not value >= 0:

@@ -1,0 +1,51 @@
+"""A vLLM server as the sampler of the command line: of a RUN.yaml, and of `evaluate`; its key is nowhere."""
+
+import json
+
+import pytest
+from cli_files import run, write_run
+from stand_in import StandIn
+from tiny import tiny_policy
+
+from grpo_jax.watch.writer import read_lines
+
+KEY = "not-to-be-seen"
+
+
+@pytest.fixture
+def server():
+    with StandIn(tiny_policy(), key=KEY) as one:
+        yield one
+
+
+@pytest.mark.quick
+def test_a_server_samples_for_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    file = write_run(tmp_path, sampler={"vllm": {"base_url": server.url}}, save_steps=1)
+    printed = run("train", file)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == 2
+    assert all(line["sampler/log_prob_difference_max"] < 1e-4 for line in lines)
+    assert len([body for _, body in server.drawn if body["max_tokens"] == 4]) == 2 * 2
+    seen = printed + "".join(capsys.readouterr())
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert KEY not in seen
+    assert {"run.yaml", "run.json", "metrics.jsonl"} <= {path.name for path in kept}
+    assert not [path for path in kept if KEY.encode() in path.read_bytes()]
+
+    greedy = ["evaluate", file, "--temperature_eval", "0"]
+    asked = len(server.drawn)
+    expected = json.loads(run(*greedy))
+    assert len(server.drawn) == asked, "evaluations take an engine from the command line alone"
+    found = json.loads(run(*greedy, "--sampler", f"{{vllm: {{base_url: {server.url}}}}}"))
+    assert len(server.drawn) > asked
+    assert found == expected
+
+
+def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path):
+    for engine in ({"base_url": server.url, "api_key": KEY}, {"base_url": f"http://me:{KEY}@127.0.0.1:1"}):
+        with pytest.raises((SystemExit, ValueError)) as refused:
+            run("train", write_run(tmp_path, sampler={"vllm": engine}))
+        assert "environment" in str(refused.value)
+        assert KEY not in str(refused.value)
+    assert not server.requests
