@@ -79,7 +79,8 @@ class GRPOConfig(Settings):
     many whole groups on each device, one at least. Ours."""
     rollout_ahead: bool = False
     """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
-    one's updates: what is learnt from is one iteration old, and the ratio corrects for it. Ours."""
+    one's updates: what is learnt from is one iteration old, and the ratio corrects for it. A server samples beside the
+    updates too (`run.beside`). Ours."""
     max_tool_calling_iterations: Count | None = None
     """Turns of a completion that may call tools; None: as many as there is room for."""
     environment_timeout: Positive | None = 300.0

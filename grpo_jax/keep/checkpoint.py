@@ -4,7 +4,8 @@
 checkpoints/40/   params   what is exported
                   rest     old policy, reference, optimizer, key, counters on the device
                   batch    the batch, if some of its updates are still to be made
-                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
+                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`);
+                           those that an engine is still at are asked for again by the run that goes on
                   told     of several turns, their transcript, as the bytes of a JSON text
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
@@ -257,7 +258,8 @@ class Checkpoints:
             del unreadable[step]
             if self._about is not None:
                 warn_of_changes(about["run"], self._about)
-                if self._config.rollout_ahead and found.ahead is None:
+                asked = found.progress is not None and found.progress.asked
+                if self._config.rollout_ahead and found.ahead is None and not asked:
                     warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
             self._know_metrics(found.progress, about)

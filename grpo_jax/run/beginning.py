@@ -27,7 +27,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         run.policy.params,
         run.optimizer,
         jax.random.key(config.seed),
-        keep_old=run.sizes.updates > 1,
+        keep_old=run.sizes.updates > 1 or (isinstance(run, Run) and run.samples_beside),
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
         keep_masters=config.master_params,

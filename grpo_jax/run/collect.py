@@ -20,6 +20,8 @@ The caches of this iteration's rollout are gone; its tokens and sampling log-pro
 rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …
                  host:                    │ rewards of 1     │          │ rewards of 2     │          │ rewards of 3 …
 ```
+
+An engine that takes its params beforehand samples beside the update too (`run.beside`).
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
+from grpo_jax.run.beside import Beside
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
-from grpo_jax.run.sampler import Request, mismatch
+from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.run.seams import context_of
-from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -69,8 +71,9 @@ class Experience:
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
         and `num_tokens`, faults and seconds of all rounds.
-      rows: one dict per completion: prompt, completion, rewards, advantage (of those of tokens the mean), ended.
-      ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
+            turns = None if run.own_advantages is None else sampled.turns
+            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, turns)
+            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
     """
 
     batch: Batch
@@ -108,7 +111,7 @@ class _Round(NamedTuple):
     metrics: dict[str, float]
     batch: Batch | None  # its advantages still 0; None with dynamic_sampling, where rewards choose its groups
     cursor: int  # prompts used since the start of the run, after this round
-    ahead: Ahead | None  # completions of the next round; None without `look_ahead`
+    ahead: Ahead | None  # completions of the next round; None without `look_ahead`, and while an engine is at them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,7 @@ class _Rollouts:
     phase: Phase
     look_ahead: bool
     interrupt: Callable[[], None]
+    engine: Beside | None
 
     def rounds(
         self, cursor: int, ahead: Ahead | None, begin: Callable[[Prompts, Completions], Batch] | None
@@ -135,9 +139,14 @@ class _Rollouts:
             start, cursor = cursor, cursor + self.count
             if ahead is None:
                 with self.phase("rollout"):
-                    sampled = self.sample(start)
+                    waits = self.engine is not None and self.engine.busy
+                    sampled = self.engine.result(self.params) if self.engine and waits else self.sample(start)
             else:
-                sampled = ahead.sampled(run.data, self.numbers(start), self.request)
+                sampled = ahead.sampled(run.data, run.numbers(start, self.count), self.request)
+            measured = measured_by(run.sampler)  # before the engine begins with others
+            if self.look_ahead and self.engine is not None:
+                with self.phase("rollout"):
+                    self.engine.begin(self.params, self.key, cursor, self.count, self.request, self.interrupt)
             if config.rollout_ahead:  # in the first iteration too: environments of waiting completions are not kept
                 sampled = sampled._replace(environments=None)
             batch = None
@@ -147,9 +156,10 @@ class _Rollouts:
 
             def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return Ahead.of(self.sample(cursor), run.data, self.numbers(cursor))
+                return Ahead.of(self.sample(cursor), run.data, run.numbers(cursor, self.count))
 
-            with beside(sample_next) if self.look_ahead else contextlib.nullcontext() as coming:
+            here = self.look_ahead and self.engine is None
+            with beside(sample_next) if here else contextlib.nullcontext() as coming:
                 with self.phase("rewards"):
                     own = score_own(
                         run.policy.tokenizer,
@@ -166,17 +176,9 @@ class _Rollouts:
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             turns = None if run.own_advantages is None else sampled.turns
             groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, turns)
-            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics
+            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
-
-    def numbers(self, cursor: int) -> list[int]:
-        """The rows of the dataset that come next, by their indices."""
-        config, num_rows = self.run.config, len(self.run.data.rows)
-        indices = prompt_indices(
-            cursor, self.count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset
-        )
-        return [row for _, row in indices]
 
     def sample(self, cursor: int) -> Sampled:
         """Completions of the next prompts."""
@@ -184,7 +186,7 @@ class _Rollouts:
             self.run.policy.model,
             self.params,
             self.run.data,
-            self.numbers(cursor),
+            self.run.numbers(cursor, self.count),
             self.key,
             self.request,
             prompt_indices=cursor + np.arange(self.count),
@@ -255,6 +257,7 @@ def collect(
     phase: Phase = lambda name: contextlib.nullcontext(),
     ahead: Ahead | None = None,
     look_ahead: bool = False,
+    engine: Beside | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Experience:
     """Sample, score and weigh one iteration's completions.
@@ -266,6 +269,7 @@ def collect(
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
       look_ahead: sample the prompts that come next too, while the reward functions work.
+      engine: where an engine samples those, and is still at it when this returns; None: they are waited for.
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
 
     Returns:
@@ -288,6 +292,7 @@ def collect(
         phase=watched,
         look_ahead=look_ahead,
         interrupt=interrupt,
+        engine=engine,
     )
     if config.dynamic_sampling:
         last, counted = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)

@@ -20,7 +20,8 @@ from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state
-from grpo_jax.run.collect import collect
+from grpo_jax.run.beside import Beside
+from grpo_jax.run.collect import collect, request_of
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.prepare import about
@@ -52,6 +53,7 @@ class _Loop:
     progress: Progress = dataclasses.field(default_factory=Progress)
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
+    engine: Beside | None = None  # where an engine samples it
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
@@ -90,9 +92,11 @@ def run_loop(
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
         Profile(own_dir, config.profile_steps) as profile,
-        contextlib.ExitStack() as warm_up,
+        contextlib.ExitStack() as threads,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
+        if isinstance(run, Run) and run.samples_beside:
+            loop.engine = threads.enter_context(Beside(run))
         state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
         state = begin_or_resume(loop, state, resume)
         publisher.open()
@@ -100,14 +104,16 @@ def run_loop(
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         evaluate_if_due(loop, state)
+        ask_again(loop, state)
         if loop.progress.step < run.total_steps:
-            warm_up.enter_context(compiled_ahead(run, state, say=monitor.say))
+            threads.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
             profile.at(loop.progress.step)
             if loop.batch is None:
-                state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                 try:
+                    take_ahead(loop, state)
+                    state = _begin_iteration(state)  # one snapshot samples for all updates of an iteration
                     collect_batch(loop, state)
                 except Interrupted:
                     break
@@ -174,6 +180,27 @@ def end_run(loop: _Loop, state: TrainState) -> TrainState:
     return state
 
 
+def ask_again(loop: _Loop, state: TrainState) -> None:
+    """Ask the engine of a run that goes on for what it was at: no checkpoint waits for completions on their way."""
+    run, progress = loop.run, loop.progress
+    if loop.engine is not None and progress.asked:
+        assert isinstance(run, Run), "which has an engine"
+        key, count = jax.random.fold_in(state.key, 0), run.sizes.prompts
+        loop.engine.begin(state.old_params, key, progress.cursor, count, request_of(run), loop.signals.interrupt)
+
+
+def take_ahead(loop: _Loop, state: TrainState) -> None:
+    """Wait for what the engine samples, while the policy that it is sampled from is still the old one of the state."""
+    run, engine = loop.run, loop.engine
+    if engine is None or not engine.busy:
+        return
+    assert isinstance(run, Run), "which has an engine"
+    with loop.monitor.phase("rollout"):
+        sampled = engine.result(state.old_params)
+    loop.ahead = Ahead.of(sampled, run.data, run.numbers(loop.progress.cursor, run.sizes.prompts))
+    loop.progress.asked = False
+
+
 def collect_batch(loop: _Loop, state: TrainState) -> None:
     """Take the batch of an iteration from the dataset, or sample and score it, and what `rollout_ahead` samples.
 
@@ -194,11 +221,13 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
         phase=loop.monitor.phase,
         ahead=loop.ahead,
         look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
+        engine=loop.engine,
         interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
     loop.monitor.completions(progress.step + 1, experience.rows)
     loop.batch, loop.ahead = experience.batch, experience.ahead
+    progress.asked = loop.engine is not None and loop.engine.busy
 
 
 def next_minibatch(loop: _Loop) -> tuple[int, Batch]:

@@ -15,10 +15,10 @@ from grpo_jax.config.sizes import Sizes
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
-from grpo_jax.run.sampler import Sampler
+from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.text.examples import Examples
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
 from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
@@ -89,6 +89,22 @@ class Run(BaseRun):
     interaction: Interaction | None
     sampler: Sampler | None
     own_advantages: OwnAdvantages | None = None
+
+    @property
+    def samples_beside(self) -> bool:
+        """Whether an engine samples the next completions beside the rewards and the updates (`run.beside`).
+
+        Not with several processes, whose threads would have to agree on the order of what they ask of one another.
+        """
+        return self.config.rollout_ahead and follows(self.sampler) and jax.process_count() == 1
+
+    def numbers(self, cursor: int, count: int) -> list[int]:
+        """The rows of the dataset that come next, by their indices."""
+        config = self.config
+        indices = prompt_indices(
+            cursor, count, num_rows=len(self.data.rows), seed=config.seed, shuffle=config.shuffle_dataset
+        )
+        return [row for _, row in indices]
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +64,32 @@ class Sampler(Protocol):
     weights of its own has to be given them. `key` is the same at all calls of a run; with `prompt_indices`, which are
     not, it gives draws that a resumed run makes again. With `rollout_ahead` the engine is called from another thread.
     With several processes all of them call it, and what the first one's returns is taken.
+
+    Two attributes are optional. `follow(policy, params)` takes the params of later calls beforehand: with
+    `rollout_ahead` it is called first, and then the engine with shapes for `params`, while the trainer goes on to its
+    update, which changes the arrays in place (`run.beside`). `measured` is a dict of numbers about the last call, which
+    become metrics of the run.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...  # to a type checker, of any arguments
+
+
+class Following(Sampler, Protocol):
+    """An engine that takes its params beforehand."""
+
+    def follow(self, policy: Policy, params: Params) -> None:
+        """Take the params of later calls; they may change as soon as this returns."""
+        ...
+
+
+def follows(sampler: Sampler | None) -> TypeGuard[Following]:
+    """Whether an engine takes its params beforehand, by `follow`, so that it can sample while they change."""
+    return callable(getattr(sampler, "follow", None))
+
+
+def measured_by(sampler: Sampler | None) -> dict[str, float]:
+    """The numbers about its last call of an engine that measures; none of another."""
+    return dict(getattr(sampler, "measured", {}))
 
 
 def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:

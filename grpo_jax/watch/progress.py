@@ -29,6 +29,7 @@ class Progress:
       metric: newest value of `metric_for_best_model`; None before the first.
       metrics: step → that metric of each scheduled checkpoint that there is, also of one that was written, at a stop,
         before its evaluation was made.
+      asked: whether an engine is at the completions of the prompts from `cursor` on (`run.beside`).
       window: name → [sum, count] of the metrics since the last line of the log.
     """
 
@@ -40,6 +41,7 @@ class Progress:
     skipped: int = 0
     metric: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    asked: bool = False
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def collected(self, cursor: int, metrics: Mapping[str, float]) -> None:

@@ -39,12 +39,14 @@ class StandIn:
         "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary).
       deaf_head: a head that no reload reaches.
       base: the policy whose weights it starts with.
+      drawn: (version of the weights, body) of each completion, in the order of their requests.
     """
 
     def __init__(self, base, *, key=None, room=LENGTH, raw=False, deaf_head=False, version=True):
         self.base, self.key, self.room, self.raw = base, key, room, raw
         self.deaf_head, self.says_version = deaf_head, version
         self.requests, self.fault, self.port, self.most = [], lambda path, body, n: None, 0, 0
+        self.drawn = []
         self._at_once, self._lock = 0, threading.Lock()
 
     def __enter__(self):
@@ -131,6 +133,7 @@ class StandIn:
         with self._lock:
             self._at_once += 1
             self.most = max(self.most, self._at_once)
+            self.drawn.append((self.version if name == "base" else name, body))
         rng = np.random.default_rng(body.get("seed", 0))
         sampling = Sampling(body.get("temperature", 1.0), body.get("top_k", 0), body.get("top_p", 1.0))
         given = self.logits(model, params, head, ids) if "prompt_logprobs" in body else None

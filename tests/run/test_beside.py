@@ -1,0 +1,171 @@
+"""An engine that samples beside the update: from which weights, what is learned, what waits for what, the resume."""
+
+import functools
+import threading
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from stand_in import StandIn
+from test_engine import ADAPTED, POLICY, ROWS, SMALL, Game, rewards
+from test_resume import Cut, cut_at
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.engines import EngineError, vllm
+from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.writer import read_lines
+
+G, T = SMALL["num_generations"], SMALL["max_completion_length"]
+
+
+@pytest.fixture
+def server():
+    with StandIn(POLICY) as one:
+        yield one
+
+
+def run(sampler, policy=POLICY, run_dir=None, callbacks=(), fns=rewards, environment_factory=None, **settings):
+    lines, config = [], GRPOConfig(**SMALL | {"rollout_ahead": True, "max_steps": 4} | settings)
+    keep = lambda step, metrics: lines.append(metrics)
+    how = {"run_dir": run_dir, "callbacks": [keep, *callbacks], "environment_factory": environment_factory}
+    state = train(policy, ROWS, fns if environment_factory is None else [], config, sampler=sampler, **how)
+    return state, lines
+
+
+def waited_for(engine):
+    """The same engine without `follow`: what it samples ahead is waited for before the update."""
+
+    def sampler(policy, answers, **how):
+        how.pop("model"), how.pop("batch_size")
+        return engine(policy, answers=answers, **how)
+
+    return sampler
+
+
+PASSES = {1: {"max_steps": 4}, 2: {"num_iterations": 2, "max_steps": 6}}
+
+
+@functools.cache
+def undisturbed(passes):
+    """(state, lines, what the server was asked for) of a run that nothing happens to."""
+    with StandIn(POLICY) as one:
+        return *run(vllm(one.url), **PASSES[passes]), one.drawn
+
+
+def same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found.params, expected.params)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+def test_completions_are_stale_by_exactly_one_version(server, adapted):
+    """Those of the iterations 1, 2, 3, 4 are drawn by the weights of 1, 1, 2, 3."""
+    if adapted:
+        run(vllm(server.url), ADAPTED)
+    asked = server.drawn if adapted else undisturbed(1)[2]
+    drawn = [version for version, body in asked if body["max_tokens"] == T]
+    assert len(drawn) == 4 * 2 * G
+    of_iteration = [set(drawn[i : i + 2 * G]) for i in range(0, len(drawn), 2 * G)]
+    assert [len(versions) for versions in of_iteration] == [1] * 4
+    order = list(dict.fromkeys(drawn))
+    assert [order.index(*versions) for versions in of_iteration] == [0, 0, 1, 2]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "how",
+    [
+        PASSES[1],
+        {"policy": ADAPTED, "num_iterations": 2, "beta": 0.1},
+        {
+            "dynamic_sampling": True,
+            "max_refills": 2,
+            "max_steps": 3,
+            "fns": lambda completion_ids: [float(i[0] % 2) for i in completion_ids],
+        },
+        {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3},
+    ],
+    ids=["one update", "two updates of adapters", "refills", "several turns"],
+)
+def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, how):
+    """To the bit: versions, old log-probs and weights are those of `rollout_ahead` without an engine's thread."""
+    found, lines = undisturbed(1)[:2] if how is PASSES[1] else run(vllm(server.url), **how)
+    expected, others = run(waited_for(vllm(server.url)), **how)
+    same(found, expected)
+    for line, other in zip(lines, others, strict=True):
+        for name in ("loss", "reward", "sampler/log_prob_difference_max", "sampler_gap", "ratio_max"):
+            assert line.get(name) == other.get(name), name
+        gap = line.get("sampler/log_prob_difference_max", 0.0)
+        assert gap < 1e-4, "they are scored by the policy that they were drawn from"
+    assert lines[-1]["ratio_max"] > 1.001, "which is not the one that learns"
+
+
+@pytest.mark.quick
+def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, tmp_path):
+    """Their requests are held until the update is done: a run that waited for them before it would not end."""
+    updated, held = threading.Event(), []
+
+    def fault(path, body, n):
+        if (
+            path == "/v1/completions"
+            and body["max_tokens"] == T
+            and len(server.drawn) >= 2 * G + 1
+            and len(held) < 2 * G
+        ):
+            held.append(updated.wait(60))
+
+    server.fault = fault
+    _, lines = run(vllm(server.url), run_dir=tmp_path, callbacks=[lambda step, metrics: updated.set()], max_steps=2)
+    assert held == [True] * 2 * G
+    kept = read_lines(tmp_path / "metrics.jsonl")
+    for line in kept:
+        assert line["sampler/seconds/sample"] > 0
+        assert line["sampler/probe_gap_max"] < 1e-4
+        assert line["seconds/rollout"] > 0
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(("passes", "end"), [(1, "cut"), (1, "by the server"), (2, "cut"), (2, "stopped")])
+def test_a_run_goes_on_to_the_same_params(server, tmp_path, passes, end):
+    """What the engine was at when a checkpoint was written is asked for again, from the policy of then."""
+    settings = PASSES[passes] | {"save_steps": 1}
+
+    def stop(step, metrics):
+        if step == 3:
+            raise StopRun
+
+    if end == "stopped":
+        run(vllm(server.url), run_dir=tmp_path, callbacks=[stop], **settings)
+    elif end == "cut":
+        with pytest.raises(Cut):
+            run(vllm(server.url), run_dir=tmp_path, callbacks=[cut_at(3)], **settings)
+    else:
+        server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > 2 else None
+        with pytest.raises(EngineError, match="told to answer 400"):
+            run(vllm(server.url), run_dir=tmp_path, **settings)
+        server.fault = lambda *_: None
+    found, lines = run(vllm(server.url), run_dir=tmp_path, **settings)
+    assert 0 < len(lines) < settings["max_steps"]
+    same(found, undisturbed(passes)[0])
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_completions_on_their_way(server, tmp_path):
+    """A hanging server holds neither the end of a run up, nor its checkpoint; the run that goes on asks again."""
+    released = threading.Event()
+
+    def fault(path, body, n):
+        if path == "/v1/completions" and body["max_tokens"] == T and len(server.drawn) > 2 * G:
+            released.wait(60)
+
+    def stop(step, metrics):
+        raise StopRun
+
+    server.fault = fault
+    run(vllm(server.url), run_dir=tmp_path, callbacks=[stop], save_steps=None, max_steps=2)
+    assert not released.is_set()
+    released.set()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="rollout_ahead: the run was to end")
+        found, _ = run(vllm(server.url), run_dir=tmp_path, save_steps=None, max_steps=2)
+    assert int(found.step) == 2
