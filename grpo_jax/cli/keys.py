@@ -14,14 +14,16 @@ OWN = {
     "model": "a name on the hub, a directory, `module:function` that returns one or a Policy, or for new weights a "
     "mapping of `config` (a mapping or a config.json), `tokenizer` (a name or a directory) and `seed`",
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of rows or of a function "
-    "that returns them, or a mapping of `path` or `name`, and `config`, `split`, `rows` (only the first)",
+    "that returns them, a mapping of `path` or `name`, and `config`, `split`, `rows` (only the first), or a suite of "
+    "tasks, as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
     "eval_data": "likewise, to evaluate on before the first step, every `eval_steps` and after the last",
     "columns": "new names of columns, as `{answer: solution}`: the column `solution` is called `answer` here; "
     "`{answer: reward_model.ground_truth}` takes it out of a nested column",
     "prompt": "a template in the place of a column `prompt`: text, or a list of messages, in which `{question}` is the "
     "row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of one that comes with "
-    "the package; `{number_reward: answer}` calls it with what follows, and its result is the reward function",
+    "the package; `{number_reward: answer}` calls it with what follows, and its result is the reward function; `suite` "
+    "stands for those of the suite of tasks under `data`, and need not be said if there are no others",
     "stages": "`[sft, grpo]` to learn given completions first and begin GRPO with what comes out, or `[sft]` alone "
     "(default `[grpo]`)",
     "sft": "a mapping of the settings of that stage, which are those of `SFTConfig`, and of its `data`, `eval_data`, "

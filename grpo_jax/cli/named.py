@@ -16,6 +16,7 @@ from grpo_jax import rewards
 from grpo_jax.engines import Engine, vllm
 from grpo_jax.messages import nearest
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.suites import is_suite, suite_of
 from grpo_jax.text.columns import Columns, Template
 from grpo_jax.text.examples import load_examples
 from grpo_jax.text.rows import load_rows
@@ -191,7 +192,8 @@ def rows_of(
     """Return the rows of a source, as `train` takes them.
 
     Args:
-      source: the value under `data`: whatever `load_rows` reads, or a reference to it, or to a function of it.
+      source: the value under `data`: whatever `load_rows` reads, or a reference to it, or to a function of it, or a
+        suite of tasks.
       folder: what files and modules are named from.
       argument: the key, for the messages.
       columns, prompt: as in `load_rows`.
@@ -219,7 +221,9 @@ def examples_of(
 
 
 def _source(source: object, folder: Path, argument: str) -> Any:
-    """Return a source with its file or reference found."""
+    """Return a source with its file or reference found, or the rows of a suite of tasks."""
+    if is_suite(source):
+        return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:
         return {**source, "path": _located(source["path"], folder, argument)}
     if isinstance(source, str) and is_hub_name(source) and not (folder / source).exists():

@@ -23,11 +23,15 @@ from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.columns import check_templates
-from grpo_jax.types import AdvantageFn, EnvironmentFactory, Json, RewardFn, Row
+from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
 
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""
+
+SUITE = "suite"
+"""The entry of `rewards` that stands for those of the suite under `data`."""
 
 _FILES_IN = {
     "model": ("config", "tokenizer"),
@@ -91,7 +95,7 @@ class RunFile:
     eval_rows: list[Row] | None = None
     rewards: list[RewardFn] = dataclasses.field(default_factory=list)
     tools: list[Callable[..., Any]] | None = None
-    environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None
+    environment_factory: Environments | None = None
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
@@ -167,10 +171,11 @@ def read_run(
     problems.of("", _check_quantize, run.quantize, run.quantize_embeddings, run.model)
     if "model" in wanted and "model" in stated:
         problems.of("model", _check_model, stated["model"], folder)
+    suites = _suites(stated, problems) if {*wanted} & {"data", "rewards"} else {}
     if "rewards" in wanted:
-        run = _with_functions(run, stated, problems)
+        run = _with_functions(run, stated, suites.get("data"), problems)
     if "data" in wanted:
-        run = _with_rows(run, stated, problems)
+        run = _with_rows(run, stated, suites, problems)
     if not problems and run.rows and not (run.tools or run.environment_factory):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], extras=EXTRAS, argument="data", rows=run.rows)
     flags = " ".join(f"--{name}" for name in overrides or ())
@@ -178,14 +183,21 @@ def read_run(
     return run
 
 
-def _with_functions(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
-    """Find the reward functions, the tools and the environments."""
+def _suites(stated: Json, problems: _Problems) -> dict[str, Suite | None]:
+    """Return the suites of tasks under `data` and `eval_data`; None for one that is refused."""
+    data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
+    return {key: problems.of("", suite_of, source, key) for key, source in data.items()}
+
+
+def _with_functions(run: RunFile, stated: Json, suite: Suite | None, problems: _Problems) -> RunFile:
+    """Find the reward functions, the tools and the environments; what is not stated is the suite's own."""
+    suite = suite or Suite(rows=[])
     tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(stated.get("tools"))]
-    rewards = [
-        problems.of(f"rewards[{i}]", reward_function, entry, run.folder)
-        for i, entry in enumerate(_listed(stated.get("rewards")))
-    ]
-    environments = None
+    rewards: list[RewardFn | None] = []
+    for i, entry in enumerate(_listed(stated.get("rewards", SUITE if suite.rows else None))):
+        of_suite = entry == SUITE and suite.rows
+        rewards += suite.reward_fns if of_suite else [problems.of(f"rewards[{i}]", reward_function, entry, run.folder)]
+    environments: Environments | None = suite.environment_factory
     if "environment_factory" in stated:
         environments = problems.of("environment_factory", _environments, stated["environment_factory"], run.folder)
     sampler = problems.of("sampler", sampler_of, stated["sampler"], run.folder) if "sampler" in stated else None
@@ -194,28 +206,31 @@ def _with_functions(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
         for name in ("advantage_fn", "surrogate")
         if name in stated
     }
+    if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, reward_weights=suite.reward_weights))
     return dataclasses.replace(
         run,
         sampler=sampler,
         advantage_fn=own.get("advantage_fn"),
         surrogate=own.get("surrogate"),
         rewards=[function for function in rewards if function is not None],
-        tools=[tool for tool in tools if tool is not None] if "tools" in stated else None,
+        tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
         environment_factory=environments,
     )
 
 
-def _with_rows(run: RunFile, stated: Json, problems: _Problems) -> RunFile:
+def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> RunFile:
     """Read the rows to train on and to evaluate on."""
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
         columns, prompt = None, "any"  # what is wrong with the data itself is said at the same time
+    sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
+    sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
     rows = {
-        key: problems.of("", rows_of, stated[key], run.folder, argument=key, columns=columns, prompt=prompt)
-        for key in ("data", "eval_data")
-        if key in stated
+        key: problems.of("", rows_of, source, run.folder, argument=key, columns=columns, prompt=prompt)
+        for key, source in sources.items()
     }
     return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
 
@@ -231,8 +246,8 @@ def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
         if name not in GROUPS:
             yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
     for name in wanted:
-        other = values.get("environment_factory") if name == "rewards" else None
-        if values.get(name) in (None, []) and other is None:
+        others = (values.get("environment_factory") is not None, is_suite(values.get("data")))
+        if values.get(name) in (None, []) and not (name == "rewards" and any(others)):
             yield f"{name}: is missing; give {OWN[name]}"
 
 
@@ -244,7 +259,7 @@ def _config(values: Json) -> GRPOConfig:
     return GRPOConfig(**fields)
 
 
-def _environments(given: Any, folder: Path) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
+def _environments(given: Any, folder: Path) -> Environments:
     """Return one factory, or several by name."""
     if isinstance(given, dict):
         return {name: find(one, folder) for name, one in given.items()}

@@ -1,0 +1,9 @@
+"""Suites of tasks that others have made, each by a thin adapter whose package is an extra: `suite` (what all of them
+are to a run), `described` (as a RUN.yaml names them), and a module for each suite.
+"""
+
+from grpo_jax.suites.described import SUITES, is_suite, suite_of
+from grpo_jax.suites.reasoning_gym import reasoning_gym
+from grpo_jax.suites.suite import Suite
+
+__all__ = ["SUITES", "Suite", "is_suite", "reasoning_gym", "suite_of"]

@@ -1,0 +1,57 @@
+"""Suites as a RUN.yaml names them: `{reasoning_gym: chain_sum, size: 2000, seed: 1}`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeGuard
+
+from grpo_jax.messages import nearest
+from grpo_jax.suites.reasoning_gym import reasoning_gym
+from grpo_jax.suites.suite import Suite
+from grpo_jax.types import Json
+
+SUITES: dict[str, Callable[..., Suite]] = {"reasoning_gym": reasoning_gym}
+"""The key of a suite → the function whose first argument stands behind it, and the others beside it."""
+
+
+def is_suite(source: object) -> TypeGuard[Json]:
+    """Return whether a value under `data` names a suite.
+
+    Example:
+      >>> is_suite({"reasoning_gym": "chain_sum"}), is_suite({"path": "rows.jsonl"}), is_suite("rows.jsonl")
+      (True, False, False)
+    """
+    return isinstance(source, Mapping) and bool(SUITES.keys() & source.keys())
+
+
+def suite_of(source: Json, argument: str = "data") -> Suite:
+    """Return the suite that a mapping names.
+
+    Args:
+      source: one key of `SUITES`, with the first argument of its function, and the function's other arguments.
+      argument: the caller's name for it, for the messages.
+
+    Raises:
+      ValueError: what the suite refuses, or several suites in one.
+
+    Example:
+      >>> suite_of({"reasoning_gym": "chain_sum", "size": 0})
+      Traceback (most recent call last):
+      ValueError: data: size = 0: give a whole number from 1 up
+    """
+    names = sorted(SUITES.keys() & source.keys())
+    if len(names) != 1:
+        raise ValueError(f"{argument} names {' and '.join(names)}: give one suite")
+    function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
+    known = inspect.signature(function).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for name in keywords:
+        if not isinstance(name, str) or not (anything or name in known):
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join([*known][1:])}"
+            raise ValueError(f"{argument}.{name}: no such key; {hint}")
+    try:
+        return function(source[names[0]], **keywords)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error

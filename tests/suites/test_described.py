@@ -1,0 +1,128 @@
+"""Suites in a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000, seed: 1}`, and what follows from it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_jax.cli.runfile import read_run
+from grpo_jax.suites import SUITES, Suite, is_suite, suite_of
+
+ALL = ("data", "rewards")
+
+
+def judge(completions, **_):
+    """A reward function of somebody's own."""
+    return [0.5] * len(completions)
+
+
+def answers(completions, answer, **_):
+    return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def made(name, *, size=2, seed=0):
+    """A suite of two reward functions with weights, which needs no package."""
+    if size < 1:
+        raise ValueError(f"size = {size}: give more")
+    rows = [{"prompt": f"{name} {seed + i}: ", "answer": "a"} for i in range(size)]
+    return Suite(rows=rows, reward_fns=[answers, judge], reward_weights=[1.0, 0.25], tools=[sorted])
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setitem(SUITES, "made", made)
+
+
+def written(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("stand_in")
+def test_what_a_run_does_not_say_is_the_suites(tmp_path):
+    path = written(tmp_path, "data: {made: sums, size: 3, seed: 1}\neval_data: {made: sums, seed: 9}")
+    run = read_run(path, wanted=ALL)
+    assert [row["prompt"] for row in run.rows] == ["sums 1: ", "sums 2: ", "sums 3: "]
+    assert [row["prompt"] for row in run.eval_rows] == ["sums 9: ", "sums 10: "]
+    assert (run.rewards, run.config.reward_weights, run.tools) == ([answers, judge], (1.0, 0.25), [sorted])
+    (tmp_path / "again.yaml").write_text(run.text())
+    assert read_run(tmp_path / "again.yaml", wanted=ALL).rows == run.rows
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("stand_in")
+def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
+    text = "data: {made: sums}\nprompt: '{answer}?'\n"
+    run = read_run(
+        written(tmp_path, text + "rewards: [suite, test_described:judge]\nreward_weights: [1, 0, 1]"), wanted=ALL
+    )
+    assert [fn.__name__ for fn in run.rewards] == ["answers", "judge", "judge"]
+    assert run.config.reward_weights == (1, 0, 1)
+    assert run.rows[0]["prompt"] == "a?"
+    run = read_run(written(tmp_path, text + "rewards: test_described:judge"), wanted=ALL)
+    assert ([fn.__name__ for fn in run.rewards], run.config.reward_weights) == (["judge"], None)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("stand_in")
+def test_the_stage_of_sft_takes_a_suites_rows(tmp_path):
+    sft = "stages: [sft]\nsft: {data: {made: sums}, columns: {completion: answer}}"
+    assert read_run(written(tmp_path, sft), wanted=ALL).sft.rows[0]["completion"] == "a"
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {made: sums, size: 0}", "data: size = 0: give more"),
+        ("data: {made: sums, sead: 0}", "data.sead: no such key; did you mean 'seed'"),
+        ("data: {made: sums, of: 0}", "data.of: no such key; beside made there are size, seed"),
+        ("data: {made: sums, reasoning_gym: acre}", "data names made and reasoning_gym: give one suite"),
+        ("data: {made: sums}\neval_data: {made: sums, size: 0}", "eval_data: size = 0"),
+        ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
+        ("data: {path: rows.jsonl}", "rewards: is missing"),
+    ],
+)
+def test_faults_are_said_with_their_key(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_run(written(tmp_path, text), wanted=ALL)
+
+
+@pytest.mark.quick
+def test_a_mapping_without_a_suite_is_none():
+    assert not is_suite({"path": "rows.jsonl"})
+    with pytest.raises(ValueError, match=r"data\.1: no such key"):
+        suite_of({"reasoning_gym": "acre", 1: 2})
+
+
+@pytest.mark.quick
+def test_no_suite_is_imported_unless_it_is_asked_for():
+    code = (
+        "import sys, grpo_jax.cli.runfile, grpo_jax.suites\n"
+        "extras = {'reasoning_gym', 'verifiers', 'openenv', 'math_verify', 'sympy', 'openai'}\n"
+        "assert not extras & set(sys.modules), extras & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.quick
+def test_a_suite_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", None)
+    with pytest.raises(ValueError, match=r"data: reasoning-gym is needed .* pip install reasoning-gym"):
+        suite_of({"reasoning_gym": "chain_sum"})
+
+
+@pytest.mark.quick
+def test_a_file_with_tasks_of_reasoning_gym_is_a_run(tmp_path):
+    """Its rewards are checked against its columns, as those of any run."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
+    data = "data: {reasoning_gym: {chain_sum: {level: 0}, acre: {weight: 2}}, size: 8, seed: 1}\nprompt: '{question}'\n"
+    run = read_run(written(tmp_path, data + "eval_data: {reasoning_gym: chain_sum, size: 2, seed: 100}"), wanted=ALL)
+    assert {row["task"] for row in run.rows} == {"chain_sum", "acre"}
+    assert [row["prompt"] for row in run.eval_rows] == [row["question"] for row in run.eval_rows]
+    assert [fn.__name__ for fn in run.rewards] == ["reasoning_gym"]
+    with pytest.raises(ValueError, match=r"data: chain_sum.max_term: no such setting of this task"):
+        read_run(written(tmp_path, "data: {reasoning_gym: chain_sum, max_term: 3}"), wanted=ALL)

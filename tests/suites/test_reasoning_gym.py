@@ -1,0 +1,175 @@
+"""reasoning-gym: rows that are its own items, its own scores, its own composites and curricula."""
+
+import dataclasses
+
+import pytest
+
+from grpo_jax.rewards import PartialRewards, compute_rewards
+from grpo_jax.suites import reasoning_gym
+
+gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
+
+TEN = [
+    "chain_sum",
+    "countdown",
+    "decimal_arithmetic",
+    "knights_knaves",
+    "letter_jumble",
+    "n_queens",
+    "polynomial_equations",
+    "shortest_path",
+    "spell_backward",
+    "time_intervals",
+]
+"""Of their verifiers, most do not only compare texts; two look at the config of their dataset."""
+
+
+def answers_to(entry: dict) -> list[str | None]:
+    """Right, in a sentence, of another form, wrong, and nothing."""
+    answer = str(entry["answer"])
+    return [answer, f"It is {answer}.", f" {answer}.0\n", answer[::-1], "7", "[[1, 2], [3]]", "", "{"]
+
+
+def scored(suite, completions) -> list[float | None]:
+    """The scores of one completion of each row."""
+    columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
+    rewards, _ = compute_rewards(
+        suite.reward_fns,
+        prompts=[row["prompt"] for row in suite.rows],
+        completions=completions,
+        completion_ids=[[1]] * len(completions),
+        num_generations=1,
+        columns=columns,
+    )
+    return rewards[:, 0, 0].tolist()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("task", TEN)
+def test_rows_and_scores_are_the_suites_own(task):
+    suite, own = reasoning_gym(task, size=100, seed=3), gym.create_dataset(task, size=100, seed=3)
+    entries = [own[i] for i in range(100)]
+    assert [{name: row[name] for name in entries[0]} for row in suite.rows] == entries
+    assert [row["prompt"][-1]["content"] for row in suite.rows] == [entry["question"] for entry in entries]
+    given = [answers_to(entry)[i % 8] for i, entry in enumerate(entries)]
+    wanted = [own.score_answer(text.strip(), entry) for text, entry in zip(given, entries, strict=True)]
+    assert scored(suite, given) == pytest.approx(wanted, abs=1e-7)  # float32 here
+    assert 1.0 in wanted
+    assert min(wanted) < 1.0
+
+
+@pytest.mark.quick
+def test_several_tasks_are_the_suites_own_composite():
+    tasks = {"chain_sum": {"weight": 3, "max_terms": 2}, "time_intervals": {}, "puzzle24": None}
+    suite = reasoning_gym(tasks, size=40, seed=5)
+    specs = [
+        gym.composite.DatasetSpec("chain_sum", 3, {"max_terms": 2}),
+        gym.composite.DatasetSpec("time_intervals", 1, {}),
+        gym.composite.DatasetSpec("puzzle24", 1, {}),
+    ]
+    own = gym.create_dataset("composite", size=40, seed=5, datasets=specs)
+    assert [row["metadata"] for row in suite.rows] == [own[i]["metadata"] for i in range(40)]
+    assert {row["task"] for row in suite.rows} == {*tasks}
+    given = [answers_to(entry)[i % 8] for i, entry in enumerate(own[i] for i in range(40))]
+    wanted = [own.score_answer(text.strip(), own[i]) for i, text in enumerate(given)]
+    assert scored(suite, given) == pytest.approx(wanted, abs=1e-7)
+
+
+@pytest.mark.quick
+def test_each_task_has_its_mean_in_the_metrics():
+    suite = reasoning_gym({"chain_sum": {}, "letter_jumble": {}}, size=12, seed=2)
+    tasks = [row["task"] for row in suite.rows]
+    told: dict[str, list[float]] = {}
+    columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
+    completions = [row["answer"] if row["task"] == "chain_sum" else "" for row in suite.rows]
+    (reward,) = suite.reward_fns
+    reward(completions=completions, **columns, log_metric=lambda name, value: told.setdefault(name, []).append(value))
+    assert told["reasoning_gym/chain_sum"] == [1.0] * tasks.count("chain_sum")
+    assert told["reasoning_gym/letter_jumble"] == [0.0] * tasks.count("letter_jumble")
+
+
+@pytest.mark.quick
+def test_a_level_is_that_of_the_suites_curriculum():
+    """The rows of several levels are those of each, at their own places."""
+    own = {}
+    for level in (0, 2):
+        curriculum = gym.factory.create_curriculum("chain_sum")
+        curriculum.set_global_level(level)
+        config = dataclasses.asdict(curriculum.generate_configuration())
+        own[level] = gym.create_dataset("chain_sum", **config | {"size": 9, "seed": 4})
+    suite = reasoning_gym("chain_sum", size=9, seed=4, level=[0, 2])
+    assert [row["question"] for row in suite.rows[:5]] == [own[0][i]["question"] for i in range(5)]
+    assert [row["question"] for row in suite.rows[5:]] == [own[2][i]["question"] for i in range(5, 9)]
+    assert scored(suite, [row["answer"] for row in suite.rows]) == [1.0] * 9
+    (hard,) = {str(row["settings"]) for row in reasoning_gym({"chain_sum": {"level": 2}}, size=3).rows}
+    assert hard == str(suite.rows[-1]["settings"]) == "{'level': 2}"
+
+
+@pytest.mark.quick
+def test_an_answer_is_the_whole_completion_or_stands_in_tags():
+    plain, tagged = reasoning_gym("chain_sum", size=4), reasoning_gym("chain_sum", size=4, system_prompt="default")
+    said = {"role": "system", "content": gym.utils.SYSTEM_PROMPTS["default"]}
+    assert [row["prompt"] for row in tagged.rows] == [[said, *row["prompt"]] for row in plain.rows]
+    answers = [row["answer"] for row in plain.rows]
+    of = [[{"role": "assistant", "content": f"Let me see. <answer> {answer}\n</answer>"}] for answer in answers]
+    assert scored(tagged, of) == [1.0] * 4
+    assert scored(tagged, answers) == [0.0] * 4
+    assert scored(plain, [f"\n {answer} " for answer in answers]) == [1.0] * 4
+    own = reasoning_gym("chain_sum", size=4, system_prompt="Put it in <x>.", answer_tag="x")
+    assert scored(own, [f"<x>{answer}</x>" for answer in answers]) == [1.0] * 4
+
+
+@pytest.mark.quick
+def test_datasets_with_near_seeds_share_items():
+    """Which the docstring warns of."""
+    first, next_one, far = (reasoning_gym("chain_sum", size=20, seed=seed).rows for seed in (1, 2, 21))
+    assert [row["question"] for row in first[1:]] == [row["question"] for row in next_one[:-1]]
+    assert not {row["question"] for row in first} & {row["question"] for row in far}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
+        (
+            {"task": "chain_sum", "max_term": 3},
+            "chain_sum.max_term: no such setting of this task; did you mean 'max_te",
+        ),
+        ({"task": "chain_sum", "min_terms": 9}, "refuses chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
+        ({"task": "chain_sum", "min_terms": {1}}, "refuses chain_sum with .*not JSON serializable"),
+        ({"task": "chain_sum", "level": 11}, "chain_sum.level = 11: its curriculum has the levels 0 to 10"),
+        ({"task": "chain_sum", "level": []}, "level = .*give at least one"),
+        ({"task": "chain_sum", "level": 1, "max_terms": 9}, "chain_sum.max_terms: the level sets it too"),
+        ({"task": "acre", "level": 0}, "acre.level = 0: the suite has no curriculum of this task"),
+        ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight = 0: give a positive number"),
+        ({"task": {"chain_sum": {"weights": 1}}}, "chain_sum.weights: no such setting"),
+        ({"task": {"chain_sum": {}}, "max_terms": 2}, "max_terms: several tasks have their settings behind"),
+        ({"task": []}, "give the name of a task, or"),
+        ({"task": "chain_sum", "size": 0}, "size = 0: give a whole number from 1 up"),
+        ({"task": "chain_sum", "seed": "1"}, "seed = '1': give a whole number from 0 up"),
+        ({"task": "chain_sum", "timeout": -1}, "timeout is -1"),
+    ],
+)
+def test_faults_are_named_before_anything_is_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        reasoning_gym(**arguments)
+
+
+@pytest.mark.quick
+def test_a_verifier_that_raises_is_the_fault_of_one_completion():
+    suite = reasoning_gym("letter_jumble", size=3, seed=1)
+    columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
+    columns["settings"][1] = {"no_such": 1}
+    with pytest.raises(PartialRewards, match="1 of 3; completion 1 raised ValueError: letter_jumble") as caught:
+        suite.reward_fns[0](completions=columns["answer"], **columns)
+    assert caught.value.values == [1.0, None, 1.0]
+
+
+def test_a_verifier_that_hangs_is_ended():
+    """`eval` of a model's text, in a worker; and the items are those of this process, whatever the worker's hashes."""
+    suite = reasoning_gym("n_queens", size=2, seed=1, timeout=3.0)
+    columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
+    with pytest.raises(PartialRewards, match="1 of 2; completion 0 took longer") as caught:
+        suite.reward_fns[0](completions=["sum(1 for _ in iter(int, 1))", columns["answer"][1]], **columns)
+    assert caught.value.values == [None, 1.0]
