@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -114,3 +115,22 @@ class Faults(list[Exception]):
         if len(self) == 1 and not problems:
             raise self[0]
         raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])
+
+
+def import_extra(module: str, package: str) -> Any:
+    """Import a module of a package that is an extra of this one.
+
+    Raises:
+      ValueError: it is not installed, or cannot be imported.
+
+    Example:
+      >>> import_extra("no_such_package", "no-such-package")
+      Traceback (most recent call last):
+      ValueError: no-such-package is needed and cannot be imported (ModuleNotFoundError: ...): pip install no-such-package
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{package} is needed and cannot be imported ({type(error).__name__}: {error}): pip install {package}"
+        ) from error

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax.messages import nearest, show
+from grpo_jax.messages import import_extra, nearest, show
 from grpo_jax.rewards.contract import Faults, PartialRewards, arguments_of, give_scores, select_inputs
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.suites.suite import Foreign, Suite, import_suite
+from grpo_jax.suites.suite import Foreign, Suite
 from grpo_jax.types import Json, Messages, Rewards
 
 _PACKAGE = "reasoning-gym"
@@ -73,7 +73,7 @@ def reasoning_gym(
     for name, value, least in (("size", size, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} = {show(value)}: give a whole number from {least} up")
-    utils = import_suite("reasoning_gym.utils", _PACKAGE)
+    utils = import_extra("reasoning_gym.utils", _PACKAGE)
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:
         answer_tag = "answer"
     system = utils.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
@@ -114,7 +114,7 @@ def _items(task: str, settings: Json, level: int | Sequence[int] | None, size: i
 
 def _drawn(tasks: Mapping[str, Json | None], size: int, seed: int) -> Iterator[_Item]:
     """Yield the items of the suite's own composite of several tasks."""
-    composite = import_suite("reasoning_gym.composite", _PACKAGE)
+    composite = import_extra("reasoning_gym.composite", _PACKAGE)
     if not isinstance(tasks, Mapping) or not tasks:
         raise ValueError(f"reasoning_gym = {show(tasks)}: give the name of a task, or {{name: settings}} for several")
     weights, of_tasks = {}, {}
@@ -135,7 +135,7 @@ def _drawn(tasks: Mapping[str, Json | None], size: int, seed: int) -> Iterator[_
 
 def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     """Make a dataset of the suite, or say what it refuses."""
-    factory = import_suite("reasoning_gym.factory", _PACKAGE)
+    factory = import_extra("reasoning_gym.factory", _PACKAGE)
     if task not in factory.DATASETS:
         near = nearest(task, factory.DATASETS)
         hint = f"did you mean {near!r}?" if near else "reasoning_gym.factory.DATASETS has their names"
@@ -161,7 +161,7 @@ def _config(task: str, settings: Json) -> dict[str, Foreign]:
     level = own.pop("level", None)
     if level is None:
         return own
-    factory = import_suite("reasoning_gym.factory", _PACKAGE)
+    factory = import_extra("reasoning_gym.factory", _PACKAGE)
     if not factory.has_curriculum(task):
         raise ValueError(f"{task}.level = {show(level)}: the suite has no curriculum of this task; leave it out")
     curriculum = factory.create_curriculum(task)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,22 +35,3 @@ class Suite:
     reward_weights: list[float] | None = None
     tools: list[Callable[..., object]] | None = None
     environment_factory: Environments | None = None
-
-
-def import_suite(module: str, package: str) -> Foreign:
-    """Import a module of a suite that is an extra of this package.
-
-    Raises:
-      ValueError: it is not installed, or cannot be imported.
-
-    Example:
-      >>> import_suite("no_such_suite", "no-such-suite")
-      Traceback (most recent call last):
-      ValueError: no-such-suite is needed and cannot be imported (ModuleNotFoundError: ...): pip install no-such-suite
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{package} is needed and cannot be imported ({type(error).__name__}: {error}): pip install {package}"
-        ) from error

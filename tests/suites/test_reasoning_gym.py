@@ -11,8 +11,8 @@ gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installe
 
 TEN = [
     "chain_sum",
-    "countdown",
     "decimal_arithmetic",
+    "fraction_simplification",
     "knights_knaves",
     "letter_jumble",
     "n_queens",
