@@ -126,7 +126,7 @@ def import_extra(module: str, package: str) -> Any:
     Example:
       >>> import_extra("no_such_package", "no-such-package")
       Traceback (most recent call last):
-      ValueError: no-such-package is needed and cannot be imported (ModuleNotFoundError: ...): pip install no-such-package
+      ValueError: no-such-package is needed and cannot be imported (ModuleNotFoundError: ...): pip install ...
     """
     try:
         return importlib.import_module(module)
