@@ -1,6 +1,6 @@
 """A small language model learns by GRPO to ask a calculator instead of guessing.
 
-    python -m experiments.calculator [--seed N] [--control]                            # from scratch
+    python -m experiments.calculator [--seed N] [--control] [--credit]                   # from scratch
     python -m experiments.calculator --model DIRECTORY_OR_NAME [--lora RANK]             # from an instruct checkpoint
 
 Word problems of one step ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool, `calculate`,
@@ -233,6 +233,7 @@ def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
         gradient_accumulation_steps=1 if scratch else arguments.prompts,
         max_completion_length=arguments.max_completion_length,
         max_tool_calling_iterations=4,
+        turn_credit="to_go" if arguments.credit else "episode",
         max_steps=arguments.steps,
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="linear" if scratch else "constant",
@@ -270,6 +271,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", help="directory or hub name of a checkpoint whose chat template has tools (default: a new model)")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
     add("--control", action="store_true", help="also GRPO by coin flips")
+    add(
+        "--credit",
+        action="store_true",
+        help="compare a turn with the same turn of the group, and not whole completions",
+    )
     add("--seed", type=int, default=0, help="of problems, weights and samples (default 0)")
     add("--steps", type=int, default=80, help="GRPO steps (default 80)")
     add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")

@@ -1,6 +1,6 @@
 """A small language model learns by GRPO, over several turns, to find a number from 1 to 64 by halving.
 
-    python -m experiments.guess [--seed N] [--seeds K] [--control] [--picture FILE] [--run-dir DIR]
+    python -m experiments.guess [--seed N] [--seeds K] [--control] [--credit] [--picture FILE] [--run-dir DIR]
 
 The game: the policy guesses, the environment answers "higher" or "lower", and so on until the number is found or twelve
 guesses are gone. A completion is a whole game, `32 higher 48 lower 40`, of which the policy drew the numbers, each with
@@ -21,6 +21,7 @@ The last line on standard output is one JSON object; everything else is in the r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import random
 import shutil
@@ -106,6 +107,20 @@ class Game:
 def few_guesses(environments: Sequence[Game], **_: Any) -> list[float]:
     """1 where the first guess was right, less for every further one, 0 where the number was not found."""
     return [1 - (len(game.guesses) - 1) / LIMIT if game.found else 0.0 for game in environments]
+
+
+def few_guesses_by_turn(environments: Sequence[Game], **_: Any) -> list[float | list[float]]:
+    """The same by turns: each guess after the first costs 1/LIMIT, finding the number brings 1; nothing of a lost game.
+
+    Example:
+      >>> game = Game()
+      >>> game.reset(target=40)
+      >>> _ = [game.respond(guess) for guess in ("32", "40")]
+      >>> few_guesses_by_turn([game]) == [[0, 1 - 1 / LIMIT]]
+      True
+    """
+    cost = [[-float(i > 0) / LIMIT for i in range(len(game.guesses))] for game in environments]
+    return [[*costs[:-1], costs[-1] + 1] if game.found else 0.0 for game, costs in zip(environments, cost, strict=True)]
 
 
 def guesses(environments: Sequence[Game], **_: Any) -> list[float]:
@@ -353,13 +368,18 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     draw_picture(firsts, {"before": lengths_before, "after": lengths_after}, run_dir / "guess.png")
     arms = {"grpo": {"before": before, "after": after}}
 
+    others: dict[str, tuple[Any, GRPOConfig]] = {}
     if arguments.control:
-        print("\nControl: GRPO, rewarded by coin flips.")
-        with watch("control"):
-            own = run_dir / "control"
-            state = train(base, ROWS, coin_flips(seed), config, environment_factory=Game, run_dir=own)
+        others["control"] = (coin_flips(seed), config)
+    for baseline in ("turn", "all") if arguments.credit else ():
+        credit = dataclasses.replace(config, turn_credit="to_go", turn_baseline=baseline)
+        others[f"to_go_{baseline}"] = (few_guesses_by_turn, credit)
+    for name, (reward, settings) in others.items():
+        print(f"\n{name}: GRPO, {'rewarded by coin flips' if name == 'control' else 'by what is to go from a guess'}.")
+        with watch(name):
+            state = train(base, ROWS, reward, settings, environment_factory=Game, run_dir=run_dir / name)
         with watch("evaluation"):
-            arms["control"] = {"before": before, "after": play(base, state.params, arguments, seed)[0]}
+            arms[name] = {"before": before, "after": play(base, state.params, arguments, seed)[0]}
     return arms
 
 
@@ -370,6 +390,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, lessons and samples (default 0)")
     add("--seeds", type=int, default=1, help="how many runs, with the seeds from --seed on (default 1)")
     add("--control", action="store_true", help="also GRPO by coin flips")
+    add("--credit", action="store_true", help="also GRPO that credits each guess with what is to go from it on")
     add("--steps", type=int, default=STEPS, help="GRPO steps (default %(default)s)")
     add("--prompts", type=int, default=64, help=f"numbers of an iteration, × {GROUP} games (default 64)")
     add("--warm-up-steps", type=int, default=4000, help="supervised steps (default 4000)")

@@ -230,8 +230,8 @@ class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: str) -> Any: ...
 
 
-Rewards = Sequence[float | None]
-"""One reward per completion; None is "not scored"."""
+Rewards = Sequence[float | Sequence[float] | None]
+"""One reward per completion, or the rewards of its turns or tokens; None is "not scored"."""
 
 
 class RewardFn(Protocol):
@@ -241,9 +241,10 @@ class RewardFn(Protocol):
     column of the dataset under its own name; only those are passed that its signature takes. Each is a list with one
     entry per completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets
     and arrays in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns
-    one float or None per completion; None means "not scored" and is not a zero. It may be `async`. One that cannot
-    judge every row may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples,
-    and which raises ValueError.
+    one float or None per completion; None means "not scored" and is not a zero. In the place of a float may stand a
+    list with one for each turn, or an array with one for each token of the completion: the reward is their sum, and
+    `turn_credit` says where in the completion they count. It may be `async`. One that cannot judge every row may have a
+    method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises ValueError.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Rewards | Awaitable[Rewards]: ...
@@ -271,6 +272,7 @@ Args:
 | `ended` | [B, G] bool, False where a completion was cut off |
 | `tokens` | [B, G, T] int32, drawn and observed |
 | `turns` | [B, G, T] int32, the turn that a drawn token belongs to, from 0; −1 on all others |
+| `token_rewards` | [B, G, T, K] float32, each reward at the token that it was given for: `turn_advantages` takes them |
 | `log_probs` | [B, G, T] float32, nats, under the policy that sampled; 0 where nothing was drawn |
 | `ref_log_probs` | likewise under the reference; None where beta is 0 |
 | `step` | [] int32, optimizer steps done |
@@ -294,12 +296,15 @@ class Environment(Protocol):
         """Begin, given a copy of the dataset's row; text that is returned is added to the prompt, equal in a group."""
         ...
 
-    def respond(self, text: str) -> str | None:
-        """Return the text that the policy sees after a turn without calls of tools; None ends the completion."""
+    def respond(self, text: str) -> str | tuple[str | None, float] | None:
+        """Return the text that the policy sees after a turn without calls of tools; None ends the completion.
+
+        `(text, reward)` rewards the turn; such an environment has `get_reward`, whose number is added to the last turn.
+        """
         ...
 
-    def get_reward(self) -> float | None:
-        """Return the reward of the completion, when it is over; None for "not scored"."""
+    def get_reward(self) -> float | list[float] | None:
+        """Return the reward of the completion, when it is over; a list: one for each turn; None for "not scored"."""
         ...
 
 

@@ -107,6 +107,13 @@ class GRPOConfig(Settings):
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize; or each reward by itself first (GDPO, arXiv 2601.05242)."""
+    turn_credit: Literal["episode", "to_go"] = "episode"
+    """Which rewards of a completion a turn is credited with, see `turn_advantages`: all of them, or those from the turn
+    on. Rewards of turns are lists that reward functions return, or what `respond` returns beside the text. Ours."""
+    turn_gamma: Annotated[float, In("[0, 1]", "use 1.0 for no discount")] = 1.0
+    """γ, discount for each turn, of what is to go. Ours."""
+    turn_baseline: Literal["turn", "all"] = "turn"
+    """What is to go is compared with the group's completions at the same turn, or with all of their turns. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
     dynamic_sampling: bool = False

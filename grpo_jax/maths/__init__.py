@@ -1,12 +1,13 @@
 """The maths of GRPO: arrays in, arrays out. Pure: jax and chex alone.
 
-Read in this order: `advantages` (rewards to advantages), `log_probs` and `sampling` (logits to tokens and back), `kl`,
-`correction` (weights for another engine's samples), `surrogates` (ratio, per-token loss, reduction), `losses` (the
-objective), `reference` (its slow copy).
+Read in this order: `advantages` (rewards to advantages), `credit` (those of turns and tokens), `log_probs` and
+`sampling` (logits to tokens and back), `kl`, `correction` (weights for another engine's samples), `surrogates`
+(ratio, per-token loss, reduction), `losses` (the objective), `reference` (its slow copy).
 """
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 from grpo_jax.maths.correction import sampler_weights
+from grpo_jax.maths.credit import turn_advantages
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.log_probs import token_log_probs
 from grpo_jax.maths.losses import grpo_loss
@@ -23,6 +24,7 @@ __all__ = [
     "sampler_weights",
     "sync_reference",
     "token_log_probs",
+    "turn_advantages",
     "update_entropy_coef",
     "zero_signal_groups",
 ]

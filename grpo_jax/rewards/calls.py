@@ -42,6 +42,7 @@ from grpo_jax.rewards.contract import (
     select_inputs,
 )
 from grpo_jax.rewards.extras import NameTaken
+from grpo_jax.rewards.parts import PartReader, RewardParts
 from grpo_jax.types import Json, Messages, RewardFn
 
 
@@ -127,6 +128,38 @@ def compute_rewards(
       >>> rewards.shape, rewards.ravel().tolist(), stats["rewards/correct/mean"]
       ((1, 2, 1), [1.0, 0.0], 0.5)
     """
+    rewards, stats, _ = compute_parts(
+        reward_fns,
+        prompts=prompts,
+        completions=completions,
+        completion_ids=completion_ids,
+        num_generations=num_generations,
+        columns=columns,
+        extras=extras,
+        on_error=on_error,
+        loud_share=loud_share,
+    )
+    return rewards, stats
+
+
+def compute_parts(
+    reward_fns: RewardFn | Sequence[RewardFn],
+    *,
+    prompts: Sequence[str | Messages],
+    completions: Sequence[str | Messages],
+    completion_ids: Sequence[Sequence[int]],
+    num_generations: int,
+    turns: Sequence[int] | None = None,
+    columns: Mapping[str, Sequence[object]] | None = None,
+    extras: Json | None = None,
+    on_error: str = "raise",
+    loud_share: float = 0.1,
+) -> tuple[np.ndarray, dict[str, float], list[RewardParts]]:
+    """`compute_rewards`, and the parts of those rewards that are sums over turns or tokens.
+
+    Args:
+      turns: B·G, the turns that each completion has; None: only numbers are taken, and there are no parts.
+    """
     fns, columns, extras = as_list(reward_fns), dict(columns or {}), dict(extras or {})
     columns.pop("prompt", None)
     check_reward_fns(fns, columns, extras=extras)
@@ -144,8 +177,11 @@ def compute_rewards(
     outcomes, seconds = _call_all(fns, inputs, extras)
     rewards = np.empty((count, len(fns)), np.float32)
     stats: dict[str, float] = {}
+    parts: list[RewardParts] = []
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
-        scores, faults = read_outcome(outcome, count)
+        read = None if turns is None else PartReader(k, turns, [len(ids) for ids in completion_ids])
+        scores, faults = read_outcome(outcome, count, read)
+        parts += [] if read is None else read.parts
         if faults and on_error == "raise":
             first = next(iter(faults.values()))
             if isinstance(first, BaseException):
@@ -158,12 +194,12 @@ def compute_rewards(
         if errors > loud_share * count:
             explanation = _explain(name, faults, inputs, num_generations)
             warnings.warn(
-                f"{errors} of {count} completions scored as missing: {explanation}", RuntimeWarning, stacklevel=2
+                f"{errors} of {count} completions scored as missing: {explanation}", RuntimeWarning, stacklevel=3
             )
         rewards[:, k] = scores
         stats[f"rewards/{name}/errors"] = float(errors)
         stats[f"rewards/{name}/seconds"] = seconds[k]
-    return rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | stats
+    return rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | stats, parts
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:

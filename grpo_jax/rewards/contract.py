@@ -306,17 +306,22 @@ def split_inputs(inputs: Json) -> tuple[dict[str, list[Any] | tuple[Any, ...]], 
     return lists, {name: value for name, value in inputs.items() if name not in lists}
 
 
-def read_outcome(outcome: object, count: int) -> tuple[np.ndarray, Faults]:
-    """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it."""
+def read_outcome(
+    outcome: object, count: int, read: Callable[[int, object], float | str] | None = None
+) -> tuple[np.ndarray, Faults]:
+    """Read what a reward function returned into [count] float64, NaN for None, and what is wrong with it.
+
+    `read` reads the value of one completion, by its index: `parts.PartReader`; None: only numbers are taken.
+    """
     if isinstance(outcome, PartialRewards):
-        values, faults = read_outcome(outcome.values, count)
+        values, faults = read_outcome(outcome.values, count, read)
         return values, faults | outcome.faults
     values, faults = np.full(count, np.nan), {}
     items = _items(outcome, count)
     if not isinstance(items, list):
         return values, {None: items}
     for index, item in enumerate(items):
-        value = _number(item)
+        value = read_number(item) if read is None else read(index, item)
         if isinstance(value, str):
             faults[index] = value
         else:
@@ -347,7 +352,7 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
     return items
 
 
-def _number(item: Any) -> float | str:
+def read_number(item: Any) -> float | str:
     """Return one reward as a float, NaN for None; or what is wrong with it."""
     if item is None:
         return np.nan

@@ -17,7 +17,7 @@ OWN_METRICS |= {"clip_fraction", "clip_fraction_low", "clip_fraction_high", "cli
 
 _OWN_KINDS = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 
-OWN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "advantage", "ended")
+OWN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
 """Columns of `completions.jsonl`."""
 
 

@@ -49,7 +49,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
-from grpo_jax.run.seams import context_of
+from grpo_jax.run.seams import PlacedParts, context_of, place_parts
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -90,7 +90,7 @@ class _Groups(NamedTuple):
     prompts: Prompts
     completions: Completions
     rewards: np.ndarray  # [B, G, K]
-    turns: np.ndarray | None  # [B, G, T] as `Sampled.turns`; None where nobody asks
+    parts: PlacedParts | None  # None where nobody asks
 
     def take(self, groups: np.ndarray) -> _Groups:
         """Only these groups, in this order."""
@@ -174,8 +174,8 @@ class _Rollouts:
                 scores = of_all_processes(own, run.reward_fns)
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
-            turns = None if run.own_advantages is None else sampled.turns
-            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, turns)
+            parts = place_parts(run.own_advantages, scores, sampled, names)
+            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
             metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
@@ -316,9 +316,9 @@ def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: _Groups,
     # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
     rewards = np.where(counted[:, None, None], groups.rewards, np.float32(np.nan))
     if own is not None:
+        assert groups.parts is not None, "placed where somebody asks"
         batch = fetch(batch)
-        turns = np.asarray(groups.turns)[:, :, : batch.mask.shape[2]]
-        context = context_of(state, batch, groups.completions, turns, config, rewards.shape[2])
+        context = context_of(state, batch, groups.completions, groups.parts.of(batch, counted), config)
         return batch.replace(advantages=own(rewards, batch, counted, context))
     advantages = _jit_advantages(
         rewards,

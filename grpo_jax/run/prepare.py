@@ -34,7 +34,7 @@ from grpo_jax.run.beginning import decide_checkpointing
 from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_sampler
-from grpo_jax.run.seams import OwnAdvantages, check_surrogate
+from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
@@ -102,9 +102,7 @@ def _encoded_run(
 ) -> Run:
     """The run of a policy, a config and rows that have been read, unless there are faults."""
     policy, config = arguments.policy, arguments.config
-    own = None
-    if arguments.advantage_fn is not None:
-        own = faults.of(OwnAdvantages.of, arguments.advantage_fn, config, len(reward_fns) or 1)
+    own = faults.of(own_advantages, arguments.advantage_fn, config, len(reward_fns) or 1)
     faults.of(check_surrogate, arguments.surrogate, config)
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
@@ -351,7 +349,7 @@ def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
         own_optimizer=run.schedule is None,
         own_sampler=isinstance(run, Run) and run.sampler is not None,
         own_functions={
-            "advantage_fn": run.own_advantages.function if isinstance(run, Run) and run.own_advantages else None,
+            "advantage_fn": run.advantage_fn if isinstance(run, Run) else None,
             "surrogate": run.updater.surrogate,
         },
     )

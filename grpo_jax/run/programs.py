@@ -36,7 +36,7 @@ def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
     """The shapes of a minibatch, which comes from the host."""
     b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.updater.config.max_completion_length
 
-    per_token = isinstance(run, Run) and run.own_advantages is not None and run.own_advantages.per_token
+    per_token = isinstance(run, Run) and run.per_token
 
     def make() -> Batch:
         log_probs = jnp.zeros((b, g, t))

@@ -81,7 +81,7 @@ class Run(BaseRun):
       reward_fns: K reward functions, those of environments included.
       interaction: who answers completions of several turns; None: they have one.
       sampler: the engine in the place of `generate`; None for that.
-      own_advantages: in the place of the config's estimator; None for that.
+      own_advantages: in the place of `compute_advantages`: the caller's function or that of `turn_credit`; else None.
     """
 
     config: GRPOConfig
@@ -105,6 +105,17 @@ class Run(BaseRun):
             cursor, count, num_rows=len(self.data.rows), seed=config.seed, shuffle=config.shuffle_dataset
         )
         return [row for _, row in indices]
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has an advantage of its own; a plan has no functions, and its config says so."""
+        return self.config.turn_credit != "episode" if self.own_advantages is None else self.own_advantages.per_token
+
+    @property
+    def advantage_fn(self) -> AdvantageFn | None:
+        """The caller's own function in the place of the config's advantages."""
+        own = self.own_advantages
+        return None if own is None or self.config.turn_credit != "episode" else own.function
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""

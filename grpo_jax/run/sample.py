@@ -63,6 +63,13 @@ class Sampled(NamedTuple):
         return turn_ids(drawn.reshape(-1, drawn.shape[-1]), self.episodes).reshape(drawn.shape)
 
     @property
+    def turn_counts(self) -> list[int]:
+        """B·G, the turns of each completion."""
+        if self.episodes is None:
+            return [1] * self.completions.ended.size
+        return [max(1, len(one.lengths)) for one in self.episodes]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the episodes."""
         if self.episodes is None:

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects, own_part
-from grpo_jax.rewards.calls import compute_rewards, reward_stats
+from grpo_jax.rewards.calls import compute_parts, reward_stats
 from grpo_jax.rewards.contract import own_copy, reward_names
 from grpo_jax.rewards.extras import Extras
+from grpo_jax.rewards.parts import RewardParts
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
@@ -28,6 +29,7 @@ class Rewarded(NamedTuple):
     rewards: np.ndarray  # [B, G, K] float32, NaN for "not scored"
     logged: dict[str, list[float]]  # what they logged by `log_metric`, by its name
     stats: dict[str, float]  # as from `compute_rewards`
+    parts: Sequence[RewardParts] = ()  # of rewards that are sums, those of turns or tokens
 
 
 def score_own(
@@ -42,7 +44,7 @@ def score_own(
     part = own_part(len(rows)) if sampled.own is None else sampled.own
     own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
     if not part:
-        return Rewarded([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {})
+        return Rewarded([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {}, [])
     prompts = zip(*map(np.asarray, (sampled.prompts.tokens[own], sampled.prompts.lengths[own])), strict=True)
     ids = [row[:length] for row, length in prompts]
     inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own], prompt_ids=ids)
@@ -52,18 +54,19 @@ def score_own(
         inputs.columns["environment_rewards"] = [episode.reward for episode in sampled.episodes[places]]
     if sampled.environments is not None:
         inputs.columns["environments"] = list(sampled.environments[places])
-    rewards, stats = compute_rewards(
+    rewards, stats, parts = compute_parts(
         reward_fns,
         prompts=inputs.prompts,
         completions=inputs.completions,
         completion_ids=inputs.completion_ids,
         columns=inputs.columns,
         num_generations=g,
+        turns=sampled.turn_counts[places],
         on_error=on_error,
         extras=extras.given(),
     )
     texts = list(inputs.completions)
-    return Rewarded(texts, extras.rows(len(texts)), rewards, extras.values(), stats)
+    return Rewarded(texts, extras.rows(len(texts)), rewards, extras.values(), stats, parts)
 
 
 def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewarded:
@@ -76,6 +79,7 @@ def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -
     parts = [Rewarded(*part) for part in gather_objects([*own._replace(rewards=own.rewards.tolist())])]
     chain, names = itertools.chain.from_iterable, reward_names(reward_fns)
     rewards = np.array([*chain(part.rewards for part in parts)], np.float32)
+    firsts = itertools.accumulate((len(part.texts) for part in parts), initial=0)
 
     def together(dicts: list[dict[str, Any]]) -> dict[str, list[Any]]:
         return {name: [some[name] for some in dicts if name in some] for name in dict.fromkeys(chain(dicts))}
@@ -91,6 +95,11 @@ def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -
         rewards=rewards,
         logged={name: [*chain(lists)] for name, lists in together([part.logged for part in parts]).items()},
         stats=reward_stats(names, rewards.reshape(-1, len(names))) | counted,
+        parts=[
+            RewardParts(*one)._replace(completion=first + one[0])
+            for first, part in zip(firsts, parts, strict=False)
+            for one in part.parts
+        ],
     )
 
 
@@ -104,6 +113,11 @@ def completion_rows(
     rows, ended, episodes = sampled.rows, sampled.completions.ended, sampled.episodes
     g = ended.shape[1]
 
+    of_turns: dict[int, dict[str, list[float]]] = {}
+    for part in scores.parts:
+        if not part.of_tokens:
+            of_turns.setdefault(part.completion, {})[names[part.function]] = part.values
+
     def turns_of(episode: Played) -> list[dict[str, str]]:
         return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
 
@@ -114,6 +128,7 @@ def completion_rows(
             "completion": text,
             **({} if episodes is None else {"turns": turns_of(episodes[i])}),
             "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),
+            **({"turn_rewards": of_turns[i]} if i in of_turns else {}),
             **({"advantage": None} if weighed else {}),
             "ended": bool(ended[i // g, i % g]),
         }

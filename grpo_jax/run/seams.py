@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.credit import in_units_of_rewards, turn_advantages
 from grpo_jax.maths.surrogates import Surrogate, Tokens
 from grpo_jax.messages import nearest, one_line, show
 from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
+from grpo_jax.rewards.parts import RewardParts, place_rewards
+from grpo_jax.run.sample import Sampled
+from grpo_jax.run.scores import Rewarded
 from grpo_jax.types import AdvantageFn, Batch, Completions
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
@@ -22,24 +27,69 @@ Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
 """Keyword of an `AdvantageFn` → its array, or the shape of that."""
 
 
+class PlacedParts(NamedTuple):
+    """Where in some completions their turns and rewards are.
+
+    Attributes:
+      turns: [B, G, T] int32 as `Sampled.turns`.
+      rewards: [B, G, T, K] float32 as from `place_rewards`; None where nobody asks.
+      scores: [B, G, K] float32, their sums.
+    """
+
+    turns: np.ndarray
+    rewards: np.ndarray | None
+    scores: np.ndarray
+
+    @property
+    def functions(self) -> int:
+        """K."""
+        return self.scores.shape[2]
+
+    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
+        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
+        t = batch.mask.shape[2]
+        if self.rewards is None:
+            return self._replace(turns=self.turns[:, :, :t])
+        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
+        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
+
+
+def place_parts(
+    own: OwnAdvantages | None, scores: Rewarded, sampled: Sampled, names: Sequence[str]
+) -> PlacedParts | None:
+    """Place the turns and the rewards of some completions, as far as a function of advantages asks for them.
+
+    Raises:
+      ValueError: rewards of tokens where the config's credit cannot add them to advantages (`check_parts`).
+    """
+    if own is None:
+        return None
+    check_parts(scores.parts, names, own.config)
+    turns, rewards = sampled.turns, None
+    if "token_rewards" in own.names:
+        rewards = place_rewards(scores.rewards, scores.parts, turns, sampled.present)
+    return PlacedParts(turns, rewards, scores.rewards)
+
+
 def context_of(
-    state: TrainState, batch: Batch, completions: Completions, turns: np.ndarray, config: GRPOConfig, functions: int
+    state: TrainState, batch: Batch, completions: Completions, parts: PlacedParts, config: GRPOConfig
 ) -> Context:
     """The keywords that an `AdvantageFn` may name, `config` excepted: arrays, or their shapes.
 
     Args:
       batch: its advantages are not there yet.
       completions: of the batch, [B, G] and at least T tokens long.
-      turns: [B, G, T] int32.
-      functions: K.
+      parts: of the batch, as long as it.
+      config: of the run, with a weight for each reward function or none at all.
     """
-    weights = [1.0] * functions if config.reward_weights is None else config.reward_weights
+    weights = config.reward_weights or [1.0] * parts.functions
     return {
         "weights": np.asarray(weights, np.float32),
         "lengths": np.asarray(completions.mask).sum(axis=-1, dtype=np.int32),
         "ended": completions.ended,
         "tokens": batch.tokens,
-        "turns": turns,
+        "turns": parts.turns,
+        "token_rewards": parts.rewards,
         "log_probs": batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs,
         "ref_log_probs": batch.ref_log_probs,
         "step": np.int32(state.step),
@@ -59,6 +109,7 @@ def _shapes_of_context(b: int, g: int, t: int, functions: int, *, reference: boo
         "ended": array((b, g), bool),
         "tokens": array((b, g, t), np.int32),
         "turns": array((b, g, t), np.int32),
+        "token_rewards": array((b, g, t, functions)),
         "log_probs": array((b, g, t)),
         "ref_log_probs": array((b, g, t)) if reference else None,
         "step": array((), np.int32),
@@ -151,6 +202,64 @@ def _keywords(function: AdvantageFn) -> dict[str, bool]:
     free = [x for x in parameters_of(function) if x.name not in bound]
     first = [x.name for x in free if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:2]
     return {name: required for name, required in arguments_of(function).items() if name not in first}
+
+
+def credit_of_turns(
+    rewards: jax.Array,
+    mask: jax.Array,
+    *,
+    token_rewards: jax.Array,
+    turns: jax.Array,
+    weights: jax.Array,
+    config: GRPOConfig,
+) -> jax.Array:
+    """The `AdvantageFn` of turn_credit="to_go"."""
+    return turn_advantages(
+        token_rewards,
+        turns,
+        gamma=config.turn_gamma,
+        baseline=config.turn_baseline,
+        weights=weights,
+        scale_rewards=config.scale_rewards,
+        multi_objective_aggregation=config.multi_objective_aggregation,
+        estimator=config.advantage_estimator,
+    )
+
+
+def own_advantages(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> OwnAdvantages | None:
+    """The function in the place of `compute_advantages`: the caller's, that of the turns' credit, or none.
+
+    Args:
+      functions: K, reward functions.
+
+    Raises:
+      ValueError: as `OwnAdvantages.of`, or both are asked for.
+    """
+    if config.turn_credit == "episode":
+        return None if function is None else OwnAdvantages.of(function, config, functions)
+    if function is not None:
+        raise ValueError(
+            f"advantage_fn: turn_credit = {config.turn_credit!r} makes the advantages; leave one of the two out (a"
+            " function of your own gets token_rewards and turns, which maths.credit.turn_advantages takes)"
+        )
+    return OwnAdvantages.of(credit_of_turns, config, functions, argument="turn_credit")
+
+
+def check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRPOConfig) -> None:
+    """Refuse rewards of tokens where advantages have another unit than rewards.
+
+    Raises:
+      ValueError: with the name of the reward function.
+    """
+    if config.turn_credit == "episode" or in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
+        return
+    for part in parts:
+        if part.of_tokens:
+            raise ValueError(
+                f"reward function {names[part.function]!r} returned an array, a reward for each token, and with"
+                f" turn_credit = {config.turn_credit!r} these are added to advantages in the unit of a reward: set"
+                ' scale_rewards="none" with advantage_estimator="grpo" or "rloo", or return a list, one for each turn'
+            )
 
 
 def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:

@@ -12,6 +12,7 @@ wrong in an environment ends the run or the episode, as `on_environment_error` s
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,9 +46,11 @@ class EnvironmentFault(RuntimeError):
     """An environment failed, and `on_environment_error` is "raise"."""
 
 
-def _plain_number(value: Any) -> float | str | None:
-    """Return a number as Python's, whoever made it; None as None; anything else as a text that shows it."""
+def _plain_number(value: Any) -> float | list[float] | str | None:
+    """Return a number, or a list of some, as Python's, whoever made them; None as None; else a text that shows it."""
     try:
+        if isinstance(value, (list, tuple)):
+            return [float(one) for one in value]
         return None if value is None else show(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         return show(value)
@@ -64,6 +67,7 @@ class Episode:
       messages: the same as messages, of a conversation.
       counts: of its events.
       lengths: tokens of each turn of the policy so far.
+      turn_rewards: turn → what the environment gave for it beside its answer.
       over: True once an error has ended it.
       before: the text that the next turn continues.
     """
@@ -77,6 +81,7 @@ class Episode:
         self.turns: list[tuple[bool, str]] = []
         self.messages: Messages = []
         self.lengths: list[int] = []
+        self.turn_rewards: dict[int, float] = {}
         self.counts, self.over, self._lost = EpisodeCounts(), False, False
         self.before = Before([], "", "")
 
@@ -128,11 +133,15 @@ class Episode:
             self.messages.append(assistant_message(parsed))
         return parsed
 
-    def reward(self) -> float | None:
-        """Ask the environment for the completion's reward; None for "not scored"."""
+    def reward(self) -> float | list[float] | str | None:
+        """Ask the environment for the completion's reward, or those of its turns; None for "not scored"."""
         if self._lost or not hasattr(self.environment, "get_reward"):
             return None
-        return self._guarded("get_reward", self.environment.get_reward)[1]
+        last = _plain_number(self._guarded("get_reward", self.environment.get_reward)[1])
+        if not self.turn_rewards or not isinstance(last, float | None):
+            return last
+        by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.lengths))]
+        return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _follow(self, ids: Iterable[int]) -> None:
         """Take note of tokens that stand before the next turn, of the last of them; a message is decoded alone."""
@@ -188,6 +197,11 @@ class Episode:
         if not hasattr(self.environment, "respond"):
             return None
         done, said = self._guarded("respond", self.environment.respond, text)
+        if done and isinstance(said, (tuple, list)) and len(said) == 2:  # a list, where it came as JSON
+            said, reward = said
+            if fault := self._take_reward(reward):
+                self._fail("respond", fault)
+                return None
         if done and said is not None and not isinstance(said, str):
             fault = f"returned {show(said)}, a {type(said).__name__}; text is needed, or None at the end"
             self._fail("respond", fault)
@@ -196,6 +210,16 @@ class Episode:
             return None
         said = as_text(said, limit=len(said))  # half a character is none that a tokenizer takes
         return [{"role": "user", "content": said}] if self._talks else said
+
+    def _take_reward(self, reward: object) -> str:
+        """Take note of the reward of the last turn, and return what is wrong with it, "" if nothing is."""
+        if not hasattr(self.environment, "get_reward"):
+            return "returned a reward, and there is no get_reward: add one, whose number (or 0.0) is added at the end"
+        number = _plain_number(reward)
+        if not isinstance(number, float) or not math.isfinite(number):
+            return f"returned the reward {show(reward)}; a finite number is needed"
+        self.turn_rewards[len(self.lengths) - 1] = number
+        return ""
 
     def _encode(self, said: str | Messages, room: int, drawn: int) -> Sequence[int]:
         """Return the tokens of an observation behind the EOS that was drawn; too many for a far too long text."""
@@ -330,7 +354,7 @@ class Episodes:
             if own.sum() > noted:
                 episode.note(ids[own][noted:])
         own = [self.all[place] for place in self._places]
-        rewards = map(_plain_number, self._pool.map(Episode.reward, own))
+        rewards = self._pool.map(Episode.reward, own)
         played = [
             Played(one.turns, one.messages, reward, one.counts, one.lengths)
             for one, reward in zip(own, rewards, strict=True)

@@ -82,8 +82,8 @@ class EnvironmentReward:
         self.__name__, self._factories = name, factories
 
     def __call__(
-        self, environment_rewards: Sequence[float | None], environment: Sequence[Hashable] = ()
-    ) -> list[float | None]:
+        self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
+    ) -> list[float | list[float] | None]:
         """Return the rewards that were asked for when the episodes ended; None for environments of another class."""
         if self._factories is None:
             return list(environment_rewards)

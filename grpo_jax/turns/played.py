@@ -37,14 +37,15 @@ class Played(NamedTuple):
     Attributes:
       turns: (True if the policy wrote it, text) of each turn and observation.
       messages: the same as messages, of a conversation.
-      reward: that of `get_reward`, as a Python number; None for "not scored".
+      reward: that of `get_reward` and `respond`, as a Python number, or a list with one for each turn; None for "not
+        scored".
       counts: of its events.
       lengths: tokens of each turn of the policy; () of a record that an older version has written.
     """
 
     turns: list[tuple[bool, str]]
     messages: Messages
-    reward: float | str | None
+    reward: float | list[float] | str | None
     counts: EpisodeCounts
     lengths: Sequence[int] = ()
 

@@ -40,7 +40,8 @@ Line = Mapping[str, float | None]
 
 CompletionRow = Mapping[str, Any]
 """An object of `completions.jsonl`: "prompt" and "completion" (text or messages), "rewards" (function → number, or None
-for "not scored"), "advantage", "ended", "turns" (of a completion of several), and what reward functions log beside."""
+for "not scored"), "advantage", "ended", "turns" (of a completion of several), "turn_rewards" (function → numbers, of
+those that gave one for each turn), and what reward functions log beside."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")

@@ -327,6 +327,26 @@ BAD = [
         "multi_objective_aggregation = 'normalize_then_sum': only advantage_estimator = \"grpo\" normalizes reward by"
         ' reward; use "sum_then_normalize"',
     ),
+    (dict(turn_credit="togo"), 'turn_credit = \'togo\': did you mean "to_go"? must be "episode" or "to_go"'),
+    (
+        dict(turn_gamma=0.9),
+        'turn_gamma = 0.9: discounts what is to go from a turn; set turn_credit="to_go", or leave it at 1.0',
+    ),
+    (
+        dict(turn_baseline="all"),
+        "turn_baseline = 'all': is the baseline of what is to go from a turn; set turn_credit=\"to_go\", or leave it at"
+        ' "turn"',
+    ),
+    (
+        dict(turn_credit="to_go", advantage_estimator="opo", scale_rewards="none"),
+        "turn_credit = 'to_go': advantage_estimator = \"opo\" weighs whole completions by their length; use another, or"
+        ' turn_credit="episode"',
+    ),
+    (
+        dict(turn_credit="to_go", loss_type="gmpo"),
+        "turn_credit = 'to_go': loss_type = \"gmpo\" takes one advantage for the whole completion; use another, or"
+        ' turn_credit="episode"',
+    ),
     (
         dict(loss_type="luspo"),
         "importance_sampling_level = 'token': loss_type = \"luspo\" weighs whole completions;"
@@ -663,6 +683,9 @@ OURS = dict(
     on_long_prompt="error",
     on_reward_error="raise",
     advantage_estimator="grpo",
+    turn_credit="episode",
+    turn_gamma=1.0,
+    turn_baseline="turn",
     dynamic_sampling=False,
     max_refills=4,
     rollout_batch_size=None,

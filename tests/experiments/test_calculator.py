@@ -116,6 +116,6 @@ def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsy
             assert all(0 <= rate <= 1 for rate in rates.values())
     assert from_pretrained(tmp_path / "run" / "final").tokenizer.chat_template == calculator.TEMPLATE
     assert from_pretrained(tmp_path / "run" / "control" / "final").tokenizer("37")["input_ids"]
-    arguments = "--lora 2 --steps 1 --prompts 1 --held-out 2 --problems 2 --max-completion-length 40"
+    arguments = "--credit --lora 2 --steps 1 --prompts 1 --held-out 2 --problems 2 --max-completion-length 40"
     places = ["--model", str(tmp_path / "run" / "final"), "--run-dir", str(tmp_path / "again")]
     assert calculator.main([*arguments.split(), *places])["arms"]["grpo"].keys() == {"before", "after"}

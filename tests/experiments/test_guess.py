@@ -20,6 +20,8 @@ def test_the_game_tells_higher_from_lower_until_the_number_is_found():
     assert guess.found([game]) == guess.found_soon([game]) == [1.0]
     assert guess.guesses([game]) == [3.0]
     assert guess.few_guesses([game]) == [pytest.approx(1 - 2 / guess.LIMIT)]
+    (by_turn,) = guess.few_guesses_by_turn([game])
+    assert by_turn == pytest.approx([0, -1 / guess.LIMIT, 1 - 1 / guess.LIMIT])
 
 
 @pytest.mark.quick
@@ -31,6 +33,7 @@ def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
         wild.reset(target=5)
         assert wild.respond(text) is None
         assert guess.few_guesses([slow, wild]) == guess.found([slow, wild]) == guess.found_soon([slow, wild]) == [0, 0]
+        assert guess.few_guesses_by_turn([slow, wild]) == [0, 0]
         assert guess.guesses([slow, wild]) == [guess.LIMIT] * 2
 
 
@@ -118,12 +121,13 @@ def test_first_guesses_are_probabilities():
 
 def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(guess, "make_policy", functools.partial(guess.make_policy, width=16, layers=1))
-    arguments = "--steps 4 --prompts 2 --warm-up-steps 8 --games 1 --seed 3 --seeds 2 --control"
+    arguments = "--steps 4 --prompts 2 --warm-up-steps 8 --games 1 --seed 3 --seeds 2 --control --credit"
+    arms = ("grpo", "control", "to_go_turn", "to_go_all")
     picture = tmp_path / "docs" / "guess.png"
     results = guess.main([*arguments.split(), "--run-dir", str(tmp_path / "run"), "--picture", str(picture)])
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["arms"].keys() == {f"{arm}, seed {seed}" for arm in ("grpo", "control") for seed in (3, 4)}
+    assert results["arms"].keys() == {f"{arm}, seed {seed}" for arm in arms for seed in (3, 4)}
     for arm in results["arms"].values():
         for rates in (arm["before"], arm["after"]):
             assert rates.keys() == {"guesses", "found", "found_soon"}

@@ -10,6 +10,7 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.extras import OWN_COLUMNS, Extras
+from grpo_jax.rewards.parts import RewardParts
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
@@ -124,9 +125,23 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
 
 
 @pytest.mark.quick
+def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch):
+    def by_token(completion_ids, number, log_metric, log_extra):
+        return [np.full(len(ids), n, np.float32) if n else None for n, ids in zip(number, completion_ids, strict=True)]
+
+    found, _ = run(monkeypatch, 2, 5, by_token)
+    alone, _ = run(monkeypatch, 1, 5, by_token)
+    lengths = completions(5).mask.sum(-1).ravel()
+    expected = [RewardParts(i, 0, True, [float(i // G)] * lengths[i]) for i in range(G, 5 * G)]
+    assert found[0].parts == found[1].parts == alone[0].parts == expected
+    np.testing.assert_array_equal(found[0].rewards.ravel()[G:], [sum(part.values) for part in expected])
+
+
+@pytest.mark.quick
 def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
     scores = Rewarded([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
+    scores = scores._replace(parts=[RewardParts(i, 0, False, [0.0]) for i in range(2 * G)])
     for row in completion_rows(scores, ["length"], sampled, weighed=True):
         assert {"step", *row} == {"number", *OWN_COLUMNS}

@@ -94,6 +94,87 @@ def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
         assert "".join(turn["text"] for turn in row["turns"]) == row["completion"]
 
 
+class Graded(Game):
+    """Rewards each turn by the length of what it was told."""
+
+    def respond(self, text):
+        return super().respond(text), float(len(text))
+
+    def get_reward(self):
+        return 0.0
+
+
+def of_turns(turns_played, baseline, gamma):
+    """The advantages [N] of the turns of a group, from their rewards, in loops."""
+    to_go = [[sum(gamma ** (m - n) * r[m] for m in range(n, len(r))) for n in range(len(r))] for r in turns_played]
+    every = [x for row in to_go for x in row]
+    at = lambda n: every if baseline == "all" else [row[n] for row in to_go if n < len(row)]
+    return [[x - np.mean(at(n)) for n, x in enumerate(row)] for row in to_go]
+
+
+@pytest.mark.parametrize(("baseline", "gamma"), [("turn", 1.0), ("all", 0.5)])
+def test_turns_are_credited_with_what_is_to_go(baseline, gamma):
+    settings = {"turn_credit": "to_go", "turn_baseline": baseline, "turn_gamma": gamma, "scale_rewards": "none"}
+    _, _, experience = experience_of(Graded, **settings)
+    batch, rows = experience.batch, experience.rows
+    assert batch.advantages.shape == batch.mask.shape
+    for group in range(2):
+        earned, owners = [], []
+        for row, mask, tokens in zip(rows[4 * group :], batch.mask[group], batch.tokens[group], strict=False):
+            # A byte that ends a turn, or the EOS, is the last token of its turn; one that was cut off has no answer.
+            ends = np.isin(tokens[mask], POLICY.eos_token_ids)
+            texts = [turn["text"] for turn in row["turns"] if turn["by"] == "policy"]
+            earned.append([float(len(text)) for text in texts[:-1]] + [float(len(texts[-1])) * ends[-1]])
+            owners.append(np.append(0, np.cumsum(ends)[:-1]))
+            assert row["turn_rewards"]["Graded"] == earned[-1]
+        for g, advantages in enumerate(of_turns(earned, baseline, gamma)):
+            found = batch.advantages[group, g]
+            np.testing.assert_allclose(found[batch.mask[group, g]], np.array(advantages)[owners[g]], atol=1e-5)
+            assert not found[~batch.mask[group, g]].any()
+    assert len({len(row["turn_rewards"]["Graded"]) for row in rows}) > 1
+    sums = [sum(row["turn_rewards"]["Graded"]) for row in rows]
+    assert experience.metrics["rewards/Graded/mean"] == pytest.approx(np.mean(sums))
+
+
+def test_by_episode_the_rewards_of_turns_are_their_sum():
+    class Summed(Graded):
+        def respond(self, text):
+            said, reward = super().respond(text)
+            self.total = getattr(self, "total", 0.0) + reward
+            return said
+
+        def get_reward(self):
+            return getattr(self, "total", 0.0)
+
+    one, two = experience_of(Graded)[2], experience_of(Summed)[2]
+    np.testing.assert_array_equal(one.batch.advantages, two.batch.advantages)
+    assert one.batch.advantages.shape == (2, 4)
+
+
+def test_rewards_of_tokens_need_advantages_in_their_unit():
+    def each(completion_ids):
+        return [np.ones(len(ids)) for ids in completion_ids]
+
+    with pytest.raises(ValueError, match="reward function 'each' returned an array, a reward for each token, and"):
+        experience_of(fns=[each], turn_credit="to_go")
+    _, _, experience = experience_of(fns=[each], turn_credit="to_go", scale_rewards="none", reward_weights=[1.0, 0.0])
+    batch = experience.batch
+    # Within a turn, each token has one less to go than the one before it.
+    within = batch.mask[..., 1:] & batch.mask[..., :-1] & ~np.isin(batch.tokens[..., :-1], POLICY.eos_token_ids)
+    assert within.sum() > 20
+    np.testing.assert_allclose(np.diff(batch.advantages)[within], -1.0, atol=1e-5)
+
+
+def test_credit_and_a_function_of_ones_own_are_two_of_one_kind():
+    with pytest.raises(ValueError, match="advantage_fn: turn_credit = 'to_go' makes the advantages; leave one"):
+        prepare(
+            Arguments(
+                POLICY, ROWS, [], GRPOConfig(**SMALL, turn_credit="to_go"), environment_factory=Game,
+                advantage_fn=lambda rewards, mask: rewards[..., 0],
+            )
+        )  # fmt: skip
+
+
 def test_observations_carry_no_gradient():
     """Other log-probs, weights and advantages where something was observed change nothing."""
     found, state, experience = experience_of(beta=0.1)

@@ -215,6 +215,73 @@ def test_what_is_not_text_is_an_error_of_the_environment(value):
     assert episode.counts.errors == 1
 
 
+class Scored:
+    """Rewards its turns, one of them with nothing, and ends with a reward for the last."""
+
+    def __init__(self):
+        self.turns, self.last = 0, 0.5
+
+    def respond(self, text):
+        self.turns += 1
+        return [("go", 1), "go", (None, np.float32(2.0))][self.turns - 1]
+
+    def get_reward(self):
+        return self.last
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
+def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
+    episode = begun(interaction_of(Scored))
+    episode.environment.last = last
+    said = [episode.answer(np.array([5, 1]), 50) for _ in range(3)]
+    assert [None if tokens is None else len(tokens) for tokens in said] == [2, 2, None]
+    assert episode.reward() == [1.0, 0.0, end]
+    cut = begun(interaction_of(Scored))
+    cut.answer(np.array([5, 1]), 50)
+    cut.note(np.array([5]))  # a last turn that had no room to end
+    assert cut.reward() == [1.0, 0.5]
+
+
+@pytest.mark.quick
+def test_get_reward_may_say_it_of_all_turns_at_once():
+    class Whole(Guess):
+        def get_reward(self):
+            return [1, 2.5]
+
+    assert begun(interaction_of(Whole)).reward() == [1.0, 2.5]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (("go", None), "respond returned the reward None; a finite number is needed, for row 3"),
+        (("go", float("nan")), "respond returned the reward nan; a finite number is needed"),
+        (("go", "1"), "respond returned the reward '1'; a finite number is needed"),
+        ((3, 1.0), "respond returned 3, a int; text is needed, or None at the end"),
+        (("a", 1.0, 2), r"respond returned \('a', 1.0, 2\), a tuple; text is needed, or None at the end"),
+    ],
+)
+def test_a_reward_of_a_turn_is_a_number(answer, message):
+    class Odd(Guess):
+        def respond(self, text):
+            return answer
+
+    with pytest.raises(EnvironmentFault, match=message):
+        begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
+
+
+@pytest.mark.quick
+def test_a_reward_of_a_turn_needs_a_reward_that_it_is_a_part_of():
+    class Alone:
+        def respond(self, text):
+            return text, 1.0
+
+    with pytest.raises(EnvironmentFault, match="respond returned a reward, and there is no get_reward: add one"):
+        begun(interaction_of(Alone)).answer(np.array([5, 1]), 50)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("where", ["the call", "reset", "respond", "get_reward"])
 def test_an_environment_that_fails_ends_the_run_or_its_episode(where):

@@ -1,0 +1,158 @@
+"""Rewards of turns and tokens → advantages of tokens: each token is credited with what comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.maths.advantages import compute_advantages
+from grpo_jax.maths.checks import choose
+
+BASELINES = ("turn", "all")
+
+
+def turn_advantages(
+    token_rewards: jax.Array,
+    turns: jax.Array,
+    *,
+    gamma: float = 1.0,
+    baseline: str = "turn",
+    weights: Sequence[float] | jax.Array | None = None,
+    scale_rewards: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+    epsilon: float = 1e-4,
+    estimator: str = "grpo",
+) -> jax.Array:
+    """Turns the rewards of turns or tokens into advantages of tokens, by the rewards that are still to come.
+
+        r_n = the rewards in turn n, from its first token to the last before the next turn
+        S_n = Σ_{m≥n} γ^(m−n) r_m                          what is to go from turn n on
+        A_n = `compute_advantages` of the S that are compared: those of turn n of the group's completions ("turn"), or
+              those of all turns of all of them ("all")
+        A_t = A_n − Σ_k w_k (the rewards in turn n before token t)
+
+    The second part of A_t is 0 where the reward of a turn stands at its last token. Rewards inside of a turn have the
+    unit of a reward, so it is added only where advantages have it too: with scale_rewards="none".
+
+    Args:
+      token_rewards: [B, G, T, K] float, each at the token that it was given for: that of a turn at the turn's last
+        token, that of a completion at its last. A function that has not scored a completion has NaN at all of its
+        tokens.
+      turns: [B, G, T] int, the turn that a drawn token belongs to, from 0; −1 for tokens that were not drawn. A reward
+        at one of these belongs to the turn before it.
+      gamma: γ in [0, 1], discount for each turn, not for each token.
+      baseline: "turn" or "all".
+      weights, scale_rewards, multi_objective_aggregation, epsilon, estimator: as in `compute_advantages`, for all
+        estimators but "opo".
+
+    Returns:
+      [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage
+      of `compute_advantages` at every token.
+
+    Raises:
+      ValueError: on wrong shapes or names, and as `compute_advantages`.
+
+    Gradient:
+      None: rewards are data. With scale_rewards="none" and γ = 1, the gradient that (1/G) Σ_i Σ_t A_it ∇log π(t)
+      expects over groups of G drawn from π, R the sum of all rewards of a completion:
+
+      | baseline, estimator | expected gradient |
+      |---|---|
+      | "turn", "rloo", every completion has as many turns | ∇E[R] |
+      | "turn", "grpo", likewise | (G − 1)/G · ∇E[R] |
+      | "turn", the number of turns depends on what was drawn | biased: late turns have few others beside them |
+      | "all" | biased, with as many turns too |
+      | any, γ < 1 | biased for ∇E[R]; for ∇E[Σ_n γⁿ r_n] too, whose term of turn n has a factor γⁿ |
+
+      A turn that no other completion of its group reaches has A = 0. In "all" the baseline holds what is to go from the
+      turns before, and with it what this turn has earned. Rewards inside of a turn change none of this. The credit of
+      the whole episode, the sum at every token, is (G − 1)/G · ∇E[R] whatever the number of turns, and has in it as
+      noise what was earned before a turn. All are enumerated in tests/maths/test_credit.py.
+
+    References:
+      Rewards to go and baselines by state: Williams, "Simple statistical gradient-following algorithms" (1992), and
+      Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
+      (arXiv:2402.03300), section 4.1.3, has another credit of steps, the sum of what follows, each step normalized over
+      all steps of the group. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
+
+    Example:
+      Two completions of two turns each; the first one earns its reward in the first turn.
+
+      >>> import jax.numpy as jnp
+      >>> turns = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1]]])
+      >>> rewards = jnp.array([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])[..., None]
+      >>> turn_advantages(rewards, turns, scale_rewards="none").tolist()
+      [[[0.5, 0.5, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0]]]
+    """
+    choose("baseline", baseline, BASELINES)
+    token_rewards, turns = jnp.asarray(token_rewards), jnp.asarray(turns)
+    if token_rewards.ndim != 4 or token_rewards.shape[:3] != turns.shape:
+        raise ValueError(
+            f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
+        )
+    if estimator == "opo":
+        raise ValueError('estimator="opo" weighs whole completions by their length, and turns have no such baseline.')
+    b, g, t, k = token_rewards.shape
+    rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
+    scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]
+    rewards = jnp.where(scored, rewards, 0)
+    # The turn of each token, of an observed one the turn before it. There are at most as many turns as tokens.
+    owner = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
+    rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], owner
+    earned = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
+    to_go = _discounted(earned, gamma)
+    there = jnp.arange(t)[None, None] <= turns.max(axis=2, keepdims=True)
+    to_go = jnp.where(there[..., None] & scored, to_go, jnp.nan)
+    by_turn = baseline == "turn"
+    advantages = compute_advantages(
+        jnp.moveaxis(to_go, 2, 1).reshape(b * t, g, k) if by_turn else to_go.reshape(b, g * t, k),
+        weights=weights,
+        scale_rewards=scale_rewards,
+        multi_objective_aggregation=multi_objective_aggregation,
+        epsilon=epsilon,
+        estimator=estimator,
+    )
+    advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2) if by_turn else advantages.reshape(b, g, t)
+    found = jnp.take_along_axis(advantages, owner, axis=2)
+    if in_units_of_rewards(scale_rewards, estimator):
+        weighed = rewards @ (jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype))
+        found = found - _earlier_in_turn(weighed, owner)
+    return jnp.where(turns >= 0, found, 0)
+
+
+def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
+    """Whether advantages are differences of rewards, to which further rewards can be added.
+
+    Example:
+      >>> in_units_of_rewards("none", "rloo"), in_units_of_rewards("group", "grpo")
+      (True, False)
+    """
+    return scale_rewards == "none" and estimator in ("grpo", "rloo")
+
+
+def _discounted(earned: jax.Array, gamma: float) -> jax.Array:
+    """Σ_{m≥n} γ^(m−n) r_m along axis 2."""
+
+    def step(later: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        to_go = now + gamma * later
+        return to_go, to_go
+
+    by_turn = jnp.moveaxis(earned, 2, 0)
+    _, to_go = jax.lax.scan(step, jnp.zeros_like(by_turn[0]), by_turn, reverse=True)
+    return jnp.moveaxis(to_go, 0, 2)
+
+
+def _earlier_in_turn(rewards: jax.Array, owner: jax.Array) -> jax.Array:
+    """The rewards [B, G, T] of a turn before each of its tokens: exactly 0 where they all stand at its end."""
+    begins = jnp.diff(owner, axis=2, prepend=-1) != 0
+
+    def step(sum_so_far: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        reward, begin = token
+        sum_so_far = jnp.where(begin, 0, sum_so_far)
+        return sum_so_far + reward, sum_so_far
+
+    tokens = jnp.moveaxis(rewards, 2, 0), jnp.moveaxis(begins, 2, 0)
+    _, sums = jax.lax.scan(step, jnp.zeros_like(rewards[..., 0]), tokens)
+    return jnp.moveaxis(sums, 0, 2)

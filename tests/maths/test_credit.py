@@ -1,0 +1,185 @@
+"""Credit of turns and tokens: by hand, against what is known in special cases, and expected over all groups."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.maths.advantages import compute_advantages
+from grpo_jax.maths.credit import turn_advantages
+
+NAN = np.nan
+TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
+
+
+def at_ends(turn_rewards, turns=TURNS):
+    """[B, G, T, 1]: the rewards of turns at the last token of each."""
+    found = np.zeros((*turns.shape, 1), np.float32)
+    for (b, g), rewards in turn_rewards.items():
+        for n, reward in enumerate(rewards):
+            found[b, g, np.flatnonzero(np.asarray(turns[b, g]) == n)[-1]] = reward
+    return jnp.asarray(found)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second, 3 of all
+        ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
+        ({"baseline": "all"}, [[1, 1, 0, 0], [-1, 0, -3, -3], [3, 0, 0, 0]]),
+        ({"estimator": "rloo"}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
+        # γ = 1/2: (2.5, 3), (2, 0), (6)
+        ({"gamma": 0.5}, [[-1, -1, 0, 1.5], [-1.5, 0, -1.5, -1.5], [2.5, 0, 0, 0]]),
+        ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
+    ],
+)
+def test_by_hand(settings, expected):
+    rewards = at_ends({(0, 0): [1, 3], (0, 1): [2, 0], (0, 2): [6]})
+    found = turn_advantages(rewards, TURNS, scale_rewards="none", **settings)
+    np.testing.assert_allclose(found, [expected], atol=1e-6)
+
+
+@pytest.mark.quick
+def test_rewards_inside_of_a_turn_and_of_what_was_observed():
+    """(0.5 at the first token of turn 0, 1 at its second, 2 observed), then 4; against nothing at all."""
+    rewards = jnp.zeros((1, 3, 4, 1)).at[0, 0, :, 0].set(jnp.array([0.5, 1.0, 2.0, 4.0]))
+    found = turn_advantages(rewards, TURNS, scale_rewards="none")
+    first, second = 7.5 - 2.5, 4 - 2.0
+    np.testing.assert_allclose(found[0, 0], [first, first - 0.5, 0, second], atol=1e-6)
+    np.testing.assert_allclose(found[0, 1], [-2.5, 0, -2, -2], atol=1e-6)
+    # Divided by a std, which has another unit, a turn is credited as a whole.
+    divided = turn_advantages(rewards, TURNS)
+    assert divided[0, 0, 0] == divided[0, 0, 1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("baseline", ["turn", "all"])
+def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation, baseline):
+    """At every token, to the bit, also where a function has not scored."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 6, (3, 4))
+    turns = np.where(np.arange(6) < lengths[..., None], 0, -1)
+    rewards = rng.normal(size=(3, 4, 2)).astype(np.float32)
+    rewards[0, 1, 0] = rewards[2, 3] = NAN
+    tokens = np.zeros((3, 4, 6, 2), np.float32)
+    np.put_along_axis(tokens, lengths[..., None, None] - 1, rewards[:, :, None], axis=2)
+    tokens[np.isnan(rewards)[:, :, None] & np.ones((1, 1, 6, 1), bool)] = NAN
+    settings = {"scale_rewards": scale_rewards, "multi_objective_aggregation": aggregation, "weights": [1.0, 0.5]}
+    found = turn_advantages(tokens, turns, baseline=baseline, **settings)
+    expected = compute_advantages(rewards, **settings)
+    np.testing.assert_array_equal(found, np.where(turns == 0, expected[..., None], 0))
+
+
+@pytest.mark.quick
+def test_the_episodes_sum_is_to_go_from_the_first_turn():
+    """With γ = 1 the first turn is credited as the whole completion is."""
+    rng = np.random.default_rng(1)
+    turns = np.tile(np.array([0, 0, -1, 1, -1, 2]), (2, 4, 1))
+    rewards = np.where(turns[..., None] >= 0, rng.normal(size=(2, 4, 6, 1)), 0).astype(np.float32)
+    rewards[:, :, 0] = 0
+    found = turn_advantages(rewards, turns)
+    np.testing.assert_allclose(found[:, :, 0], compute_advantages(rewards.sum(2)), atol=1e-5)
+
+
+# Two turns of one token each, two actions: logits [2] of the first, [2, 2] of the second by the first. Completions that
+# begin with action 1 may end there.
+G, PARAMS = 2, jnp.array([0.3, -0.2, 0.5, -0.4, -0.1, 0.2])
+EARNED = np.array([[0.7, -0.4], [0.2, 1.1]]), np.array([[1.3, 0.1], [-0.8, 0.6]])  # r_0, r_1 by both actions
+
+
+def log_pi(params, actions):
+    first = jax.nn.log_softmax(params[:2])[actions[0]]
+    return jnp.stack([first, jax.nn.log_softmax(params[2:].reshape(2, 2)[actions[0]])[actions[1]]])
+
+
+def expected_gradient(ends_early, credit):
+    """Σ over all groups of their chance times (1/G) Σ_i Σ_t A_it ∇log π(t); and ∇E[R], by the same list."""
+    all_actions = list(itertools.product(range(2), repeat=2))
+    if ends_early:  # action 1 ends the completion: its second turn is nobody's choice
+        all_actions = [(0, 0), (0, 1), (1, None)]
+    known = lambda actions: tuple(action or 0 for action in actions)
+    turns = jnp.array([[0, -1 if a[1] is None else 1] for a in all_actions])
+    earned = jnp.array([[EARNED[0][a[0], 0], 0 if a[1] is None else EARNED[1][a]] for a in all_actions])
+    there = (turns >= 0).astype(jnp.float32)
+    scores = jnp.stack([jax.jacobian(log_pi)(PARAMS, known(a)) for a in all_actions]) * there[..., None]
+    l = jnp.stack([(log_pi(PARAMS, known(a)) * t).sum() for a, t in zip(all_actions, there, strict=True)])
+    groups = jnp.array(list(itertools.product(range(len(all_actions)), repeat=G)))
+    chance = jnp.exp(l[groups].sum(1))
+    advantages = credit(earned[groups][..., None], turns[groups])
+    found = jnp.einsum("n,ngt,ngtp->p", chance, advantages, scores[groups]) / G
+    truth = jnp.einsum("n,n,np->p", jnp.exp(l), earned.sum(1), scores.sum(1))
+    return np.asarray(found), np.asarray(truth), np.asarray(chance.sum())
+
+
+def to_go(**settings):
+    return lambda rewards, turns: turn_advantages(rewards, turns, scale_rewards="none", **settings)
+
+
+def of_episodes(rewards, turns):
+    advantages = compute_advantages(rewards.sum(2), scale_rewards="none")[..., None]
+    return jnp.where(turns >= 0, advantages, 0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ends_early", "credit", "factor"),
+    [
+        (False, of_episodes, 1 / 2),
+        (True, of_episodes, 1 / 2),
+        (False, to_go(), 1 / 2),
+        (False, to_go(estimator="rloo"), 1.0),
+        (True, to_go(), None),
+        (True, to_go(estimator="rloo"), None),
+        (False, to_go(baseline="all"), None),
+        (True, to_go(baseline="all"), None),
+        (False, to_go(gamma=0.5), None),
+    ],
+)
+def test_what_each_credit_expects(ends_early, credit, factor):
+    """A multiple of ∇E[R], or off in direction too."""
+    found, truth, total = expected_gradient(ends_early, credit)
+    assert total == pytest.approx(1.0, abs=1e-6)
+    if factor is not None:
+        np.testing.assert_allclose(found, factor * truth, atol=1e-6)
+    else:
+        cosine = found @ truth / np.linalg.norm(found) / np.linalg.norm(truth)
+        assert cosine < 0.999
+
+
+def test_rewards_inside_of_a_turn_expect_the_same():
+    """One turn of two tokens, each with its reward: what was earned before a token is not its merit."""
+
+    def inside(rewards, turns):
+        return turn_advantages(rewards, jnp.zeros_like(turns), scale_rewards="none", estimator="rloo")
+
+    found, truth, _ = expected_gradient(False, inside)
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+
+
+def test_a_discount_is_no_gradient_of_the_discounted_sum():
+    found, _, _ = expected_gradient(False, to_go(gamma=0.5, estimator="rloo"))
+    rewards = lambda r, turns: r * 0.5 ** jnp.maximum(turns, 0)[..., None]
+    discounted, _, _ = expected_gradient(False, lambda r, turns: to_go(estimator="rloo")(rewards(r, turns), turns))
+    np.testing.assert_allclose(found[:2], discounted[:2], atol=1e-6)
+    np.testing.assert_allclose(0.5 * found[2:], discounted[2:], atol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"baseline": "turns"}, "baseline='turns' is not known; use one of 'turn', 'all'"),
+        ({"estimator": "opo"}, "weighs whole completions"),
+        ({"estimator": "maxrl"}, "has a scale of its own"),
+    ],
+)
+def test_what_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        turn_advantages(jnp.zeros((1, 3, 4, 1)), TURNS, **change)
+    with pytest.raises(ValueError, match=r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"):
+        turn_advantages(jnp.zeros((1, 3, 4)), TURNS)

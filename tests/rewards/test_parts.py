@@ -1,0 +1,89 @@
+"""Rewards of turns and tokens: their sum is the reward, each has its place, and other lengths are refused."""
+
+import numpy as np
+import pytest
+
+from grpo_jax.rewards.calls import compute_parts, compute_rewards
+from grpo_jax.rewards.contract import RewardError
+from grpo_jax.rewards.parts import PartReader, RewardParts, place_rewards
+
+INPUTS = {
+    "prompts": ["p"] * 4,
+    "completions": ["ab", "cd", "ef", "gh"],
+    "completion_ids": [[1, 2, 3], [4, 5], [6], [7, 8, 9, 9]],
+    "num_generations": 2,
+}
+
+
+def returned(*values):
+    def fn(completions):
+        return list(values)
+
+    return fn
+
+
+@pytest.mark.quick
+def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_rewards():
+    mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
+    rewards, stats, parts = compute_parts([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
+    np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
+    assert parts == [
+        RewardParts(0, 0, False, [0.5, -1.0]),
+        RewardParts(1, 0, True, [0.25, 0.5]),
+        RewardParts(1, 1, False, [2.0]),
+    ]
+    assert stats["rewards/fn/mean"] == pytest.approx(0.75)
+    assert stats["rewards/fn/missing"] == 0.25
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, 2, 3], "returned [1, 2, 3], a list; rewards are numbers, or None for 'not scored', or a list with one for"
+                    " each turn (2)"),
+        ([], "returned [], a list; rewards are numbers, or None for 'not scored', or a list with one for each turn"
+             " (2)"),
+        (np.zeros(2), "returned array([0., 0.]), a ndarray; rewards are numbers, or None for 'not scored', or an array"
+                      " with one for each token (3)"),
+        ([1, None], "returned [1, None], and its number of turn 1 is none that is finite"),
+        ([1, "2"], "returned [1, '2'], and its number of turn 1 is none that is finite"),
+        (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), and its number of token 1 is none that is finite"),
+        ([3e38, 3e38], "returned 6e+38; rewards are finite, in the range of float32"),
+        ("12", "returned '12', a str; rewards are numbers, or None for 'not scored'"),
+        ({1: 2}, "returned {1: 2}, a dict; rewards are numbers, or None for 'not scored'"),
+    ],
+)  # fmt: skip
+def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
+    assert PartReader(0, [2], [3])(0, value) == message
+    with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
+        compute_parts(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [[1.0], [1, 2], np.zeros(3)])
+def test_where_nobody_counts_turns_only_numbers_are_taken(value):
+    with pytest.raises(
+        RewardError, match=r"a (list|ndarray); rewards are numbers, or None for 'not scored' for prompt"
+    ):
+        compute_rewards(returned(value, 0, 0, 0), **INPUTS)
+
+
+@pytest.mark.quick
+def test_rewards_stand_at_the_tokens_that_they_were_given_for():
+    turns = np.array([[[0, 0, -1, 1, -1], [0, -1, -1, -1, -1]], [[0, 1, 1, -1, -1], [0, 0, 0, 0, 0]]])
+    present = np.array([[[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]], [[1, 1, 1, 0, 0], [1] * 5]], bool)
+    rewards = np.array([[[7.0, 1.0], [3.0, np.nan]], [[5.0, 2.0], [np.nan, 4.0]]], np.float32)
+    parts = [
+        RewardParts(0, 0, False, [3.0, 4.0]),
+        RewardParts(0, 1, True, [0.1, 0.2, 0.3, 0.4]),
+        RewardParts(2, 1, False, [0.5, 1.5]),
+    ]
+    placed = place_rewards(rewards, parts, turns, present)
+    nan = [np.nan] * 5
+    np.testing.assert_array_equal(
+        placed[..., 0], np.float32([[[0, 3, 0, 4, 0], [3, 0, 0, 0, 0]], [[0, 0, 5, 0, 0], nan]])
+    )
+    np.testing.assert_array_equal(
+        placed[..., 1], np.float32([[[0.1, 0.2, 0.3, 0.4, 0], nan], [[0.5, 0, 1.5, 0, 0], [0, 0, 0, 0, 4]]])
+    )
