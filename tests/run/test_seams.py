@@ -114,7 +114,7 @@ def test_the_context_is_that_of_the_batch():
     experience = collect(run, state, 0, count=4)
     assert len(seen) == 1, "compiled once"
     names = {"weights", "lengths", "ended", "tokens", "turns", "log_probs", "ref_log_probs", "step", "key", "config"}
-    assert seen[0].keys() == names | {"rewards", "mask"}
+    assert seen[0].keys() == names | {"rewards", "mask", "token_rewards"}
     assert seen[0]["config"] is run.own_advantages.config
     assert [row["advantage"] for row in experience.rows] == [0.0] * 16
 
