@@ -1,6 +1,7 @@
 """llama2.c's checkpoint and tokenizer files, converted to Hugging Face's layout.
 
     python -m experiments.llama2c stories260K.bin tok512.bin DIRECTORY
+    python -c "from experiments.llama2c import widen_heads; widen_heads('DIRECTORY', 'WIDE')"    # for vLLM on a CPU
 
 Time: a second. Expect: a directory that `from_pretrained` and transformers load, with the weights bit for bit.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Shape", "convert", "make_tokenizer", "read_checkpoint", "read_pieces"]
+__all__ = ["Shape", "convert", "make_tokenizer", "read_checkpoint", "read_pieces", "widen_heads"]
 
 UNK, BOS = 0, 1
 """Token ids. A story begins with BOS and ends where the next one would begin, so that BOS is its EOS too."""
@@ -172,6 +174,47 @@ def convert(checkpoint: str | Path, tokenizer: str | Path, directory: str | Path
     for name, content in (("config.json", config), ("generation_config.json", tokens)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     make_tokenizer(pieces, shape.max_seq_len).save_pretrained(directory)
+
+
+def widen_heads(source: str | Path, target: str | Path, head_dim: int = 32) -> None:
+    """Write a Llama's checkpoint with heads of more channels, which computes the same.
+
+    vLLM's attention on CPUs takes heads of 32 channels and more, and those of stories260K have 8. The new channels are
+    zeros; what was there keeps its angles of rotation, and W_q is multiplied so that the scores stay as they were.
+
+    Args:
+      source: directory of a checkpoint of one file in Hugging Face's layout.
+      target: directory to make.
+      head_dim: channels of a head, a multiple of what it has.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    source, target = Path(source), Path(target)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    size = config["head_dim"]
+    # Pair i turns by base^(-2i / head_dim): pair i · head_dim / size of the wide head turns as pair i did.
+    turned = [i * head_dim // size + half * head_dim // 2 for half in (0, 1) for i in range(size // 2)]
+
+    def widened(w: np.ndarray, places: Sequence[int]) -> np.ndarray:
+        wide = np.zeros((len(w) // size, head_dim, w.shape[1]), w.dtype)
+        wide[:, places] = w.reshape(-1, size, w.shape[1])
+        return wide.reshape(-1, w.shape[1])
+
+    tensors = load_file(source / "model.safetensors")
+    for name, w in tensors.items():
+        if "q_proj" in name:  # scores are divided by the root of the channels
+            tensors[name] = widened(w, turned) * np.sqrt(head_dim / size, dtype=w.dtype)
+        elif "k_proj" in name:
+            tensors[name] = widened(w, turned)
+        elif "v_proj" in name:
+            tensors[name] = widened(w, range(size))
+        elif "o_proj" in name:
+            tensors[name] = np.ascontiguousarray(widened(w.T, range(size)).T)
+    target.mkdir(parents=True)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps({**config, "head_dim": head_dim}, indent=2) + "\n", encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, target / name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,10 +2,14 @@
 
     python -m experiments.stories [--model DIRECTORY_OR_NAME] [--steps 100] [--seed N] [--run-dir DIR]
     grpo-jax train experiments/recipes/stories.yaml        # the same run, with fewer measurements, as a RUN.yaml
+    python -m experiments.stories --model WIDE --engine http://127.0.0.1:8000      # a vLLM server samples (`engines`)
 
 The model: stories260K, a Llama of 260 thousand parameters that was trained on TinyStories. Without --model it comes
 from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
 names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
+
+With --engine a vLLM server that was started with --model samples in training; the tests are by our own sampler. vLLM on
+a CPU takes no heads as small as this model's: `experiments.llama2c` writes it with wider ones (WIDE above).
 
 Time: one minute on two idle cores, a quarter of what TRL takes for the same run.
 Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 … 0.09 to 0.98
@@ -16,6 +20,7 @@ The last line on standard output is one JSON object; everything else is in the r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +39,7 @@ from experiments.common import (
     start_processes,
     use_compile_cache,
 )
-from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
+from grpo_jax import GRPOConfig, engines, from_pretrained, save_pretrained, train
 from grpo_jax.keep.kept_programs import user_cache
 from grpo_jax.rewards.combine import from_row
 
@@ -137,6 +142,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="GRPO steps (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the samples (default 0)")
     parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
+    parser.add_argument(
+        "--engine", metavar="URL", help="a vLLM server that serves --model, and samples (default: none)"
+    )
+    parser.add_argument("--rollout-ahead", action="store_true", help="sample the next batch beside the update")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
     add_device_flags(parser)
     return parser.parse_args(argv)
@@ -165,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print("\nGRPO, rewarded for the word:")
     with watch("grpo"):
         config = on_mesh(make_config(arguments.seed, arguments.steps, arguments.prompts), arguments.mesh)
-        state = train(base, rows, uses_word, config, run_dir=run_dir)
+        config = dataclasses.replace(config, rollout_ahead=arguments.rollout_ahead)
+        engine = None if arguments.engine is None else engines.vllm(arguments.engine)
+        state = train(base, rows, uses_word, config, run_dir=run_dir, sampler=engine)
     save_pretrained(run_dir / "final", base.replace(params=state.params))
 
     after, stories = test(state.params)
