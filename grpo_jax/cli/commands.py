@@ -16,6 +16,7 @@ import jax
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
+from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
@@ -380,6 +381,7 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "train": train,
     "resume": resume,
     "plan": plan,
+    "launch": launch,
     "evaluate": evaluate,
     "chat": chat,
     "export": export,

@@ -26,6 +26,7 @@ from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.columns import check_templates
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
+from grpo_jax.watch.writer import refuse_bucket
 
 NAME = "run.yaml"
 """Under this name a run directory keeps what its run was started with."""
@@ -159,7 +160,7 @@ def read_run(
         values=values,
         folder=folder,
         config=problems.of("", _config, values) or GRPOConfig(),
-        run_dir=problems.of("run_dir", _run_dir, values.get("run_dir", f"runs/{path.stem}")),
+        run_dir=problems.of("", _run_dir, values.get("run_dir", f"runs/{path.stem}")),
         model=stated.get("model"),
         lora=problems.of("lora", read_lora, stated.get("lora")),
         param_dtype=problems.of("param_dtype", _param_dtype, stated.get("param_dtype", "float32")) or "",
@@ -269,8 +270,9 @@ def _environments(given: Any, folder: Path) -> Environments:
 
 def _run_dir(name: object) -> Path | None:
     if name is None or isinstance(name, str):
+        refuse_bucket(name)
         return None if name is None else Path(name).expanduser()
-    raise ValueError("give the path of a directory, or null for none")
+    raise ValueError(f"run_dir = {show(name)}: give the path of a directory, or null for none")
 
 
 def _param_dtype(name: object) -> str:

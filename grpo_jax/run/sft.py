@@ -30,6 +30,7 @@ from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.writer import refuse_bucket
 
 
 def sft(
@@ -89,6 +90,7 @@ def sft(
       >>> state.params["logits"].argmax(-1).tolist()[1:3]  # after a comes b, after b the end
       [2, 0]
     """
+    refuse_bucket(run_dir)
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
     return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)
 

@@ -20,6 +20,7 @@ from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.writer import refuse_bucket
 
 
 def train(
@@ -110,6 +111,7 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
+    refuse_bucket(run_dir)
     arguments = Arguments(
         policy,
         dataset,

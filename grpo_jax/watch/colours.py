@@ -30,6 +30,9 @@ COLOURS = {
 says nothing; `reward0` … are the reward functions, the first also a right answer.
 """
 
+SERIES = ("policy", "high", "reward0", "low", "rollout", "reference", "reward2", "evaluation", "start", "reward1")
+"""The colours of curves that have no meaning of their own: runs beside each other, tasks of a suite."""
+
 PHASES = {"rollout": "rollout", "reference": "reference", "rewards": "reward0", "update": "policy"}
 PHASES |= {"evaluation": "evaluation", "other": "nothing"}
 """Phase of a run → meaning."""

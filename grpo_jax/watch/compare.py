@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import nearest, some
-from grpo_jax.watch.colours import DARK, LIGHT, colour
+from grpo_jax.watch.colours import DARK, LIGHT, SERIES, colour
 from grpo_jax.watch.page import POINTS, PageTable, fill_page, page_curve
 from grpo_jax.watch.panels import Panel
 from grpo_jax.watch.plots import draw_lines, make_figure, style_axes, thin
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 AXES = {"steps": "optimizer step", "tokens": "completion tokens", "seconds": "seconds"}
 """What a metric is drawn against → the label of that axis."""
-
-_COLOURS = ("policy", "high", "reward0", "low", "rollout", "reference", "reward2", "evaluation", "start", "reward1")
 
 
 class Compared(NamedTuple):
@@ -189,7 +187,7 @@ def _panels(runs: Sequence[Compared], metric: str) -> list[_Drawn]:
 
 def _meanings(runs: Sequence[Compared]) -> dict[str, str]:
     """Return run → a name of `COLOURS`; of more runs than there are colours for, some share one."""
-    return dict(zip((run.name for run in runs), itertools.cycle(_COLOURS)))
+    return dict(zip((run.name for run in runs), itertools.cycle(SERIES)))
 
 
 def comparison_page(runs: Sequence[Compared], metric: str) -> str:

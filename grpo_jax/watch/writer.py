@@ -26,6 +26,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
@@ -233,6 +234,28 @@ class RunWriter:
         with open(temporary, "wb") as file:
             write(file)
         os.replace(temporary, self.path(name))
+
+
+def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:
+    """Refuse the address of an object store as the directory of a run: one is locked, appended to and renamed in.
+
+    Raises:
+      ValueError: an address such as gs://bucket/runs, and what to do.
+
+    Example:
+      >>> refuse_bucket("runs/first")
+      >>> refuse_bucket("gs://bucket/runs")
+      Traceback (most recent call last):
+      ValueError: run_dir = 'gs://bucket/runs': is in an object store, ...
+    """
+    found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
+    if found:
+        copy = {"gs": "gcloud storage rsync -r DIR", "s3": "aws s3 sync DIR"}.get(found[1].lower(), "copy it to")
+        raise ValueError(
+            f"{argument} = {str(run_dir)!r}: is in an object store, which can neither lock, append to nor rename the"
+            " files of a run; give a directory (a disk, NFS, a PersistentVolumeClaim), and when the run is over copy"
+            f" it: {copy} {run_dir}"
+        )
 
 
 @contextlib.contextmanager

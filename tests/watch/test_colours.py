@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from grpo_jax.watch.colours import COLOURS, DARK, LIGHT, PHASES, as_css, colour, reward_meanings
+from grpo_jax.watch.colours import COLOURS, DARK, LIGHT, PHASES, SERIES, as_css, colour, reward_meanings
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -44,6 +44,8 @@ def test_phases_and_functions_have_colours_of_the_table():
     many = reward_meanings(f"f{i}" for i in range(30))
     assert set(many.values()) <= set(COLOURS)
     assert len(set(list(many.values())[:4])) == 4
+    assert set(SERIES) <= set(COLOURS)
+    assert len(set(SERIES)) == len(SERIES)
     assert "--policy: #56b4e9;" in as_css(dark=True)
 
 

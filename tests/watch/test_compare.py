@@ -9,9 +9,7 @@ import pytest
 from browsing import browser, no_browser
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.colours import COLOURS
 from grpo_jax.watch.compare import (
-    _COLOURS,
     against,
     choose_metric,
     comparison_page,
@@ -133,7 +131,6 @@ def test_the_page_holds_the_curves_and_nothing_from_data_is_markup(runs):
     assert "smooth" in fast
     assert "smooth" not in slow  # ten values
     assert fast["colour"] != slow["colour"]
-    assert {*_COLOURS} <= COLOURS.keys()
 
 
 @pytest.mark.quick
