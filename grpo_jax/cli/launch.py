@@ -280,5 +280,7 @@ def _mesh_problems(run: RunFile, launch: Launch) -> list[str]:
         used *= size
     if used == total:
         return []
-    given = f"mesh = {show(run.config.mesh)}: takes {used}" if run.config.mesh else "mesh: is missing; the run takes 1"
-    return [f"{given} of the {total} devices of launch; give mesh: data={total}, or another of {total}"]
+    used_by = (
+        f"mesh = {show(run.config.mesh)}: takes {used}" if run.config.mesh else "mesh: is missing; the run takes 1"
+    )
+    return [f"{used_by} of the {total} devices of launch; give mesh: data={total}, or another of {total}"]

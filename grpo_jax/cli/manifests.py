@@ -20,7 +20,9 @@ import yaml
 
 from grpo_jax.cli.launch import Job, Launch, Platform, read_launch
 from grpo_jax.cli.runfile import read_run
-from grpo_jax.types import Json
+
+Document = dict[str, object]
+"""An object of YAML."""
 
 PORT = 8476
 """Where process 0 listens."""
@@ -86,11 +88,11 @@ def jobset(job: Job) -> str:
     launch = job.launch
     address = f"{launch.name}-hosts-0-0.{launch.name}:{PORT}"
     flags = f" --coordinator {address} --num-processes {launch.hosts} --process-id $JOB_COMPLETION_INDEX"
-    spec: Json = {
+    spec: Document = {
         "failurePolicy": {"maxRestarts": int(launch.restarts)},
         "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": _indexed_job(job, flags)}}],
     }
-    about: Json = {"name": launch.name} | ({"namespace": launch.namespace} if launch.namespace else {})
+    about = _about(launch)
     if launch.device.tpu:  # no other pod is put on the hosts of the slice
         about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return _documents({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": about, "spec": spec})
@@ -102,16 +104,16 @@ def kubeflow(job: Job) -> str:
     flags = (
         ' --coordinator "$JAX_COORDINATOR_ADDRESS" --num-processes "$JAX_NUM_PROCESSES" --process-id "$JAX_PROCESS_ID"'
     )
-    node: Json = {
+    node: Document = {
         "name": "node",
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
             "spec": _indexed_job(job, flags, name="node", sized=False),
         },
     }
-    about: Json = {"name": launch.name} | ({"namespace": launch.namespace} if launch.namespace else {})
+    about = _about(launch)
     group = "trainer.kubeflow.org"
-    runtime: Json = {
+    runtime: Document = {
         "apiVersion": f"{group}/v1alpha1",
         "kind": "TrainingRuntime",
         "metadata": {**about, "labels": {f"{group}/framework": "jax"}},
@@ -120,28 +122,34 @@ def kubeflow(job: Job) -> str:
             "template": {"spec": {"failurePolicy": {"maxRestarts": int(launch.restarts)}, "replicatedJobs": [node]}},
         },
     }
-    spec: Json = {
+    spec: Document = {
         "runtimeRef": {"apiGroup": group, "kind": "TrainingRuntime", "name": launch.name},
         "trainer": {"numNodes": launch.hosts, "resourcesPerNode": _resources(launch)},
     }
     if launch.hours is not None:
         spec["activeDeadlineSeconds"] = math.ceil(3600 * launch.hours)
-    train_job: Json = {"apiVersion": f"{group}/v1alpha1", "kind": "TrainJob", "metadata": about, "spec": spec}
+    train_job: Document = {"apiVersion": f"{group}/v1alpha1", "kind": "TrainJob", "metadata": about, "spec": spec}
     return _documents(runtime, train_job)
 
 
-def _indexed_job(job: Job, flags: str, *, name: str = "grpo-jax", sized: bool = True) -> Json:
+def _about(launch: Launch) -> Document:
+    """Return the metadata of a document."""
+    about: Document = {"name": launch.name}
+    return about | {"namespace": launch.namespace} if launch.namespace else about
+
+
+def _indexed_job(job: Job, flags: str, *, name: str = "grpo-jax", sized: bool = True) -> Document:
     """Return the spec of a Job with a pod for each host; the JobSet around it restarts all of them together."""
     launch = job.launch
     command = f"exec {job.command}{flags if launch.hosts > 1 else ''}"
-    container: Json = {
+    container: Document = {
         "name": name,
         "image": launch.image,
         "workingDir": launch.workdir,
         "command": ["sh", "-c", command],
         "volumeMounts": [{"name": "runs", "mountPath": launch.storage}],
     }
-    pod: Json = {
+    pod: Document = {
         "restartPolicy": "Never",
         "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": launch.claim}}],
         "containers": [container],
@@ -151,7 +159,7 @@ def _indexed_job(job: Job, flags: str, *, name: str = "grpo-jax", sized: bool = 
         pod["nodeSelector"] = {f"cloud.google.com/{label}": value for label, value in labels.items()}
     elif launch.device.kind != "cpu":
         pod["nodeSelector"] = {"cloud.google.com/gke-accelerator": launch.device.gke}
-    spec: Json = {"backoffLimit": 0, "completionMode": "Indexed", "template": {"spec": pod}}
+    spec: Document = {"backoffLimit": 0, "completionMode": "Indexed", "template": {"spec": pod}}
     if sized:  # Kubeflow says these itself
         container["ports"] = [{"containerPort": PORT}]
         container["resources"] = _resources(launch)
@@ -161,18 +169,20 @@ def _indexed_job(job: Job, flags: str, *, name: str = "grpo-jax", sized: bool = 
     return spec
 
 
-def _resources(launch: Launch) -> Json:
+def _resources(launch: Launch) -> Document:
     """Return the resources of a host; devices are limits, of which Kubernetes makes requests too."""
     device = launch.device
     asked = {"cpu": None if launch.cpus is None else str(launch.cpus), "memory": launch.memory}
     requests = {name: value for name, value in asked.items() if value is not None}
-    devices = (
-        {} if device.kind == "cpu" else {"google.com/tpu" if device.tpu else "nvidia.com/gpu": str(device.per_host)}
-    )
-    return ({"requests": requests} if requests else {}) | ({"limits": devices} if devices else {})
+    found: Document = {}
+    if requests:
+        found["requests"] = requests
+    if device.kind != "cpu":
+        found["limits"] = {"google.com/tpu" if device.tpu else "nvidia.com/gpu": str(device.per_host)}
+    return found
 
 
-def _documents(*documents: Json) -> str:
+def _documents(*documents: Document) -> str:
     """Return documents of Kubernetes as YAML."""
     return "---\n".join(yaml.safe_dump(dict(document), sort_keys=False, width=1000) for document in documents)
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import nearest, some
+from grpo_jax.watch.breakdown import PageTable
 from grpo_jax.watch.colours import DARK, LIGHT, SERIES, colour
-from grpo_jax.watch.page import POINTS, PageTable, fill_page, page_curve
+from grpo_jax.watch.page import POINTS, fill_page, page_curve
 from grpo_jax.watch.panels import Panel
 from grpo_jax.watch.plots import draw_lines, make_figure, style_axes, thin
 from grpo_jax.watch.summary import changed_settings, held_out_scores, metric_names, numbers, short_number

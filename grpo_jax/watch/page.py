@@ -15,10 +15,12 @@ import pathlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.watch.breakdown import column_tables, iteration, turn_table
 from grpo_jax.watch.colours import PHASES, as_css
 from grpo_jax.watch.panels import find_panels, reward_colours, usual_times
 from grpo_jax.watch.plots import draw_report, save_figure, smooth, thin
@@ -33,14 +35,6 @@ COMPLETION_BYTES = 2_000_000
 """Bytes that all completions together may take."""
 TEXT = 6000
 """Characters of a prompt or completion; of a longer one, the middle is left out."""
-
-
-class PageTable(NamedTuple):
-    """A table of a page: its title, the names of its columns, and its rows as texts; the first column names a row."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
 
 
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
@@ -88,6 +82,8 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     spent = phase_seconds(lines)
+    extras = sorted({name for row in rows for name in row.keys() - _shown_of(row)})
+    tables = turn_table(rows) + column_tables(rows, extras)
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",
         "tiles": _tiles(lines),
@@ -97,7 +93,9 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "phases": PHASES,
         "functions": reward_colours(lines),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
-        "extras": sorted({name for row in rows for name in row.keys() - _shown_of(row)}),
+        "extras": extras,
+        "iteration": [span._asdict() for span in iteration(lines, _updates(about.get("config", {})))],
+        "tables": [table._asdict() for table in tables],
         "steps": steps,
         "kept": kept,
         "settings": _settings(about),
@@ -214,7 +212,16 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
 
 def _shown_of(row: CompletionRow) -> set[str]:
     """Return the names of a row that have columns of their own; `turns` take the place of the completion."""
-    return {"completion" if "completion" in row else "turns", "rewards", "advantage", "ended"}
+    text = {"completion"} if "completion" in row else {"turns", "turn_rewards"}
+    return text | {"rewards", "advantage", "ended"}
+
+
+def _updates(config: Mapping[str, JSON]) -> int:
+    """Return the optimizer steps of an iteration, 1 where the settings do not say."""
+    try:
+        return GRPOConfig.from_dict(dict(config)).sizes(None).updates if config else 1
+    except ValueError:  # a run of another version
+        return 1
 
 
 def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:

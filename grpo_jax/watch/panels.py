@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from grpo_jax.watch.colours import PHASES, reward_meanings
+from grpo_jax.watch.colours import PHASES, SERIES, reward_meanings
 from grpo_jax.watch.summary import held_out_scores, metric_names
 from grpo_jax.watch.writer import Line
 
@@ -80,6 +81,20 @@ _NOTHING_AT_ZERO = ("KL divergence", "Clipped ratios")
 """Panels that show nothing where all their values are 0: there is no reference, or each batch makes one update."""
 
 
+_OUR_KINDS = {
+    "rewards",
+    "completions",
+    "seconds",
+    "eval",
+    "sampler",
+    "dynamic_sampling",
+    "turns",
+    "tools",
+    "environment",
+}
+"""First parts of the names of metrics that a run logs itself."""
+
+
 def find_panels(lines: Sequence[Line]) -> list[Found]:
     """Return the panels for which anything was logged, with their curves.
 
@@ -92,7 +107,7 @@ def find_panels(lines: Sequence[Line]) -> list[Found]:
     lines = [{f"held out: {scores[name]}" if name in scores else name: line[name] for name in line} for line in lines]
     names = metric_names(lines)
     found = []
-    for panel in _PANELS:
+    for panel in (*_PANELS[:3], *_logged(names), *_PANELS[3:]):
         # The loss of GRPO is near 0 whatever is learned.
         curves = {} if panel.title == "Loss" and "reward" in names else _curves(panel, names, lines)
         meanings = {label: meaning for _, label, meaning in panel.curves}
@@ -104,6 +119,30 @@ def find_panels(lines: Sequence[Line]) -> list[Found]:
             own = {label: meanings.get(label) or named.get(label) or "nothing" for label in curves}
             found.append(Found(panel, curves, own))
     return found
+
+
+def _logged(names: Sequence[str]) -> list[Panel]:
+    """Return a panel for each kind of metrics that reward functions log as "kind/name", two names of it or more.
+
+    Example:
+      >>> [(panel.title, len(panel.curves)) for panel in _logged(["sums/long", "sums/short", "alone/x", "eval/a"])]
+      [('sums', 2)]
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kind, slash, _ = name.partition("/")
+        if slash and kind not in _OUR_KINDS:
+            kinds.setdefault(kind, []).append(name)
+    return [
+        Panel(
+            kind,
+            "mean",
+            tuple((re.escape(n), n.partition("/")[2], c) for n, c in zip(of, itertools.cycle(SERIES))),
+            low=None,
+        )
+        for kind, of in kinds.items()
+        if len(of) > 1
+    ]
 
 
 def reward_colours(lines: Sequence[Line]) -> dict[str, str]:

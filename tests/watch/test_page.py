@@ -132,6 +132,7 @@ def played(tmp_path_factory):
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
     rows = [completion(i, turns=told(f"{i} is first", NASTY, "the last")) for i in range(3)]
     rows[1]["completion"] = [{"role": "tool", "content": NASTY}]
+    rows[2]["turn_rewards"] = {"near": [0.5, 1.0]}
     writer.completions(1, [*rows, completion(3, turns=told("alone"))])
     return writer.run_dir
 
@@ -230,6 +231,14 @@ def test_the_page_in_a_real_browser(run_dir, tmp_path):
         assert heights[0] > heights[1] > heights[2]
         assert run("document.querySelector('.panel svg').getBoundingClientRect().height") > 100
         assert "NaN" not in run("document.getElementById('panels').innerHTML")
+        # One iteration in time: the engine's lane and the trainer's, of the last line's 6 + 1 + 0.5 seconds.
+        lanes = run(
+            "[...document.querySelectorAll('#strip .row')].map(row => [row.firstChild.textContent,"
+            " ...[...row.querySelectorAll('.span')].map(span => span.title)])"
+        )
+        assert lanes == [["engine", "rollout 6.0 s"], ["trainer", "update 1.0 s", "other 0.5 s"]]
+        widths = run("[...document.querySelectorAll('#strip .span')].map(span => span.getBoundingClientRect().width)")
+        assert widths == pytest.approx([w / 7.5 * sum(widths) for w in (6.0, 1.0, 0.5)], rel=0.01)
         # A phone: nothing is wider than it, and numbers have their names beside them.
         phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
         session("POST", "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=phone)
@@ -312,6 +321,14 @@ def test_a_dialogue_in_a_real_browser(played, tmp_path):
         assert texts == [[f"{i} is first", hostile, "the last"] for i in range(3)] + [["alone"]]
         kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
         assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+        names = (
+            "[...document.querySelectorAll('#rows tbody tr')[2].querySelectorAll('.turn b')].map(b => b.textContent)"
+        )
+        assert run(names) == ["policy · near 0.5", "environment", "policy · near 1"]
+        assert run("[...document.querySelectorAll('#tables td')].map(cell => cell.textContent)") == [
+            *("1", "1", "0.5"),
+            *("2", "1", "1"),
+        ]
         # In full, a line each: no box inside the table scrolls, and who spoke stands before the words.
         boxes = "[...document.querySelectorAll('.dialogue')].map(box => box.scrollHeight > box.clientHeight)"
         assert not any(run(boxes))

@@ -32,3 +32,22 @@ def test_a_function_has_one_colour_in_training_and_on_held_out_prompts():
     assert reward_colours(lines) == {"reward": "policy", "a": "reward0", "b": "reward1", "c": "reward2"}
     meanings = {label: meaning for _, _, panel in find_panels(lines) for label, meaning in panel.items()}
     assert (meanings["b"], meanings["c"]) == ("reward1", "reward2")
+
+
+@pytest.mark.quick
+def test_the_tasks_of_a_suite_have_a_panel_of_their_own():
+    """Reward functions log them under one first name."""
+    line = {
+        "step": 1,
+        "reward": 1.0,
+        "sums/long": 0.5,
+        "sums/short": 0.25,
+        "alone/x": 1.0,
+        "turns/mean": 2.0,
+        "turns/max": 3,
+    }
+    panels = found(line)
+    assert list(panels) == ["Reward", "sums"]
+    assert panels["sums"] == {"long": [0.5], "short": [0.25]}
+    (_, _, meanings) = find_panels([line])[1]
+    assert len(set(meanings.values())) == 2
