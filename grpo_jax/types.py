@@ -260,10 +260,9 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 AdvantageFn = Callable[..., jax.Array]
 """Makes advantages of the rewards of a batch: `f(rewards, mask, **context)`, compiled by `jax.jit`.
 
-Args:
-  rewards: [B, G, K] float32; NaN = not scored, and all NaN in a group that only fills the batch (`dynamic_sampling`).
-  mask: [B, G, T] bool, the tokens that count in the loss. T may be less than `max_completion_length`.
-  context: only what the function names, or all of it for one with `**context`:
+`rewards` are [B, G, K] float32; NaN = not scored, and all NaN in a group that only fills the batch
+(`dynamic_sampling`). `mask` [B, G, T] bool has the tokens that count in the loss; T may be less than
+`max_completion_length`. `context` is only what the function names, or all of it for one with `**context`:
 
 | keyword | value |
 |---|---|
@@ -279,9 +278,8 @@ Args:
 | `key` | a typed PRNG key of this iteration, the same when the run is resumed |
 | `config` | the `GRPOConfig`, no array |
 
-Returns:
-  [B, G] or [B, G, T] floats, constant in the gradient; 0 is put where `mask` is False. A completion without a score is
-  for the function to give 0.
+What it returns are [B, G] or [B, G, T] floats, constant in the gradient; 0 is put where `mask` is False. A completion
+without a score is for the function to give 0.
 """
 
 

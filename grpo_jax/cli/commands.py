@@ -22,6 +22,7 @@ from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
+from grpo_jax.config.sft import SFTConfig, config_class
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
@@ -45,6 +46,8 @@ from grpo_jax.watch.writer import RunWriter, plain, read_settings
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
 _OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
+_OF_SFT = ["chat_template_kwargs", "seed", "compute_dtype"]
+"""Settings of a run that hold for what is sampled from it: of SFT, whose batches have no groups, a few."""
 
 
 def init(arguments: Namespace) -> None:
@@ -105,7 +108,9 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) ->
     if (run_dir / NAME).is_file() or not (kept / "config.json").is_file():
         return read_run(_kept_file(run_dir), keys, wanted=wanted)
     settings = read_settings(run_dir)
-    stated = {name: settings["config"][name] for name in _OF_SAMPLING if name in settings["config"]}
+    config = settings["config"]
+    names = _OF_SFT if config_class(config) is SFTConfig else _OF_SAMPLING
+    stated = {name: config[name] for name in names if name in config}
     stated["model"] = {"config": str(kept / "config.json"), "tokenizer": str(kept)}
     stated["param_dtype"] = settings.get("param_dtype", "float32")
     texts = {name: json.dumps(value) for name, value in stated.items()}

@@ -10,7 +10,18 @@ import yaml
 from cli_files import lines_of, run, write_run
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, add_lora, from_pretrained, generate, load_lora, make_prompts, merge_lora, train
+from grpo_jax import (
+    GRPOConfig,
+    SFTConfig,
+    add_lora,
+    from_pretrained,
+    generate,
+    load_lora,
+    make_prompts,
+    merge_lora,
+    sft,
+    train,
+)
 from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
@@ -133,6 +144,16 @@ def test_a_run_of_the_python_api_is_talked_to_evaluated_and_exported(folder, sta
         run("evaluate", run_dir)
     with pytest.raises(SystemExit, match=r"was begun from Python, and its data and reward functions are there: run "):
         run("resume", run_dir)
+
+
+def test_a_run_of_sft_in_python_is_talked_to_and_exported(tmp_path):
+    """Its batch of 3 rows is no batch of groups, and neither command asks for one."""
+    config = SFTConfig(max_steps=1, learning_rate=1e-3, per_device_train_batch_size=3)
+    rows = [{"prompt": "ab", "completion": text} for text in ("cd", "e", "fgh")]
+    state = sft(tiny_policy(), rows, config, run_dir=tmp_path / "run")
+    run("export", tmp_path / "run", tmp_path / "out")
+    assert same(from_pretrained(tmp_path / "out").params, state.params)
+    assert "> ab\n" in run("chat", tmp_path / "run", "--say", "ab", "--max_completion_length", "4")
 
 
 def test_of_adapters_of_the_python_api_the_files_are_not_enough(tmp_path):
