@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.hub.huggingface import save_pretrained
+from grpo_jax.hub.huggingface import quiet_import, save_pretrained
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.types import Tokenizer
 
@@ -146,7 +146,9 @@ def _letters() -> Tokenizer:
     """A tokenizer whose tokens are the printable characters of ASCII."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+
+    with quiet_import():
+        from transformers import PreTrainedTokenizerFast
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     named = ["<pad>", "<eos>", *[c for c in characters if c.isascii()], "Ġ", "Ċ"]

@@ -286,7 +286,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     Raises:
       ValueError: it cannot be loaded, or it encodes a probe text to nothing.
     """
-    with _quiet_import():
+    with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     try:
         for kind in (AutoTokenizer, PreTrainedTokenizerFast):
@@ -307,7 +307,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet_import() -> Iterator[None]:
+def quiet_import() -> Iterator[None]:
     """Import transformers without its advice that PyTorch was not found: nothing here needs it."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
