@@ -26,6 +26,7 @@ from grpo_jax.types import RewardFn, Row
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
     "accuracy_reward": rewards.accuracy_reward,
     "number_reward": rewards.number_reward,
+    "formula_reward": rewards.formula_reward,
     "format_reward": rewards.format_reward,
     "tag_reward": rewards.tag_reward,
     "get_repetition_penalty_reward": rewards.get_repetition_penalty_reward,

@@ -24,7 +24,7 @@ _LONGEST_ANSWER = 200  # characters in which the number of an answer is looked f
 _MOST_ROWS = 30  # that a message names
 _JUDGES = (
     "Leave such rows out, set the column to None for them and judge them by another reward function: accuracy_reward"
-    " compares text, and a function of yours that calls math_verify compares formulas."
+    " compares text, and formula_reward compares formulas by math_verify."
 )
 
 _DIGITS = r"""(?:

@@ -3,7 +3,8 @@ are to a run), `described` (as a RUN.yaml names them), and a module for each sui
 """
 
 from grpo_jax.suites.described import SUITES, is_suite, suite_of
+from grpo_jax.suites.openenv import openenv
 from grpo_jax.suites.reasoning_gym import reasoning_gym
 from grpo_jax.suites.suite import Suite
 
-__all__ = ["SUITES", "Suite", "is_suite", "reasoning_gym", "suite_of"]
+__all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of"]

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from grpo_jax.messages import nearest
+from grpo_jax.suites.openenv import openenv
 from grpo_jax.suites.reasoning_gym import reasoning_gym
 from grpo_jax.suites.suite import Suite
 from grpo_jax.types import Json
 
-SUITES: dict[str, Callable[..., Suite]] = {"reasoning_gym": reasoning_gym}
+SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym}
 """The key of a suite → the function whose first argument stands behind it, and the others beside it."""
 
 
@@ -51,6 +52,13 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
             near = nearest(name, known)
             hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join([*known][1:])}"
             raise ValueError(f"{argument}.{name}: no such key; {hint}")
+    for name, parameter in [*known.items()][1:]:
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind is not parameter.VAR_KEYWORD
+            and name not in keywords
+        ):
+            raise ValueError(f"{argument}.{name}: is missing, and {names[0]} needs it")
     try:
         return function(source[names[0]], **keywords)
     except ValueError as error:

@@ -79,6 +79,7 @@ def test_the_stage_of_sft_takes_a_suites_rows(tmp_path):
         ("data: {made: sums, size: 0}", "data: size = 0: give more"),
         ("data: {made: sums, sead: 0}", "data.sead: no such key; did you mean 'seed'"),
         ("data: {made: sums, of: 0}", "data.of: no such key; beside made there are size, seed"),
+        ("data: {openenv: 'http://127.0.0.1:1'}", "data.prompt: is missing, and openenv needs it"),
         ("data: {made: sums, reasoning_gym: acre}", "data names made and reasoning_gym: give one suite"),
         ("data: {made: sums}\neval_data: {made: sums, size: 0}", "eval_data: size = 0"),
         ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),

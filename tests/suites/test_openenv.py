@@ -1,0 +1,172 @@
+"""OpenEnv: the package's own echo environment behind its own server, which also dies, hangs and comes back."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.suites import openenv
+from grpo_jax.turns.tools import call_within
+
+pytest.importorskip("openenv.core", reason="openenv-core is not installed, which has the server and the client")
+
+SERVE = """
+import sys, uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from echo.models import EchoAction, EchoObservation
+from echo.server.echo_environment import EchoEnvironment
+app = create_fastapi_app(EchoEnvironment, EchoAction, EchoObservation, max_concurrent_envs=int(sys.argv[2]))
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+class Server:
+    """A process on loopback with the environment that the package's template makes, as `openenv init echo` does."""
+
+    def __init__(self, folder, sessions=64):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self._folder, self._sessions = f"http://127.0.0.1:{self.port}", folder, sessions
+        self.process = None
+
+    def start(self):
+        command = [sys.executable, "-c", SERVE, str(self.port), str(self._sessions)]
+        self.process = subprocess.Popen(command, cwd=self._folder, stderr=subprocess.DEVNULL)
+
+    def wait(self):
+        for _ in range(3000):
+            with contextlib.suppress(OSError):
+                return urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            time.sleep(0.1)
+        raise AssertionError("the server did not start")
+
+    def end(self):
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What `openenv init echo` writes: the template of the package, with its names filled in."""
+    import openenv
+
+    template = Path(openenv.__file__).parent / "cli" / "templates" / "openenv_env"
+    made = tmp_path_factory.mktemp("openenv")
+    names = {"__ENV_NAME__": "echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_TITLE_NAME__": "Echo"}
+    for name in ("models.py", "server/__ENV_NAME___environment.py"):
+        text, path = (template / name).read_text(encoding="utf-8"), name
+        for mark, value in names.items():
+            text, path = text.replace(mark, value), path.replace(mark, value)
+        (made / "echo" / path).parent.mkdir(parents=True, exist_ok=True)
+        (made / "echo" / path).write_text(text, encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    server = Server(folder)
+    server.start()
+    server.wait()
+    yield server
+    server.end()
+
+
+def begun(server, **arguments):
+    """One environment of a suite, reset."""
+    suite = openenv(server.url, prompt="Say something.", **{"observation": "echoed_message"} | arguments)
+    environment = suite.environment_factory()
+    return environment, call_within(330.0, environment.reset, seed=0)
+
+
+def test_a_session_by_hand(server):
+    """Its rewards are a tenth of each message's length, which is the environment's own rule."""
+    environment, opening = begun(server, max_turns=3)
+    assert opening == "Echo environment ready!"
+    assert call_within(30.0, environment.respond, "four") == "four"
+    assert call_within(30.0, environment.respond, "sevenss") == "sevenss"
+    assert call_within(30.0, environment.respond, "") is None
+    assert call_within(30.0, environment.get_reward) == pytest.approx(0.4 + 0.7)
+    assert environment.state["step_count"] == 3
+    assert call_within(30.0, environment.get_reward) is None
+
+
+def test_what_is_read_and_what_is_done_are_the_environments_fields(server):
+    _, opening = begun(server, observation=None)
+    assert '"echoed_message": "Echo environment ready!"' in opening
+    with pytest.raises(ValueError, match=r"observation = 'text': the server's have .*echoed_message"):
+        begun(server, observation="text")
+    wrong, _ = begun(server, action="text")
+    with pytest.raises(RuntimeError, match="message"):
+        call_within(30.0, wrong.respond, "hello")
+    of_text, _ = begun(server, action=lambda text: {"message": text.upper()})
+    assert call_within(30.0, of_text.respond, "hello") == "HELLO"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base_url": "ftp://host"}, "base_url = 'ftp://host': begin with http"),
+        ({"size": 0}, "size = 0: give a whole number from 1 up"),
+        ({"max_turns": 0}, "max_turns = 0: give a whole number from 1 up"),
+        ({"timeout": 0}, "timeout = 0: give a positive number of seconds"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
+
+
+def learn(suite, **settings):
+    """Three iterations of a policy most of whose completions have several turns."""
+    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+    lines = []
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=40,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        max_steps=3,
+        **settings,
+    )
+    rows = [{**row, "prompt": "ab"} for row in suite.rows]  # this tokenizer has no chat template
+    factory = suite.environment_factory
+    train(policy, rows, [], config, environment_factory=factory, callbacks=[lambda step, line: lines.append(line)])
+    return lines
+
+
+def test_three_iterations_with_the_packages_own_environment(server):
+    lines = learn(openenv(server.url, prompt="", observation="echoed_message", max_turns=3, size=6))
+    assert len(lines) == 3
+    assert all(line["rewards/OpenEnv/missing"] == 0.0 < line["rewards/OpenEnv/mean"] for line in lines)
+    assert max(line["turns/mean"] for line in lines) > 1
+
+
+def test_a_server_that_dies_ends_its_sessions_and_one_that_comes_back_is_found(server):
+    lost, _ = begun(server)
+    server.end()
+    with pytest.raises(ConnectionError, match=r"the session at .* is lost"):
+        call_within(30.0, lost.respond, "hello")
+    assert call_within(30.0, lost.get_reward) is None  # not scored
+    with pytest.raises(ConnectionError, match=r"no OpenEnv server answers at .*: start it, or correct base_url"):
+        begun(server, wait=0.1)
+    server.start()
+    found, opening = begun(server, wait=300.0, timeout=2.0)
+    assert opening == "Echo environment ready!"
+    os.kill(server.process.pid, signal.SIGSTOP)  # it hangs
+    with pytest.raises(TimeoutError, match=r"the server at .* did not answer in time"):
+        call_within(60.0, found.respond, "hello")
+    assert call_within(30.0, found.get_reward) is None
