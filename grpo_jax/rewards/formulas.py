@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class _FormulaReward:
     """The reward function that `formula_reward` returns; its functions take the package along to a worker."""
 
     column: str
-    parse: Callable[..., list[Any]]
+    parse: Callable[..., list[object]]
     verify: Callable[..., bool]
     __name__ = "formula"
 
@@ -62,7 +61,7 @@ class _FormulaReward:
         """The column hides behind `**columns`."""
         return {self.column: True}
 
-    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> Rewards:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Rewards:
         values, faults = np.full(len(completions), np.nan), Faults()
         for index, (completion, truth) in enumerate(zip(completions, columns[self.column], strict=True)):
             if truth is None:
@@ -88,7 +87,7 @@ class _FormulaReward:
                 " Leave such rows out, or set the column to None for them and judge them by another reward function"
             )
 
-    def _truth(self, value: object) -> list[Any]:
+    def _truth(self, value: object) -> list[object]:
         """Return what math-verify reads in a truth, [] for nothing."""
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every limit that is not set
         text = str(value).rpartition(_GSM8K)[2].strip()
