@@ -102,6 +102,8 @@ class Batch(flax.struct.PyTreeNode):
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
       old_log_probs: [B, G, T] float32 under the policy that sampled, where the sampler is another engine; None: the
         sampling ones are the old ones.
+      cov_share: [B, G, T] float32, `maths.covariance.covariance_share` of a minibatch; the update makes it where the
+        loss type asks for it.
     """
 
     prompts: Prompts
@@ -113,6 +115,7 @@ class Batch(flax.struct.PyTreeNode):
     initial_log_probs: jax.Array | None = None
     counted: jax.Array | None = None
     old_log_probs: jax.Array | None = None
+    cov_share: jax.Array | None = None
 
 
 class Model(Protocol):

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_jax.config import readers
-from grpo_jax.config.checks import batch_problems, contradictions
+from grpo_jax.config.checks import batch_problems
+from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes, sizes_of
@@ -93,6 +94,18 @@ class GRPOConfig(Settings):
     """Times the dataset is gone through, where `max_steps` is -1."""
     shuffle_dataset: bool = True
     """Shuffle the prompts, anew in every epoch."""
+    prompt_selection: Literal["uniform", "beta"] = "uniform"
+    """How the next rows are chosen: in epochs, or by a Beta posterior of each row's chance of success, those first
+    whose chance may be a half (MoPPS, arXiv 2507.04632). Then `num_train_epochs` says only how many prompts are
+    sampled: some rows come often, some never. Ours."""
+    prompt_success: float | None = None
+    """Weighted sum of rewards from which on a completion is a success; None: 1 of each function. Ours."""
+    prompt_decay: Annotated[float, In("(0, 1]", "1 never forgets, though the policy learns")] = 0.5
+    """What is left of the evidence after as many prompts as there are rows. Ours."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
+    max_refills: Count = 4
+    """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
     """Seed of every key of the run: of sampling and of shuffling."""
 
@@ -101,8 +114,9 @@ class GRPOConfig(Settings):
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp", "remax"] = "grpo"
+    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". "remax"
+    samples a greedy completion of each prompt too, in a rollout of its own. Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], readers.scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -116,10 +130,6 @@ class GRPOConfig(Settings):
     """What is to go is compared with the group's completions at the same turn, or with all of their turns. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
-    dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
-    max_refills: Count = 4
-    """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
 
     # The policy loss.
     loss_type: LossType = "dapo"
@@ -144,6 +154,16 @@ class GRPOConfig(Settings):
     """Exponent of vespo's weight where A < 0."""
     vespo_lambda_neg: NotNegative = 2.0
     """Decay of vespo's weight where A < 0."""
+    clip_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002")] = 0.0002
+    """Share of the tokens that clip_cov leaves out (arXiv 2505.22617). Ours, as the next four, by verl's names."""
+    clip_cov_lb: float = 1.0
+    """Lowest covariance of advantage and log-prob of these tokens. Ours."""
+    clip_cov_ub: float = 5.0
+    """Highest covariance of these tokens. Ours."""
+    kl_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002 to 0.002")] = 0.0002
+    """Share of the tokens, those of the largest covariance, that kl_cov pulls back. Ours."""
+    ppo_kl_coef: NotNegative = 1.0
+    """How strongly kl_cov pulls; not at the first update of an iteration, where the policy has not moved. Ours."""
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from grpo_jax.config import readers
-from grpo_jax.config.checks import contradictions
 from grpo_jax.config.config import GRPOConfig, same_field
+from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes

@@ -7,6 +7,8 @@ checkpoints/40/   params   what is exported
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`);
                            those that an engine is still at are asked for again by the run that goes on
                   told     of several turns, their transcript, as the bytes of a JSON text
+                  rows     of the dataset that they are of, and
+                  posteriors   of the chance of success of every row (`prompt_selection="beta"`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -40,7 +42,7 @@ from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
-_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
+_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array, "rows": jax.Array, "posteriors": jax.Array}
 
 RESUME = ("auto", "must", "never")
 
@@ -56,6 +58,8 @@ class Restored(NamedTuple):
       batch: the batch of which some updates are still to be made, or None.
       ahead: completions that were sampled for the next iteration, or None.
       transcript: of their turns, the bytes of a JSON text; None where there is one turn.
+      rows: [B] int32 of the dataset that they are of; None where the cursor says them.
+      posteriors: [N, 3] float32, `run.selection.Posteriors`; None where rows are not chosen by them.
     """
 
     state: TrainState
@@ -63,6 +67,8 @@ class Restored(NamedTuple):
     batch: Batch | None = None
     ahead: Completions | None = None
     transcript: np.ndarray | None = None
+    rows: np.ndarray | None = None
+    posteriors: np.ndarray | None = None
 
 
 class Checkpoints:
@@ -132,6 +138,8 @@ class Checkpoints:
         batch: Batch | None,
         ahead: Completions | None = None,
         transcript: np.ndarray | None = None,
+        rows: np.ndarray | None = None,
+        posteriors: np.ndarray | None = None,
     ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
@@ -148,7 +156,7 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = {"batch": batch, "ahead": ahead, "told": transcript}
+        pending = dict(zip(_PENDING, (batch, ahead, transcript, rows, posteriors), strict=True))
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: shapes_of(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
@@ -303,9 +311,7 @@ class Checkpoints:
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
-            fetch(loaded.get("batch")),
-            fetch(loaded.get("ahead")),
-            fetch(loaded.get("told")),
+            *(fetch(loaded.get(name)) for name in _PENDING),
         )
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:

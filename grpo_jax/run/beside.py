@@ -35,12 +35,16 @@ class Beside:
 
     Args:
       run: whose `sampler` is an engine that follows (`Run.samples_beside`).
+
+    Attributes:
+      rows: of the dataset, those of the batch that was begun last.
     """
 
     def __init__(self, run: Run):
         self._run, self._given_up = run, threading.Event()
         self._thread = contextlib.ExitStack()
         self._coming: Future[Sampled] | None = None
+        self.rows: list[int] = []
 
     def __enter__(self) -> Beside:
         return self
@@ -55,9 +59,15 @@ class Beside:
         return self._coming is not None
 
     def begin(
-        self, params: Params, key: jax.Array, cursor: int, count: int, request: Request, interrupt: Callable[[], None]
+        self,
+        params: Params,
+        key: jax.Array,
+        cursor: int,
+        rows: list[int],
+        request: Request,
+        interrupt: Callable[[], None],
     ) -> None:
-        """Give the engine its params, and let it begin with the `count` prompts from `cursor` on.
+        """Give the engine its params, and let it begin with these rows, the prompts from `cursor` on.
 
         Args:
           params: to sample from; they may change when this returns.
@@ -71,7 +81,7 @@ class Beside:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # On one device: the programs of a mesh are the trainer's, and have to reach its devices in one order.
         key = jax.device_put(key, jax.local_devices()[0])
-        numbers, indices = run.numbers(cursor, count), cursor + np.arange(count)
+        self.rows, indices = rows, cursor + np.arange(len(rows))
 
         def interrupted() -> None:
             if self._given_up.is_set():
@@ -80,7 +90,7 @@ class Beside:
 
         def sample_them() -> Sampled:
             return sample(
-                run.policy.model, shapes, run.data, numbers, key, request, prompt_indices=indices, interrupt=interrupted
+                run.policy.model, shapes, run.data, rows, key, request, prompt_indices=indices, interrupt=interrupted
             )
 
         self._coming = self._thread.enter_context(beside(sample_them))

@@ -39,17 +39,20 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
-from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
+from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.beside import Beside
+from grpo_jax.run.greedy import sample_greedy, score_greedy
+from grpo_jax.run.groups import Groups, rollout_metrics, zero_signal
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
-from grpo_jax.run.seams import PlacedParts, context_of, place_parts
+from grpo_jax.run.seams import context_of, place_parts
+from grpo_jax.run.selection import Posteriors, use_of_rows, with_evidence
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -59,7 +62,6 @@ Phase = Callable[[str], AbstractContextManager[None]]
 _jit_advantages = jax.jit(
     compute_advantages, static_argnames=("weights", "estimator", "scale_rewards", "multi_objective_aggregation")
 )
-_jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Experience:
       cursor: prompts used since the start of the run, after this iteration.
       metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
         and `num_tokens`, faults and seconds of all rounds.
-            turns = None if run.own_advantages is None else sampled.turns
-            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, turns)
-            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
+      rows: one dict per completion: prompt, completion, rewards, advantage (of those of tokens the mean), ended.
+      ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
+      posteriors: of the rows' chances of success, after this iteration; None where rows are not chosen by them.
     """
 
     batch: Batch
@@ -81,37 +83,18 @@ class Experience:
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
     ahead: Ahead | None = None
-
-
-class _Groups(NamedTuple):
-    """Some groups as they came from the sampler, on the host: lists and arrays with B in front."""
-
-    rows: list[list[dict[str, Any]]]  # of each group those of its completions, for `completions.jsonl`
-    prompts: Prompts
-    completions: Completions
-    rewards: np.ndarray  # [B, G, K]
-    parts: PlacedParts | None  # None where nobody asks
-
-    def take(self, groups: np.ndarray) -> _Groups:
-        """Only these groups, in this order."""
-        arrays = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
-        return _Groups([self.rows[b] for b in groups], *arrays)
-
-    def join(self, other: _Groups) -> _Groups:
-        """These groups and then the others."""
-        mine, theirs = _equally_long(self.prompts, other.prompts)
-        arrays = jax.tree.map(lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:]))
-        return _Groups(self.rows + other.rows, *arrays)
+    posteriors: Posteriors | None = None
 
 
 class _Round(NamedTuple):
     """One rollout with its rewards."""
 
-    groups: _Groups
+    groups: Groups
     metrics: dict[str, float]
     batch: Batch | None  # its advantages still 0; None with dynamic_sampling, where rewards choose its groups
     cursor: int  # prompts used since the start of the run, after this round
     ahead: Ahead | None  # completions of the next round; None without `look_ahead`, and while an engine is at them
+    posteriors: Posteriors | None  # after this round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,23 +113,27 @@ class _Rollouts:
     engine: Beside | None
 
     def rounds(
-        self, cursor: int, ahead: Ahead | None, begin: Callable[[Prompts, Completions], Batch] | None
+        self,
+        cursor: int,
+        ahead: Ahead | None,
+        posteriors: Posteriors | None,
+        begin: Callable[[Prompts, Completions], Batch] | None,
     ) -> Iterator[_Round]:
         """Round after round: the device's work is begun first, and then the rewards are computed."""
         run, config = self.run, self.run.config
         names = reward_names(run.reward_fns)
         while True:
             start, cursor = cursor, cursor + self.count
-            if ahead is None:
+            rows, sampled = self.sampled(start, ahead, posteriors)
+            measured, greedy = measured_by(run.sampler), None  # before the engine begins with others
+            if config.advantage_estimator == "remax":
                 with self.phase("rollout"):
-                    waits = self.engine is not None and self.engine.busy
-                    sampled = self.engine.result(self.params) if self.engine and waits else self.sample(start)
-            else:
-                sampled = ahead.sampled(run.data, run.numbers(start, self.count), self.request)
-            measured = measured_by(run.sampler)  # before the engine begins with others
+                    greedy = self.sample_greedy(start, rows)
+            # Chosen before these rewards are known, and here: processes ask each other, which no thread beside may.
+            coming_rows = run.numbers(cursor, self.count, posteriors) if self.look_ahead else []
             if self.look_ahead and self.engine is not None:
                 with self.phase("rollout"):
-                    self.engine.begin(self.params, self.key, cursor, self.count, self.request, self.interrupt)
+                    self.engine.begin(self.params, self.key, cursor, coming_rows, self.request, self.interrupt)
             if config.rollout_ahead:  # in the first iteration too: environments of waiting completions are not kept
                 sampled = sampled._replace(environments=None)
             batch = None
@@ -154,9 +141,9 @@ class _Rollouts:
                 with self.phase("reference"):
                     batch = begin(sampled.prompts, sampled.completions)
 
-            def sample_next(batch: Batch | None = batch, cursor: int = cursor) -> Ahead:
+            def sample_next(batch: Batch | None = batch, cursor: int = cursor, rows: list[int] = coming_rows) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return Ahead.of(self.sample(cursor), run.data, run.numbers(cursor, self.count))
+                return Ahead.of(self.sample(cursor, rows), run.data, rows, chosen=config.prompt_selection == "beta")
 
             here = self.look_ahead and self.engine is None
             with beside(sample_next) if here else contextlib.nullcontext() as coming:
@@ -172,21 +159,53 @@ class _Rollouts:
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
                 scores = of_all_processes(own, run.reward_fns)
+                baseline = None if greedy is None else score_greedy(run, greedy, step=self.step, cursor=start)
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             parts = place_parts(run.own_advantages, scores, sampled, names)
-            groups = _Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
-            metrics = scores.stats | _rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
+            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
+            metrics = scores.stats | rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
+            if baseline is not None:
+                groups = groups._replace(baselines=baseline.rewards)
+                metrics |= {name: metrics.get(name, 0.0) + value for name, value in baseline.metrics.items()}
+            if posteriors is not None:
+                posteriors, success = with_evidence(posteriors, rows, scores.rewards, config)
+                metrics |= success | use_of_rows(posteriors)
             check_metrics(scores.logged, metrics)
-            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
+            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead, posteriors)
 
-    def sample(self, cursor: int) -> Sampled:
-        """Completions of the next prompts."""
+    def sampled(self, start: int, ahead: Ahead | None, posteriors: Posteriors | None) -> tuple[list[int], Sampled]:
+        """The rows of the prompts from `start` on, and their completions, wherever they are sampled."""
+        run = self.run
+        if ahead is not None:
+            rows = run.numbers(start, self.count) if ahead.rows is None else ahead.rows.tolist()
+            return rows, ahead.sampled(run.data, rows, self.request)
+        if self.engine is not None and self.engine.busy:
+            with self.phase("rollout"):
+                return self.engine.rows, self.engine.result(self.params)
+        rows = run.numbers(start, self.count, posteriors)
+        with self.phase("rollout"):
+            return rows, self.sample(start, rows)
+
+    def sample_greedy(self, cursor: int, rows: list[int]) -> Sampled:
+        """A greedy completion of each of these rows, the prompts from `cursor` on."""
+        return sample_greedy(
+            self.run,
+            self.params,
+            rows,
+            self.request,
+            self.key,
+            prompt_indices=cursor + np.arange(self.count),
+            interrupt=self.interrupt,
+        )
+
+    def sample(self, cursor: int, rows: list[int]) -> Sampled:
+        """Completions of these rows, the prompts from `cursor` on."""
         return sample(
             self.run.policy.model,
             self.params,
             self.run.data,
-            self.run.numbers(cursor, self.count),
+            rows,
             self.key,
             self.request,
             prompt_indices=cursor + np.arange(self.count),
@@ -226,7 +245,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     taken = [next(rounds)]
     groups = taken[0].groups
     while True:
-        kept = ~_zero_signal(groups.rewards, config)
+        kept = ~zero_signal(groups.rewards, config)
         if kept.sum() >= count or len(taken) > config.max_refills:
             break
         taken.append(next(rounds))
@@ -240,14 +259,6 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     return last._replace(groups=groups.take(order), metrics=metrics), kept[order]
 
 
-def _zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """[B] groups whose rewards are all equal."""
-    found = _jit_zero_signal(
-        rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
-    )
-    return np.asarray(found)
-
-
 def collect(
     run: Run,
     state: TrainState,
@@ -256,6 +267,7 @@ def collect(
     count: int,
     phase: Phase = lambda name: contextlib.nullcontext(),
     ahead: Ahead | None = None,
+    posteriors: Posteriors | None = None,
     look_ahead: bool = False,
     engine: Beside | None = None,
     interrupt: Callable[[], None] = lambda: None,
@@ -268,6 +280,7 @@ def collect(
       count: B, prompts of the iteration.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
+      posteriors: of the rows' chances of success, by which rows are chosen; None for epochs.
       look_ahead: sample the prompts that come next too, while the reward functions work.
       engine: where an engine samples those, and is still at it when this returns; None: they are waited for.
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
@@ -295,22 +308,22 @@ def collect(
         engine=engine,
     )
     if config.dynamic_sampling:
-        last, counted = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
+        last, counted = _with_signal(rollouts.rounds(cursor, ahead, posteriors, None), config, count)
         with watched("reference"):
             last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counted))
     else:
-        last, counted = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
-    groups, metrics, batch, cursor, ahead = last
+        last, counted = next(rollouts.rounds(cursor, ahead, posteriors, begin)), np.ones(count, bool)
+    groups, metrics, batch, cursor, ahead, posteriors = last
     assert batch is not None, "begun by the round, or after all of them"
     with watched("reference"):  # whose log-probs are waited for here
         batch = _with_advantages(run, state, batch, groups, counted)
     interrupt()
     metrics |= mismatch(batch, config)
     lines = zip((row for group in groups.rows for row in group), _of_completions(batch).reshape(-1), strict=True)
-    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
+    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead, posteriors)
 
 
-def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: _Groups, counted: np.ndarray) -> Batch:
+def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: Groups, counted: np.ndarray) -> Batch:
     """The batch on the host, with its advantages; `counted` [B] is False for groups that only fill it."""
     config, own = run.config, run.own_advantages
     # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
@@ -327,6 +340,7 @@ def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: _Groups,
         estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards,
         lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
+        baseline_rewards=groups.baselines,
     )
     return fetch(batch.replace(advantages=advantages))
 
@@ -364,26 +378,3 @@ def _begin_batch(run: Run, state: TrainState, prompts: Prompts, completions: Com
         counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )
-
-
-def _equally_long(*prompts: Prompts) -> list[Prompts]:
-    """Prompts of several rollouts, padded to the longest: environments may have added to some."""
-    longest = max(some.tokens.shape[1] for some in prompts)
-    return [some.replace(tokens=np.pad(some.tokens, ((0, 0), (0, longest - some.tokens.shape[1])))) for some in prompts]
-
-
-def _rollout_metrics(config: GRPOConfig, groups: _Groups, present: np.ndarray) -> dict[str, float]:
-    """Rewards and lengths of a rollout, under TRL's names."""
-    lengths = present.sum(axis=-1)
-    rewards = total_rewards(groups.rewards, config.reward_weights)
-    spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
-    return {
-        "reward": mean_of_scored(rewards),
-        "reward_std": float(np.mean(spread)) if spread else float("nan"),
-        "frac_reward_zero_std": float(_zero_signal(groups.rewards, config).mean()),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1 - groups.completions.ended.mean()),
-        "num_tokens": float(lengths.sum()),
-    }

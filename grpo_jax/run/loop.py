@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
@@ -29,6 +30,7 @@ from grpo_jax.run.publish import Publisher
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
+from grpo_jax.run.selection import Posteriors, no_evidence
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
@@ -54,6 +56,8 @@ class _Loop:
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
     engine: Beside | None = None  # where an engine samples it
+    asked: list[int] | None = None  # rows that the engine of the run before was at, where a cursor does not say them
+    posteriors: Posteriors | None = None  # of the rows' chances of success, where rows are chosen by them
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
@@ -65,8 +69,10 @@ class _Loop:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this moment."""
-        ahead = () if self.ahead is None else self.ahead
-        self.checkpoints.save(state, self.progress, self.batch, *ahead)
+        ahead, told, rows = (None, None, None) if self.ahead is None else self.ahead
+        if self.posteriors is not None and self.engine is not None and self.engine.busy:
+            rows = np.array(self.engine.rows, np.int32)
+        self.checkpoints.save(state, self.progress, self.batch, ahead, told, rows, self.posteriors)
 
 
 def run_loop(
@@ -147,10 +153,13 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
 
 def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
-    state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
-    loop.ahead = None if completions is None else Ahead(completions, transcript)
+    state, found, loop.batch, completions, transcript, rows, loop.posteriors = loop.checkpoints.restore(state, resume)
+    loop.ahead = None if completions is None else Ahead(completions, transcript, rows)
+    loop.asked = None if rows is None else rows.tolist()
     loop.progress = found or loop.progress
     data = loop.run.data
+    if found is None and isinstance(loop.run, Run):
+        loop.posteriors = no_evidence(loop.run.config, len(data.rows))
     loop.monitor.start(
         state,
         loop.progress,
@@ -185,8 +194,9 @@ def ask_again(loop: _Loop, state: TrainState) -> None:
     run, progress = loop.run, loop.progress
     if loop.engine is not None and progress.asked:
         assert isinstance(run, Run), "which has an engine"
-        key, count = jax.random.fold_in(state.key, 0), run.sizes.prompts
-        loop.engine.begin(state.old_params, key, progress.cursor, count, request_of(run), loop.signals.interrupt)
+        key, cursor = jax.random.fold_in(state.key, 0), progress.cursor
+        rows = loop.asked or run.numbers(cursor, run.sizes.prompts)
+        loop.engine.begin(state.old_params, key, cursor, rows, request_of(run), loop.signals.interrupt)
 
 
 def take_ahead(loop: _Loop, state: TrainState) -> None:
@@ -197,7 +207,7 @@ def take_ahead(loop: _Loop, state: TrainState) -> None:
     assert isinstance(run, Run), "which has an engine"
     with loop.monitor.phase("rollout"):
         sampled = engine.result(state.old_params)
-    loop.ahead = Ahead.of(sampled, run.data, run.numbers(loop.progress.cursor, run.sizes.prompts))
+    loop.ahead = Ahead.of(sampled, run.data, engine.rows, chosen=loop.posteriors is not None)
     loop.progress.asked = False
 
 
@@ -220,13 +230,14 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
         count=sizes.prompts,
         phase=loop.monitor.phase,
         ahead=loop.ahead,
+        posteriors=loop.posteriors,
         look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
         engine=loop.engine,
         interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
     loop.monitor.completions(progress.step + 1, experience.rows)
-    loop.batch, loop.ahead = experience.batch, experience.ahead
+    loop.batch, loop.ahead, loop.posteriors = experience.batch, experience.ahead, experience.posteriors
     progress.asked = loop.engine is not None and loop.engine.busy
 
 

@@ -7,6 +7,7 @@ are the gradients, however it is cut.
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard
 
 import chex
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.correction import sampler_weights
+from grpo_jax.maths.covariance import BY_COVARIANCE, covariance_share
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.likelihood import likelihood_loss_terms
 from grpo_jax.maths.losses import grpo_loss_terms
@@ -86,6 +88,27 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
     return totals
 
 
+def chooses_by_covariance(config: Config) -> TypeGuard[GRPOConfig]:
+    """Whether the loss type chooses tokens among those of the whole minibatch, by `cov_share`."""
+    return config.loss_type in BY_COVARIANCE
+
+
+def cov_share(batch: Batch, log_probs: jax.Array | None, config: GRPOConfig) -> jax.Array:
+    """The `covariance_share` [B, G, T] of a minibatch.
+
+    Args:
+      log_probs: [B, G, T] under the present params; None if these are those that sampled.
+    """
+    old, settings = _old_log_probs(batch), loss_settings(config)
+    log_probs, old_log_probs = (old, None) if log_probs is None else (log_probs, old)
+    return covariance_share(log_probs, old_log_probs, batch.advantages, batch.mask, settings)
+
+
+def _old_log_probs(batch: Batch) -> jax.Array:
+    """Those of the policy that sampled: the trainer's own, or else the sampler's."""
+    return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
+
+
 def loss_of(
     scores: Scores,
     part: Batch,
@@ -154,10 +177,9 @@ def _grpo_terms(
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
     """`grpo_loss` of some completions with the config's settings, and the metrics that compare policies."""
-    old_log_probs = part.sampling_log_probs if part.old_log_probs is None else part.old_log_probs
     loss, metrics = grpo_loss_terms(
         log_probs,
-        None if on_policy else old_log_probs,
+        None if on_policy else _old_log_probs(part),
         part.ref_log_probs,
         part.advantages,
         part.mask,
@@ -168,6 +190,7 @@ def _grpo_terms(
         sampling_log_probs=part.sampling_log_probs,
         importance_weights=correction_of(part, config),
         selected=selected,
+        cov_share=part.cov_share,
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),

@@ -41,7 +41,7 @@ from grpo_jax.models.packing import (
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import count_totals, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import Reading, Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import PaddedUpdater, apply_gradients, dropout_key, zeros_like
@@ -183,10 +183,13 @@ class PackedUpdater:
     def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
         """Gradient and metric sums of a minibatch that is laid out."""
         sequences, shards, size = packing
-        selected, quantile = None, self.config.top_entropy_quantile
-        if quantile < 1:
-            _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
-            selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
+        selected, log_probs, quantile = None, None, self.config.top_entropy_quantile
+        if quantile < 1 or (chooses_by_covariance(self.config) and not self.on_policy):
+            scores = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=quantile < 1)
+            log_probs = None if self.on_policy else scores[0]
+            selected = _select(scores[1], batch.mask, quantile=quantile, mesh=self.mesh) if quantile < 1 else None
+        if chooses_by_covariance(self.config):
+            batch = batch.replace(cov_share=_cov_share(batch, log_probs, config=self.config, mesh=self.mesh))
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
         reading = Reading(state.params, batch.prompts, dropout, self.model)
         read, pullback = vjp_prompts(reading, size, shards)
@@ -308,6 +311,11 @@ _merge = jax.jit(merge_metrics)
 @functools.partial(jax.jit, static_argnames=("quantile", "mesh"))
 def _select(entropies, mask, *, quantile, mesh):
     return constrain(top_entropy_mask(entropies, mask, quantile), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def _cov_share(batch, log_probs, *, config, mesh):
+    return constrain(cov_share(batch, log_probs, config), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("shards",))

@@ -17,7 +17,7 @@ from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Params, Prompts
-from grpo_jax.update.objective import count_totals, sampling_of
+from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
 from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradients
 from grpo_jax.update.prompts import Reading, Shards, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
@@ -66,6 +66,9 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), updater.mesh, params)
     zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), updater.mesh)
     state, batch = _placed((state, batch), updater.mesh)
+    by_covariance = chooses_by_covariance(updater.config)
+    if by_covariance:
+        batch = batch.replace(cov_share=batch.sampling_log_probs)
     minibatch = Minibatch(state, read, batch, totals, selected, dropout)
 
     def update(shape: SequenceShape) -> Program:
@@ -82,7 +85,8 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     def by_length() -> Iterator[Program]:
         for shape in shapes:
             yield update(shape)
-            if batch.ref_log_probs is not None or batch.old_log_probs is not None:
+            chosen_first = by_covariance and not updater.on_policy and quantile == 1
+            if batch.ref_log_probs is not None or batch.old_log_probs is not None or chosen_first:
                 yield score(shape, state.params)
             if quantile < 1:
                 yield score(shape, state.params, ", with entropy", with_entropy=True)

@@ -25,7 +25,15 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import (
+    adapt_entropy_coef,
+    chooses_by_covariance,
+    count_totals,
+    cov_share,
+    loss_of,
+    router_coef,
+    sampling_of,
+)
 from grpo_jax.update.state import TrainState, finish_update
 
 
@@ -102,14 +110,19 @@ def gradients(
 ) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
-    micro_batches, sampling, selected = cut(batch, *micro), sampling_of(config), None
-    if config.top_entropy_quantile < 1:
+    sampling, selected = sampling_of(config), None
 
-        def entropies_of(part: Batch) -> jax.Array:
-            return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
+    def scored(part: Batch) -> tuple[jax.Array, jax.Array]:
+        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling)[:2]
 
-        entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
-        selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
+    if config.top_entropy_quantile < 1 or (chooses_by_covariance(config) and not on_policy):
+        join_all = functools.partial(join, b=batch.mask.shape[0], g=batch.mask.shape[1])
+        log_probs, entropies = jax.tree.map(join_all, jax.lax.map(scored, cut(batch, *micro)))
+        if config.top_entropy_quantile < 1:
+            selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
+    if chooses_by_covariance(config):
+        batch = batch.replace(cov_share=cov_share(batch, None if on_policy else log_probs, config))
+    micro_batches = cut(batch, *micro)
     totals = count_totals(batch, selected)
     dropout, coef = dropout_key(model, state), router_coef(model, config)
 

@@ -61,6 +61,28 @@ BAD = [
         "max_steps = 0: nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
     ),
     (dict(num_train_epochs=0), f"num_train_epochs = 0: {ABOVE}"),
+    (
+        dict(prompt_selection="beta", shuffle_dataset=False),
+        'shuffle_dataset = False: prompt_selection = "beta" chooses rows in an order of its own; leave it True',
+    ),
+    (
+        dict(prompt_success=1),
+        'prompt_success = 1.0: nothing reads it; set prompt_selection = "beta", or leave it at None',
+    ),
+    (
+        dict(prompt_decay=0),
+        "prompt_decay = 0: must be above 0 and at most 1; 1 never forgets, though the policy learns",
+    ),
+    (
+        dict(dynamic_sampling=True, advantage_estimator="remax", scale_rewards="none"),
+        'dynamic_sampling = True: replaces groups of equal rewards, and by advantage_estimator = "remax" these have a'
+        " signal too, against their greedy completion; leave it False",
+    ),
+    (
+        dict(turn_credit="to_go", advantage_estimator="remax", scale_rewards="none"),
+        "turn_credit = 'to_go': advantage_estimator = \"remax\" has a baseline for the whole completion; use another,"
+        ' or turn_credit="episode"',
+    ),
     (dict(seed=-1), "seed = -1: must be at least 0 and at most 4294967295; use a whole number from 0 to 2**32 - 1"),
     (
         dict(seed=2**32),
@@ -226,12 +248,12 @@ BAD = [
     (
         dict(loss_type="dapoo"),
         'loss_type = \'dapoo\': did you mean "dapo"? must be "grpo" or "bnpo" or "dr_grpo" or "dapo" or "luspo" or'
-        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl"',
+        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl" or "clip_cov" or "kl_cov"',
     ),
     (
         dict(loss_type="GRPO"),
         'loss_type = \'GRPO\': did you mean "grpo"? must be "grpo" or "bnpo" or "dr_grpo" or "dapo" or "luspo" or'
-        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl"',
+        ' "cispo" or "sapo" or "vespo" or "gmpo" or "dppo_tv" or "dppo_kl" or "clip_cov" or "kl_cov"',
     ),
     (
         dict(importance_sampling_level="sequences"),
@@ -293,20 +315,35 @@ BAD = [
     ),
     (
         dict(loss_type="cispo", epsilon_high=5.0, delta=2.0),
-        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+        "delta = 2.0: cispo, sapo, vespo, gmpo, dppo and kl_cov have no such cap; leave it at None",
     ),
     (
         dict(loss_type="sapo", delta=2.0),
-        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+        "delta = 2.0: cispo, sapo, vespo, gmpo, dppo and kl_cov have no such cap; leave it at None",
     ),
     (
         dict(loss_type="vespo", delta=2.0),
-        "delta = 2.0: cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
+        "delta = 2.0: cispo, sapo, vespo, gmpo, dppo and kl_cov have no such cap; leave it at None",
     ),
     (
         dict(loss_type="vespo", epsilon_high=0.28),
         "epsilon_high = 0.28: sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
     ),
+    (
+        dict(loss_type="kl_cov", num_iterations=2, epsilon_high=0.28),
+        'epsilon_high = 0.28: loss_type = "kl_cov" does not clip; leave it at None',
+    ),
+    (
+        dict(loss_type="kl_cov", steps_per_generation=1),
+        "loss_type = 'kl_cov': pulls back towards the policy that sampled, and every update begins with it: nothing"
+        " would be pulled; set num_iterations, or a steps_per_generation above gradient_accumulation_steps, or use"
+        " another loss_type",
+    ),
+    (dict(clip_cov_lb=5.0), "clip_cov_lb = 5.0: must be below clip_cov_ub; lower the one or raise the other"),
+    (dict(clip_cov_ub="high"), "clip_cov_ub = 'high': must be a number, not str"),
+    (dict(ppo_kl_coef=-1), f"ppo_kl_coef = -1: {FROM_0}"),
+    (dict(clip_cov_ratio=0.0), "clip_cov_ratio = 0.0: must be above 0 and at most 1; the paper has 0.0002"),
+    (dict(kl_cov_ratio=2.0), "kl_cov_ratio = 2.0: must be above 0 and at most 1; the paper has 0.0002 to 0.002"),
     (
         dict(loss_type="gmpo", importance_sampling_level="sequence"),
         "importance_sampling_level = 'sequence': loss_type = \"gmpo\" takes the geometric mean itself; leave"
@@ -451,7 +488,6 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
     plain = {
         "mask_truncated_completions",
         "advantage_estimator",
-        "dynamic_sampling",
         "rollout_ahead",
         "use_adaptive_entropy",
         "use_bias_correction_kl",
@@ -463,6 +499,7 @@ def test_the_table_of_bad_values_touches_every_field_that_can_be_wrong():
         "push_to_hub",
         "per_device_eval_batch_size",
         "entropy_coef_max",
+        "prompt_selection",
     }
     assert {field.name for field in dataclasses.fields(GRPOConfig)} - shown == plain
     for name in plain:
@@ -686,6 +723,14 @@ OURS = dict(
     turn_credit="episode",
     turn_gamma=1.0,
     turn_baseline="turn",
+    prompt_selection="uniform",
+    prompt_success=None,
+    prompt_decay=0.5,
+    clip_cov_ratio=0.0002,
+    clip_cov_lb=1.0,
+    clip_cov_ub=5.0,
+    kl_cov_ratio=0.0002,
+    ppo_kl_coef=1.0,
     dynamic_sampling=False,
     max_refills=4,
     rollout_batch_size=None,

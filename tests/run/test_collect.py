@@ -31,12 +31,13 @@ def length_reward(completion_ids):
 
 def run_of(reward_fns=length_reward, **settings):
     settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, **settings}
-    return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(shuffle_dataset=False, max_steps=4, **settings)))
+    settings = {"shuffle_dataset": False, "max_steps": 4, **settings}
+    return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(**settings)))
 
 
-def collected(run, cursor=0, **keep):
+def collected(run, cursor=0, posteriors=None, **keep):
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run, state, cursor, count=run.sizes.prompts)
+    return collect(run, state, cursor, count=run.sizes.prompts, posteriors=posteriors)
 
 
 def test_rows_rewards_and_advantages_belong_together():

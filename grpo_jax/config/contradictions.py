@@ -1,0 +1,240 @@
+"""Fields of a config that are right one by one and not together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Iterator
+from typing import TYPE_CHECKING, cast
+
+from grpo_jax.messages import show
+
+if TYPE_CHECKING:  # which reads these rules
+    from grpo_jax.config.config import GRPOConfig
+    from grpo_jax.config.sft import Config
+
+
+def shown(config: Config, name: str) -> str:
+    """Return "name = value", the head of an error line."""
+    return f"{name} = {show(getattr(config, name))}"
+
+
+_CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
+_PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
+
+
+# Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
+_CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
+        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it {_PAPER}",
+    ),
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high < 1,
+        f"{_CAP}; below 1 it scales every gradient down; use 1 or more {_PAPER}",
+    ),
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
+        "sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
+    ),
+    (
+        "epsilon_high loss_type",
+        lambda c: c.loss_type == "kl_cov" and c.epsilon_high is not None,
+        'loss_type = "kl_cov" does not clip; leave it at None',
+    ),
+    (
+        "delta loss_type",
+        lambda c: (
+            c.loss_type in ("cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl", "kl_cov") and c.delta is not None
+        ),
+        "cispo, sapo, vespo, gmpo, dppo and kl_cov have no such cap; leave it at None",
+    ),
+    (
+        "clip_cov_lb clip_cov_ub",
+        lambda c: c.clip_cov_lb >= c.clip_cov_ub,
+        "must be below clip_cov_ub; lower the one or raise the other",
+    ),
+    (
+        "loss_type num_iterations rollout_ahead steps_per_generation gradient_accumulation_steps generation_batch_size",
+        lambda c: (
+            c.loss_type == "kl_cov"
+            and c.num_iterations == 1
+            and not c.rollout_ahead
+            and c.steps_per_generation in (None, c.gradient_accumulation_steps)
+            and c.generation_batch_size is None
+        ),
+        "pulls back towards the policy that sampled, and every update begins with it: nothing would be pulled; set"
+        " num_iterations, or a steps_per_generation above gradient_accumulation_steps, or use another loss_type",
+    ),
+    (
+        "importance_sampling_level loss_type",
+        lambda c: c.loss_type == "gmpo" and c.importance_sampling_level != "token",
+        'loss_type = "gmpo" takes the geometric mean itself; leave importance_sampling_level at "token"',
+    ),
+    (
+        "top_entropy_quantile loss_type",
+        lambda c: c.loss_type == "gmpo" and c.top_entropy_quantile < 1,
+        'loss_type = "gmpo" weighs whole completions, and no token can be left out; use 1.0',
+    ),
+    (
+        "scale_rewards advantage_estimator",
+        lambda c: c.advantage_estimator != "grpo" and c.scale_rewards != "none",
+        'only advantage_estimator = "grpo" is divided by it, the others have a scale of their own; use "none"',
+    ),
+    (
+        "shuffle_dataset prompt_selection",
+        lambda c: c.prompt_selection == "beta" and not c.shuffle_dataset,
+        'prompt_selection = "beta" chooses rows in an order of its own; leave it True',
+    ),
+    (
+        "prompt_success prompt_selection",
+        lambda c: c.prompt_selection == "uniform" and c.prompt_success is not None,
+        'nothing reads it; set prompt_selection = "beta", or leave it at None',
+    ),
+    (
+        "dynamic_sampling advantage_estimator",
+        lambda c: c.dynamic_sampling and c.advantage_estimator == "remax",
+        'replaces groups of equal rewards, and by advantage_estimator = "remax" these have a signal too, against their'
+        " greedy completion; leave it False",
+    ),
+    (
+        "multi_objective_aggregation advantage_estimator",
+        lambda c: c.advantage_estimator != "grpo" and c.multi_objective_aggregation != "sum_then_normalize",
+        'only advantage_estimator = "grpo" normalizes reward by reward; use "sum_then_normalize"',
+    ),
+    (
+        "turn_gamma turn_credit",
+        lambda c: c.turn_credit == "episode" and c.turn_gamma != 1,
+        'discounts what is to go from a turn; set turn_credit="to_go", or leave it at 1.0',
+    ),
+    (
+        "turn_baseline turn_credit",
+        lambda c: c.turn_credit == "episode" and c.turn_baseline != "turn",
+        'is the baseline of what is to go from a turn; set turn_credit="to_go", or leave it at "turn"',
+    ),
+    (
+        "turn_credit advantage_estimator",
+        lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
+        'advantage_estimator = "opo" weighs whole completions by their length; use another, or turn_credit="episode"',
+    ),
+    (
+        "turn_credit advantage_estimator",
+        lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "remax",
+        'advantage_estimator = "remax" has a baseline for the whole completion; use another, or turn_credit="episode"',
+    ),
+    (
+        "turn_credit loss_type",
+        lambda c: c.turn_credit == "to_go" and c.loss_type == "gmpo",
+        'loss_type = "gmpo" takes one advantage for the whole completion; use another, or turn_credit="episode"',
+    ),
+    (
+        "importance_sampling_level loss_type",
+        lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
+        'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
+    ),
+    (
+        "sampler_correction_min sampler_correction_max",
+        lambda c: (
+            c.sampler_correction_min is not None
+            and c.sampler_correction_max is not None
+            and c.sampler_correction_min >= c.sampler_correction_max
+        ),
+        "must be below sampler_correction_max; lower the one or raise the other",
+    ),
+    (
+        "sampler_correction sampler_correction_max sampler_correction_min",
+        lambda c: (
+            (c.sampler_correction or "").endswith("truncate")
+            and c.sampler_correction_max is None
+            and c.sampler_correction_min is None
+        ),
+        "truncates at a bound, and there is none; set sampler_correction_max, or sampler_correction_min",
+    ),
+    (
+        "rollout_batch_size num_generations",
+        lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
+        "must hold a group of num_generations completions; raise it or use None",
+    ),
+    (
+        "sync_ref_model beta",
+        lambda c: c.sync_ref_model and c.beta == 0,
+        "with beta = 0 there is no reference to sync; set beta above 0, or sync_ref_model=False",
+    ),
+    (
+        "entropy_coef_min entropy_coef_max",
+        lambda c: c.entropy_coef_min > c.entropy_coef_max,
+        "must not be above entropy_coef_max; lower the one or raise the other",
+    ),
+    (
+        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
+        lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
+        "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+    ),
+    (
+        "reward_weights",
+        lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
+        "no reward would count; give at least one weight that is not 0",
+    ),
+    (
+        "max_steps",
+        lambda c: c.max_steps == 0,
+        "nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
+    ),
+    (
+        "warmup_steps",
+        lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
+        "must be a whole number of steps, or a share of all steps below 1",
+    ),
+    (
+        "warmup_steps max_steps",
+        lambda c: 0 < c.max_steps < c.warmup_steps,
+        "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
+    ),
+    (
+        "warmup_steps lr_scheduler_type",
+        lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
+        'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
+    ),
+    (
+        "greater_is_better metric_for_best_model",
+        lambda c: c.greater_is_better is not None and c.metric_for_best_model is None,
+        "there is nothing that could be better; set metric_for_best_model, or leave it at None",
+    ),
+    (
+        "metric_for_best_model save_steps eval_steps",
+        lambda c: (
+            c.save_steps is not None
+            and (c.metric_for_best_model or "").startswith("eval/")
+            and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
+        ),
+        "is not measured at every checkpoint; make save_steps a multiple of eval_steps",
+    ),
+    (
+        "load_best_model_at_end metric_for_best_model",
+        lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
+        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward", in SFT "eval/loss"',
+    ),
+    (
+        "load_best_model_at_end save_steps",
+        lambda c: c.load_best_model_at_end and c.save_steps is None,
+        "there is one checkpoint, at the end, and nothing to choose from (those of save_minutes are not chosen among);"
+        " set save_steps",
+    ),
+    (
+        "num_generations_eval temperature_eval",
+        lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
+        "greedy completions of one prompt (temperature_eval = 0) are all the same; use 1 or None",
+    ),
+)
+
+
+def contradictions(config: Config, wrong: Container[str]) -> Iterator[str]:
+    """Yield an error line for each contradiction between fields that are right by themselves, of those it has."""
+    known = {field.name for field in dataclasses.fields(config)}
+    for names, holds, mend in _CONTRADICTIONS:
+        fields = names.split()
+        read = known.issuperset(fields) and not any(field in wrong for field in fields)
+        if read and holds(cast("GRPOConfig", config)):  # it has all the fields that are read
+            yield f"{shown(config, fields[0])}: {mend}"

@@ -1,0 +1,167 @@
+"""Advantages, losses and gradients beside the numbers of TRL 1.16 and verl 0.9.1, and where they differ and why."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_losses import x64
+
+from grpo_jax.maths.advantages import compute_advantages
+from grpo_jax.maths.losses import grpo_loss
+
+sys.path.append(str(Path(__file__).with_name("golden")))
+import make_estimators as made
+
+
+@functools.cache
+def golden():
+    with np.load(Path(made.__file__).with_name("estimators.npz")) as file:
+        return {name: file[name] for name in file}
+
+
+def advantages(rewards=made.REWARDS, **settings):
+    with x64():
+        return np.asarray(compute_advantages(rewards, **settings))
+
+
+def loss_and_gradient(old="old", **settings):
+    """(loss, gradient, share by covariance) of the golden inputs, in float64."""
+    given = {name.removeprefix("inputs/"): value for name, value in golden().items() if name.startswith("inputs/")}
+    with_entropy = settings.get("entropy_coef") or settings.get("top_entropy_quantile", 1) < 1
+
+    def loss(l):
+        return grpo_loss(
+            l,
+            jnp.asarray(given[old]),
+            jnp.asarray(given["ref"]),
+            jnp.asarray(given["A"]),
+            jnp.asarray(given["mask"]),
+            entropies=jnp.asarray(given["H"]) if with_entropy else None,
+            **settings,
+        )
+
+    with x64():
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given["l"]))
+    return float(value), np.asarray(gradient), metrics
+
+
+def assert_golden(name, value, gradient, tolerance):
+    if value is not None:
+        assert value == pytest.approx(float(golden()[name.replace("/", "/loss/")]), rel=tolerance)
+    expected = golden()[name.replace("/", "/gradient/")]
+    np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=tolerance)
+    assert np.abs(expected).max() > 1e-3
+
+
+@pytest.mark.quick
+def test_the_inputs_are_those_of_the_script():
+    for name, value in made.make_inputs().items():
+        np.testing.assert_array_equal(golden()[f"inputs/{name}"], value)
+
+
+# Advantages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", made.TRL_ADVANTAGES)
+def test_advantages_of_trl(case):
+    settings = made.TRL_ADVANTAGES[case]
+    if settings is None:
+        settings = {"estimator": "rloo", "scale_rewards": "none"}
+    got = advantages(made.TWO_REWARDS, weights=made.WEIGHTS, **settings)
+    np.testing.assert_allclose(got, golden()[f"trl/advantages/{case}"], atol=2e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", made.VERL_ADVANTAGES)
+def test_advantages_of_verl(case):
+    none = {"scale_rewards": "none"}
+    settings = {
+        "grpo": {"epsilon": 1e-6},  # verl's; here and in TRL it is 1e-4
+        "grpo none": none,
+        "rloo": {"estimator": "rloo", **none},
+        "opo": {"estimator": "opo", "lengths": made.make_inputs()["lengths"], **none},
+        "remax": {"estimator": "remax", "baseline_rewards": made.REWARDS.max(1), **none},
+        "reinforce_pp": {"estimator": "reinforce_pp", "epsilon": 0.0, **none},
+    }[case]
+    got, expected = advantages(**settings), golden()[f"verl/advantages/{case}"]
+    if case != "reinforce_pp":
+        np.testing.assert_allclose(got, expected, atol=2e-6)
+        return
+    # Both divide what is left of the group's mean by the std of the batch. Ours is the std over completions; verl's
+    # is that over tokens, whose mean it takes off too: long completions count more, and a group of equal rewards,
+    # which says nothing, gets an advantage. Of completions of one length the two differ by the ddof alone: 12
+    # completions, or 60 tokens.
+    one_length = golden()["verl/advantages/reinforce_pp, one length"]
+    np.testing.assert_allclose(got, one_length * np.sqrt((60 / 59) * (11 / 12)), atol=1e-6)
+    assert np.abs(expected[2]).min() > 0.05
+    np.testing.assert_array_equal(got[2], 0)
+    lengths = made.make_inputs()["lengths"]
+    centred = made.REWARDS - made.REWARDS.mean(1, keepdims=True)
+    tokens = np.repeat(centred.reshape(-1), lengths.reshape(-1))
+    np.testing.assert_allclose(expected, (centred - tokens.mean()) / tokens.std(ddof=1), atol=1e-6)
+
+
+# Losses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", made.TRL_LOSSES)
+def test_losses_of_trl(case):
+    settings = {"loss_type": case, **made.TRL_LOSSES[case]}
+    settings["loss_type"] = "gmpo" if case == "gmpo" else settings["loss_type"]
+    value, gradient, _ = loss_and_gradient(**settings)
+    assert_golden(f"trl/{case}", value, gradient, 1e-6)  # its epsilon and the like are float32
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        # The dual clip, a cap of the ratio where the advantage is negative, is delta.
+        ("vanilla", {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 1.6}),
+        # Its gradient goes through the token's own log-prob, ours through the mean: the same in sum, as all tokens of
+        # a completion have the same weight.
+        ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("sapo", {"loss_type": "sapo"}),
+        # verl clips the weight on both sides, by 1 ± ε; the paper has no lower end, and neither has ours.
+        ("cispo", {"loss_type": "cispo", "epsilon_high": 1.5}),
+        ("geo_mean", {"loss_type": "gmpo", "epsilon": 0.4, "epsilon_high": 0.3}),
+        ("kl_cov", {"loss_type": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}),
+        ("clip_cov", {"loss_type": "clip_cov", "clip_cov_ratio": 0.5, "clip_cov_lb": 0.1, "clip_cov_ub": 1.5}),
+    ],
+)
+def test_losses_of_verl(case, settings):
+    value, gradient, _ = loss_and_gradient(**settings)
+    assert_golden(f"verl/{case}", value, gradient, 1e-7)  # it adds 1e-8 to the lengths
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "low", "high"), [("dppo_tv", 0.05, 0.1), ("dppo_kl", 0.01, 0.02)])
+def test_gradients_of_dppo_of_verl(case, low, high):
+    """verl's loss is −sg(w)·A·l and ours −w·A: other values, and one gradient, −w·A·∇l.
+
+    verl adds 1e-8 to 1 − p, where ours bounds it by that; and it cuts weights above 20, which these do not reach.
+    """
+    _, gradient, metrics = loss_and_gradient(loss_type=case, epsilon=low, epsilon_high=high)
+    assert_golden(f"verl/{case}", None, gradient, 1e-7)
+    assert 0 < float(metrics["clip_fraction_low"]) < 1
+    assert 0 < float(metrics["clip_fraction_high"]) < 1
+
+
+@pytest.mark.quick
+def test_the_mean_of_many_draws_of_clip_cov_of_verl():
+    """It draws 2 of the tokens in the band at random; ours is the mean, and theirs goes there with 1/√draws."""
+    settings = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 1.5}
+    value, gradient, metrics = loss_and_gradient(loss_type="clip_cov", **settings)
+    assert float(metrics["cov_share"] * metrics["tokens"]) == pytest.approx(2)
+    whole = loss_and_gradient(loss_type="clip_cov", **{**settings, "clip_cov_lb": 9})[1]
+    spread = np.abs(whole).max() / np.sqrt(made.DRAWS)  # a draw leaves a token's gradient out, or not
+    expected = golden()["verl/gradient/clip_cov, drawn"]
+    np.testing.assert_allclose(gradient, expected, atol=2.5 * spread)
+    assert np.abs(whole - expected).max() > 10 * spread
+    assert value == pytest.approx(float(golden()["verl/loss/clip_cov, drawn"]), abs=4 * spread)
