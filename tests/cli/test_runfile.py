@@ -38,6 +38,10 @@ def test_the_run_directory_has_the_name_of_the_file_unless_there_is_none(folder)
     path = write_run(folder, run_dir=None)
     assert str(read_run(path).run_dir) == "runs/my_run"
     assert read_run(path, {"run_dir": "null"}).run_dir is None
+    with pytest.raises(ValueError, match="run_dir = 'gs://b/runs': is in an object store, which can neither lock"):
+        read_run(path, {"run_dir": "gs://b/runs"})
+    with pytest.raises(ValueError, match="run_dir = 3: give the path of a directory, or null for none"):
+        read_run(path, {"run_dir": "3"})
 
 
 @pytest.mark.quick

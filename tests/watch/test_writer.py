@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import grpo_jax
+from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.page import write_pictures
-from grpo_jax.watch.writer import RunWriter, plain, read_lines
+from grpo_jax.watch.writer import RunWriter, plain, read_lines, refuse_bucket
 
 ROOT = pathlib.Path(grpo_jax.__file__).parent.parent
 
@@ -228,3 +229,22 @@ def test_two_writers_in_threads_do_not_tear_each_others_lines(tmp_path):
     for thread in threads:
         thread.join()
     assert len(lines_of(writer, "completions.jsonl")) == 1600
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "address", ["gs://bucket/runs", "s3://b/r", "S3://b/r", "az://b/r", pathlib.Path("gs://bucket/runs")]
+)
+def test_an_object_store_is_no_run_directory(address, tmp_path, monkeypatch):
+    """By `train` and `sft` before they look at anything else; nothing is made under that name here."""
+    monkeypatch.chdir(tmp_path)
+    for refuse in (
+        lambda: refuse_bucket(address),
+        lambda: train(None, None, None, GRPOConfig(), run_dir=address),
+        lambda: sft(None, None, SFTConfig(), run_dir=address),
+    ):
+        with pytest.raises(ValueError, match=r"^run_dir = '.*': is in an object store, which can neither"):
+            refuse()
+    assert not any(tmp_path.iterdir())
+    for fine in (None, "runs/a:b", "/mnt/gs/runs", tmp_path, r"C:\\runs"):
+        refuse_bucket(fine)
