@@ -10,9 +10,10 @@ from grpo_jax.messages import nearest
 from grpo_jax.suites.openenv import openenv
 from grpo_jax.suites.reasoning_gym import reasoning_gym
 from grpo_jax.suites.suite import Suite
+from grpo_jax.suites.verifiers import verifiers
 from grpo_jax.types import Json
 
-SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym}
+SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
 """The key of a suite → the function whose first argument stands behind it, and the others beside it."""
 
 

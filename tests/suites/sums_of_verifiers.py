@@ -1,0 +1,37 @@
+"""A taskset in the form that verifiers documents: one turn, rewards with weights and a metric."""
+
+import asyncio
+
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    answer: int
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        await asyncio.sleep(0)
+        return float(trace.last_reply == str(self.data.answer))
+
+    @vf.reward(weight=0.25)
+    async def short(self, trace: vf.Trace) -> float:
+        return 1.0 / max(len(trace.last_reply), 1)
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class SumConfig(vf.TasksetConfig):
+    count: int = 4
+
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for n in range(self.config.count):
+            yield SumTask(SumData(prompt=f"{n} + 1 =", system_prompt="Add.", answer=n + 1), self.config.task)
+
+
+__all__ = ["SumTaskset"]

@@ -1,0 +1,97 @@
+"""verifiers: its own game of several turns, and a taskset of one turn, each scored by its own rewards and weights."""
+
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, train
+from grpo_jax.suites import verifiers
+from grpo_jax.turns.tools import call_within
+
+pytest.importorskip("verifiers.v1", reason="verifiers is not installed, which has the environments")
+SECONDS = 60.0
+
+
+def played(suite, index, *turns):
+    """An environment that has heard these turns, and what it answered."""
+    environment = suite.environment_factory()
+    call_within(SECONDS, environment.reset, index=index)
+    return environment, [call_within(SECONDS, environment.respond, turn) for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def hangman(tmp_path_factory):
+    """Hangman of TextArena, by the taskset that comes with verifiers; its words are of a corpus of nltk, made here."""
+    pytest.importorskip("textarena", reason="textarena is not installed, which plays the games")
+    import nltk
+
+    words = tmp_path_factory.mktemp("nltk") / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("apple\nbread\nchair\nhouse\nplant\nwater\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nltk.data, "path", [str(words.parents[1])])
+        patched.setattr(nltk, "download", lambda *_, **__: False)
+        yield verifiers("textarena", game="Hangman-v0", size=6)
+
+
+@pytest.mark.quick
+def test_rewards_of_one_turn_are_weighed_as_the_task_says():
+    suite = verifiers("sums_of_verifiers", count=3)
+    said = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1 ="}]
+    assert [len(suite.rows), suite.rows[1]["prompt"]] == [3, said]
+    right, answers = played(suite, 1, " 2 ")
+    wrong, _ = played(suite, 1, "four")
+    silent, _ = played(suite, 1)
+    assert answers == [None]
+    rewards = [call_within(SECONDS, one.get_reward) for one in (right, wrong, silent)]
+    assert rewards == [2.0 * 1 + 0.25 / 1, 2.0 * 0 + 0.25 / 4, 0.25]
+    assert {name: reward.score for name, reward in wrong.trace.rewards.items()} == {"right": 0.0, "short": 0.25}
+    assert right.trace.metrics == {"turns": 1.0}
+    assert call_within(SECONDS, suite.environment_factory().get_reward) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"taskset": "no_such_tasks"}, "verifiers does not load 'no_such_tasks' .ModuleNotFoundError"),
+        ({"taskset": "sums_of_verifiers", "cuont": 3}, "verifiers does not load 'sums_of_verifiers' .ValidationError"),
+        ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers has no tasks"),
+        ({"taskset": "sums_of_verifiers", "size": 0}, "size = 0: give the number of tasks"),
+        ({"taskset": "tools_of_verifiers"}, "its tools are servers for a harness, which is not run here"),
+    ],
+)
+def test_what_is_not_there_or_not_played_is_said(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        verifiers(**arguments)
+
+
+def test_a_game_by_hand(hangman):
+    """Its rules: a letter is shown, a wrong word is refused, the right one is worth 1."""
+    environment, answers = played(hangman, 0, "[e]", "[apple]", "[bread]", "[chair]", "[plant]", "[house]")
+    assert answers[0].splitlines()[1].split()[-1] in "_E"
+    words = ["", "apple", "bread", "chair", "plant", "house"]
+    assert sum(answer is not None and "is not the target word" in answer for answer in answers) < len(words)
+    reward = call_within(SECONDS, environment.get_reward)
+    assert reward == environment.trace.rewards["game_reward"].score
+    roles = [node.message.role for node in environment.trace.nodes]
+    assert roles[:3] == ["system", "user", "assistant"]
+
+
+def test_three_iterations_of_a_game_that_comes_with_the_package(hangman):
+    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+    lines = []
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=100,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        max_steps=3,
+    )
+    rows = [{**row, "prompt": "ab"} for row in hangman.rows]  # this tokenizer has no chat template
+    factory = hangman.environment_factory
+    train(policy, rows, [], config, environment_factory=factory, callbacks=[lambda step, line: lines.append(line)])
+    assert len(lines) == 3
+    assert all(line["rewards/VerifiersEnv/missing"] == 0.0 for line in lines)
+    assert max(line["turns/mean"] for line in lines) > 1
