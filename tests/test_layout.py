@@ -305,6 +305,8 @@ TESTED_ELSEWHERE = {
     "maths.log_probs": "models/test_scoring.py",
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
+    "run.evaluation": "run/test_evaluate.py",
+    "text.pieces": "turns/test_ends.py",
     "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",

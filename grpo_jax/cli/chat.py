@@ -13,8 +13,10 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.generate import generate
+from grpo_jax.run.sampler import check_ends
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
+from grpo_jax.turns.ends import TurnEnds
 from grpo_jax.types import Messages, Tokenizer
 
 
@@ -61,16 +63,17 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
 
     Args:
       policy: with a tokenizer.
-      config: sampling, length and seed.
+      config: sampling, ends, length and seed.
       prompts: texts.
       samples: completions of each prompt, which differ by their keys.
       echo: print each prompt too.
 
     Raises:
-      ValueError: the policy has no tokenizer.
+      ValueError: the policy has no tokenizer; ends that no completion can have.
     """
     if policy.tokenizer is None:
         raise ValueError("the model has no tokenizer: its directory has no tokenizer files")
+    check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
     drawn, talks, said = 0, policy.tokenizer.chat_template is not None, Messages()
     for prompt in prompts:
@@ -110,6 +113,10 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         top_p=config.top_p,
         min_p=config.min_p,
         eos_token_ids=policy.eos_token_ids,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+        max_turn_length=config.max_turn_length,
+        tokenizer=policy.tokenizer,
         pad_token_id=policy.pad_token_id,
         prompt_indices=np.array([index]),
         watch=shown,

@@ -36,7 +36,8 @@ from grpo_jax.keep.stored import load_params
 from grpo_jax.messages import some
 from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
+from grpo_jax.run.evaluate import evaluate_rows
+from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.sft import sft
 from grpo_jax.run.train import train as train_policy

@@ -36,10 +36,10 @@ class GRPOConfig:
       >>> args.beta = 0.04
       >>> args.config.beta, args.learning_rate, args.eval_strategy, args.to_dict()["output_dir"]
       (0.04, 1e-06, 'no', 'out')
-      >>> GRPOConfig(repetition_penalty=1.1)
+      >>> GRPOConfig(cache_implementation="paged", trackio_space_id="me/space")
       Traceback (most recent call last):
       ValueError: GRPOConfig asks for what is not here:
-        repetition_penalty: leave it out: the sampler has no such penalty; there is get_repetition_penalty_reward
+        trackio_space_id: open it by trackers.trackio(space_id=...) and pass the tracker to train, in callbacks
     """
 
     config: _config.GRPOConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -33,11 +34,21 @@ _CORRECTION = {
     "cap": "sampler_correction_max",
 }
 _SERVER = "vllm_server_"
+# Arguments of transformers' and vLLM's sampling that fields here say too.
+_GENERATION = {
+    "stop_strings": "stop",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
+}
 # The values beside TRL's default that ask for nothing here, such as those of a dump.
 _NOTHING: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_STEPS, ("steps",)),
     "bf16": (None, False),
     "model_init_kwargs": (None, {}),
+    "generation_kwargs": (None, {}),
     "trackio_static_space_id": (None, False),
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"),
     "include_for_metrics": (None, [], ()),
@@ -146,8 +157,8 @@ def _translate(moved: Migration, name: str, value: Any) -> None:
     elif name in ("bf16", "fp16") and value:
         moved.values["compute_dtype"] = "bfloat16"
         moved.translated[name] = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
-    elif name == "model_init_kwargs" and value:
-        _translate_model(moved, value)
+    elif name in _KEYWORDS and value:
+        _KEYWORDS[name](moved, json.loads(value) if isinstance(value, str) else value)
     elif name in _STEPS and (value == "no" or value not in ("steps", default)):
         _translate_strategy(moved, name, value)
     elif name == "activation_checkpointing" and value is not None:
@@ -198,6 +209,27 @@ def _translate_model(moved: Migration, kwargs: Json) -> None:
         moved.missing[name] = f"{', '.join(unknown)}: from_pretrained takes dtype, param_dtype and mesh"
     elif kwargs:
         moved.left_out[name] = f"{', '.join(sorted(kwargs))}: how a model is run, PyTorch's part of it"
+
+
+def _translate_generation(moved: Migration, kwargs: Json) -> None:
+    """Translate further arguments of transformers' or vLLM's sampling, which override the fields of those names."""
+    name, asked = "generation_kwargs", {key: value for key, value in kwargs.items() if value is not None}
+    taken = {_GENERATION[key]: value for key, value in asked.items() if key in _GENERATION}
+    nothing = {"do_sample": True, "repetition_penalty": 1.0}
+    other = sorted(key for key, value in asked.items() if key not in _GENERATION and nothing.get(key) != value)
+    moved.values |= taken
+    moved.same = [field for field in moved.same if field not in taken]
+    if taken:
+        moved.translated[name] = ", ".join(f"{field}={value!r}" for field, value in taken.items())
+    if "repetition_penalty" in other:
+        moved.missing["repetition_penalty"] = ELSEWHERE["repetition_penalty"].advice
+        other.remove("repetition_penalty")
+    if other:
+        moved.missing[name] = f"{', '.join(other)}: {ELSEWHERE[name].advice}"
+
+
+_KEYWORDS = {"model_init_kwargs": _translate_model, "generation_kwargs": _translate_generation}
+"""Fields that are dicts of keywords, or JSON texts of them."""
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:

@@ -17,7 +17,8 @@ from grpo_jax.rewards.contract import (
     split_inputs,
 )
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Completions, Params, Prompts, RewardFn
+from grpo_jax.turns.ends import stops_of
+from grpo_jax.types import Completions, Params, Prompts, RewardFn, Tokenizer
 
 _RETURNED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -27,8 +28,8 @@ class RolloutSampler:
 
     It is called as in TRL 1.16, with a list of B·G prompts (each repeated for its completions) and the trainer, whose
     `policy` has the present params then. It returns a dict of lists B·G long: `prompt_ids`, `completion_ids`,
-    `logprobs`, and fields for the reward functions. A completion has ended where its last id is an EOS: the contract
-    has no other sign.
+    `logprobs`, and fields for the reward functions. A completion has ended where its last id is an EOS, or where it has
+    a text of `stop`: the contract has no other sign.
 
     Args:
       rollout_func: the function.
@@ -42,7 +43,14 @@ class RolloutSampler:
         self._latest: tuple[list[list[int]], dict[str, list[Any]]] = [], {}
 
     def __call__(
-        self, params: Params, prompts: Prompts, *, num_generations: int, eos_token_ids: Sequence[int]
+        self,
+        params: Params,
+        prompts: Prompts,
+        *,
+        num_generations: int,
+        eos_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> Completions:
         """Completions [B, G, T], T being that of the longest."""
         rows = [
@@ -63,7 +71,14 @@ class RolloutSampler:
                 f"{list(prompt_ids[other])} for {list(asked[other])}. Encode it by the tokenizer's chat template, with "
                 "its generation prompt, or put what is to be read before it into the dataset"
             )
-        ended = np.array([bool(ids) and ids[-1] in eos_token_ids for ids in found])
+        stops = stops_of(tokenizer, stop) if stop else None
+        ended = np.array(
+            [
+                bool(ids)
+                and (ids[-1] in eos_token_ids or (stops is not None and stops.end_of(np.array(ids)) is not None))
+                for ids in found
+            ]
+        )
         shape = (len(rows), num_generations)
         mask = np.arange(max(1, *map(len, found))) < np.array([len(ids) for ids in found])[:, None]
         tokens, l = np.zeros(mask.shape, np.int32), np.zeros(mask.shape, np.float32)

@@ -31,7 +31,8 @@ from grpo_jax.engines import vllm
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
+from grpo_jax.run.evaluate import evaluate_rows
+from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.prepare import training_rows
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train

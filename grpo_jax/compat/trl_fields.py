@@ -150,9 +150,15 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "bf16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
     "fp16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
     # Sampling.
-    "generation_kwargs": _absent(None, "the sampler takes temperature, top_k, top_p and min_p only"),
+    "generation_kwargs": _other(
+        None,
+        "its stop_strings (vLLM: stop) and stop_token_ids are stop and stop_token_ids; the sampler takes temperature,"
+        " top_k, top_p and min_p beside them",
+    ),
     "repetition_penalty": _absent(
-        1.0, "leave it out: the sampler has no such penalty; there is get_repetition_penalty_reward"
+        1.0,
+        "leave it out: the sampler has no such penalty, which the log-probs of the loss would need too (TRL's lack it);"
+        " there is get_repetition_penalty_reward",
     ),
     "cache_implementation": _needless(None, "the cache is built in"),
     "use_transformers_continuous_batching": _needless(False, "ended completions leave the decode by themselves"),

@@ -57,6 +57,15 @@ class GRPOConfig(Settings):
     """How many of the most probable tokens are kept; 0: all."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Tokens less probable than this share of the most probable one are dropped; None: off."""
+    stop: Annotated[str | Sequence[str] | None, readers.stop] = None
+    """Texts that end a turn, or a completion of one turn, such as ["</answer>"]; found over the borders of tokens. The
+    tokens up to the one that completes a text are kept and learned from. None: only an EOS ends it. Ours."""
+    stop_token_ids: Annotated[int | Sequence[int] | None, readers.token_ids] = None
+    """Token ids that end it too, as an EOS does. Ours."""
+    max_turn_length: Count | None = None
+    """Tokens of one turn: it is then handed to the environment, and counted in the metric `turns/cut_short`; without
+    tools and environments a completion is its one turn, and ends there as truncated. None: as many as there is room
+    for. Ours."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, readers.keywords] = setting(None, hash=False)
     """Further keywords of the tokenizer's `apply_chat_template`, for prompts that are lists of messages."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"

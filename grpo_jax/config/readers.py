@@ -1,9 +1,9 @@
 """The fields of `GRPOConfig` whose values are read by functions of their own."""
 
 import json
-from typing import Literal
+from typing import Annotated, Literal
 
-from grpo_jax.config.fields import Count, Read, read
+from grpo_jax.config.fields import Count, In, Read, read
 
 NO_FLOAT16 = (
     "gradients below 6e-8 are 0 in float16, which needs a loss scaled against that, and there is none here; use"
@@ -34,6 +34,28 @@ def weights(value: object) -> Read:
     results = [read(float, weight) for weight in value]
     faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
     return tuple(weight for weight, _ in results), "; ".join(faults)
+
+
+def stop(value: object) -> Read:
+    """Return stop strings as a tuple; None for none."""
+    listed = (value,) if isinstance(value, str) else value
+    if listed is None or (isinstance(listed, list | tuple) and not listed):
+        return None, ""
+    if not isinstance(listed, list | tuple) or not all(isinstance(text, str) and text for text in listed):
+        return value, "must be a text or a list of texts, none of them empty; or None"
+    return tuple(dict.fromkeys(listed)), ""
+
+
+def token_ids(value: object) -> Read:
+    """Return token ids as a tuple; None for none."""
+    listed = (value,) if isinstance(value, int) else value
+    if listed is None or (isinstance(listed, list | tuple) and not listed):
+        return None, ""
+    if not isinstance(listed, list | tuple):
+        return value, "must be a list of token ids; or None"
+    results = [read(Annotated[int, In("[0, inf)", "ids are counted from 0")], index) for index in listed]
+    faults = [f"id {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
+    return tuple(dict.fromkeys(index for index, _ in results)), "; ".join(faults)
 
 
 def keywords(value: object) -> Read:

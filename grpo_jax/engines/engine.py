@@ -39,7 +39,8 @@ from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.types import Completions, Params, Prompts
+from grpo_jax.turns.ends import TurnEnds, stops_of
+from grpo_jax.types import Completions, Params, Prompts, Tokenizer
 
 TOLERANCES = {"float32": 1e-4}
 OTHERWISE = 0.05
@@ -146,6 +147,10 @@ class Engine:
         prompt_indices: np.ndarray,
         interrupt: Callable[[], None],
         answers: Answers | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: int | Sequence[int] | None = None,
+        max_turn_length: int | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Completions:
         """Completions [B, G, T], T = `max_completion_length`, as `run.sampler.Sampler` says.
 
@@ -156,8 +161,14 @@ class Engine:
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self.follow(policy, params)
+        ends = TurnEnds.read(stop, stop_token_ids, max_turn_length)
         asked = Asked(
-            Sampling(temperature, top_k, top_p, min_p), tuple(map(int, eos_token_ids)), max_completion_length, answers
+            Sampling(temperature, top_k, top_p, min_p),
+            (*map(int, eos_token_ids), *(id for id in ends.stop_token_ids if id not in eos_token_ids)),
+            max_completion_length,
+            answers,
+            stops_of(tokenizer or policy.tokenizer, ends.stop) if ends.stop else None,
+            min(max_completion_length, max_turn_length or max_completion_length),
         )
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         ids = [tokens[b, :n].tolist() for b, n in enumerate(lengths) for _ in range(num_generations)]
@@ -229,10 +240,10 @@ class Engine:
             begins = len(row.tokens)
             room = asked.longest - begins
             at = (seed + begins * STEP) % 2**63
-            drawn = self._turn(ids + row.tokens, room, at, asked)
+            drawn = self._turn(ids + row.tokens, min(room, asked.turn), at, asked)
             row.add(drawn.tokens, drawn.log_probs)
             row.ended = drawn.ended and asked.answers is None
-            if not drawn.ended or asked.answers is None:
+            if asked.answers is None or (not drawn.ended and len(row.tokens) == asked.longest):
                 return row
             promise = asked.answers(number, np.array(drawn.tokens, np.int32), room - len(drawn.tokens) - 1)
             assert promise is not None, "one process plays all of them"
@@ -250,7 +261,13 @@ class Engine:
             epoch = self._epoch
             try:
                 drawn = self._server.draw(
-                    ids, most=most, seed=seed, sampling=asked.sampling, stop=asked.stop, stopped=self._stop.is_set
+                    ids,
+                    most=most,
+                    seed=seed,
+                    sampling=asked.sampling,
+                    stop=asked.stop,
+                    stops=asked.stops,
+                    stopped=self._stop.is_set,
                 )
             except Lost as lost:
                 self._recover(epoch, lost)

@@ -12,17 +12,29 @@ import numpy as np
 
 from grpo_jax.engines.client import EngineError
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.maths.stops import Stops
 from grpo_jax.rollout.turns import Answers
 from grpo_jax.types import Completions
 
 
 class Asked(NamedTuple):
-    """How a batch is asked for: from which distribution, up to which tokens, how many at most, and who answers."""
+    """How a batch is asked for.
+
+    Attributes:
+      sampling: the distribution.
+      stop: ids that end a turn.
+      longest: tokens of a completion, at most.
+      answers: who answers its turns; None: it has one.
+      stops: of the texts that end a turn; None where there are none.
+      turn: tokens of a turn, at most.
+    """
 
     sampling: Sampling
     stop: tuple[int, ...]
     longest: int
     answers: Answers | None
+    stops: Stops | None
+    turn: int
 
 
 class Row:

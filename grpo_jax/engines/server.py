@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.maths.stops import Stops
 
 
 class Drawn(NamedTuple):
@@ -15,7 +16,7 @@ class Drawn(NamedTuple):
     Attributes:
       tokens: n ≥ 1 ids, the one that ended them among them.
       log_probs: n, of the distribution that they were drawn from.
-      ended: whether the last one is of those that were to end them.
+      ended: whether the last one, or a text that it completes, was to end them.
     """
 
     tokens: list[int]
@@ -49,9 +50,11 @@ class Server(Protocol):
         seed: int,
         sampling: Sampling,
         stop: Sequence[int],
+        stops: Stops | None,
         stopped: Callable[[], bool],
     ) -> Drawn:
-        """Draw at most so many tokens after `ids`, up to one of `stop`, by the weights loaded last."""
+        """Draw at most so many tokens after `ids`, up to one of `stop` or one that completes a text of `stops`, by the
+        weights loaded last."""
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """The log-probs of ids[1:] at temperature 1, by the weights loaded last."""

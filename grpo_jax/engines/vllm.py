@@ -7,10 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from grpo_jax.engines.client import Client, EngineError, Lost, Refused
 from grpo_jax.engines.engine import Engine
 from grpo_jax.engines.server import Drawn
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import some
 from grpo_jax.types import Json
 
@@ -95,10 +98,11 @@ class VLLM:
         seed: int,
         sampling: Sampling,
         stop: Sequence[int],
+        stops: Stops | None,
         stopped: Callable[[], bool],
     ) -> Drawn:
         """One request of /v1/completions."""
-        return self._draw(ids, most, seed, sampling, stop, stopped)
+        return self._draw(ids, most, seed, sampling, stop, stopped, stops)
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of a prompt, beside one token that nobody reads."""
@@ -124,6 +128,7 @@ class VLLM:
         sampling: Sampling,
         stop: Sequence[int],
         stopped: Callable[[], bool],
+        stops: Stops | None = None,
     ) -> Drawn:
         body = {
             "prompt": list(ids),
@@ -141,6 +146,7 @@ class VLLM:
             "stop_token_ids": list(stop),
             "logprobs": 0,
             "return_token_ids": True,
+            **({} if stops is None else {"stop": list(stops.strings)}),
         }
         choice = self._complete(body, stopped)
         tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
@@ -152,12 +158,18 @@ class VLLM:
                 f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])}"
                 " log-probs for a completion: vLLM 0.10 and newer give both"
             )
+        # Both sides look for texts, ours in bytes, and vLLM in characters, for which it may wait a token longer. A turn
+        # ends where ours finds one: with the same token as by `generate`.
+        end = None if stops is None else stops.end_of(np.array(tokens))
+        if end is not None:
+            return Drawn(tokens[:end], log_probs[:end], True)
         ended = tokens[-1] in stop
         if ended != (reason == "stop") or (not ended and len(tokens) != most):
             raise EngineError(
                 f"{self.base_url}/v1/completions ended a completion after {len(tokens)} of {most} tokens by {reason!r},"
-                f" with the token {tokens[-1]}: that is none of {some([str(i) for i in stop])}; is its --max-model-len"
-                " long enough?"
+                f" with the token {tokens[-1]}: that is none of {some([str(i) for i in stop])}"
+                f"{'' if stops is None else f', and they spell none of {some(list(map(repr, stops.strings)))}'}; is its"
+                " --max-model-len long enough, and its tokenizer the policy's?"
             )
         return Drawn(tokens, log_probs, ended)
 

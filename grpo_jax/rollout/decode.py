@@ -17,7 +17,16 @@ from grpo_jax.devices.streams import devices_of, shared
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.cache import empty_like, turned, with_slots
 from grpo_jax.models.transformer import kernels_by_columns
-from grpo_jax.rollout.draw import DecodeSettings, Variables, draw, draw_next, is_eos, step_uniforms, vocabulary_axes
+from grpo_jax.rollout.draw import (
+    DecodeSettings,
+    Variables,
+    draw,
+    draw_next,
+    ended_by,
+    first_state,
+    step_uniforms,
+    vocabulary_axes,
+)
 from grpo_jax.types import CachedModel, Model, Params, Prompts
 
 
@@ -43,6 +52,7 @@ class Stream(flax.struct.PyTreeNode):
       keys: [B, G] typed keys.
       start: int32, the slot in which completions begin: [B], those of each prompt; of several turns [B, G], each one.
         Then a completion that waits for its next turn keeps its slots as they are.
+      stop_state: [B, G] int32, how much of a stop string the turn's last tokens are; None without stop strings.
     """
 
     prefix: Prefix
@@ -51,6 +61,7 @@ class Stream(flax.struct.PyTreeNode):
     ended: jax.Array
     keys: jax.Array
     start: jax.Array
+    stop_state: jax.Array | None = None
 
 
 Drawn = tuple[jax.Array, jax.Array, jax.Array]
@@ -93,8 +104,8 @@ def _read_prompts(
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
-    ended, start = is_eos(tokens, settings.eos_token_ids), jnp.full((b, g) if turns else b, slot, jnp.int32)
-    stream = Stream(prefix, (), tokens, ended, keys, start)
+    ended, state = ended_by(tokens, first_state((b, g), settings), settings)
+    stream = Stream(prefix, (), tokens, ended, keys, jnp.full((b, g) if turns else b, slot, jnp.int32), state)
     return stream, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
@@ -159,7 +170,7 @@ def decode(
     steps: int,
     fixed: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[tuple[Cache, jax.Array, jax.Array], Drawn]:
+) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
     """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all completions have ended.
 
     Args:
@@ -176,7 +187,7 @@ def decode(
       mesh: of the params.
 
     Returns:
-      What of the stream is new (cache, token and ended), and what was drawn.
+      What of the stream is new (cache, token, ended and stop_state), and what was drawn.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -196,7 +207,7 @@ def decode(
         return (i < (steps if turns else count)) & ~ended.all()
 
     def step(carry):
-        i, cache, token, ended, tokens, log_probs, mask = carry
+        i, cache, token, ended, state, tokens, log_probs, mask = carry
         hidden, cache = model.apply(
             variables,
             token[:, :, None],
@@ -212,20 +223,22 @@ def decode(
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
         mask = mask.at[i].set(~ended)
-        after, ended = i + 1, ended | is_eos(drawn, settings.eos_token_ids)
+        after, (last, state) = i + 1, ended_by(drawn, state, settings)
+        ended |= last
         if turns:
             ended |= after >= count
-        return after, cache, drawn, ended, tokens, log_probs, mask
+        return after, cache, drawn, ended, state, tokens, log_probs, mask
 
-    carry = (jnp.int32(0), cache, stream.token, stream.ended, tokens, log_probs, mask)
+    carry = (jnp.int32(0), cache, stream.token, stream.ended, stream.stop_state, tokens, log_probs, mask)
     if fixed:
         carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
     else:
         carry = jax.lax.while_loop(unfinished, step, carry)
-    _, cache, token, ended, *drawn = carry
+    _, cache, token, ended, state, *drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
     cache = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), cache)
-    return (cache, constrain(token, mesh), constrain(ended, mesh)), (tokens, log_probs, mask)
+    state = jax.tree.map(lambda x: constrain(x, mesh), state)
+    return (cache, constrain(token, mesh), constrain(ended, mesh), state), (tokens, log_probs, mask)
 
 
 @shared
@@ -311,7 +324,8 @@ def move(
     if groups is not None:
         prefix, begins = jax.tree.map(lambda x: x[groups], (prefix, begins))
     token, ended, keys = (pick(x) for x in (whole.token, whole.ended, whole.keys))
-    chosen = Stream(prefix, cache, token, ended, keys, begins if start is None else start)
+    state = jax.tree.map(pick, whole.stop_state)
+    chosen = Stream(prefix, cache, token, ended, keys, begins if start is None else start, state)
     if start is not None or mesh is not None:
         return (place_stream(chosen, mesh, constrain),)
     size = len(order) // parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.devices.sharding import constrain
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
-from grpo_jax.types import CachedModel, Params
+from grpo_jax.maths.stops import Stops
+from grpo_jax.types import CachedModel, Params, Tokenizer
 
 Variables = dict[str, Params]
 """Collections that a model is applied to: "params", and on a CPU "columns"."""
@@ -23,14 +24,17 @@ class DecodeSettings(NamedTuple):
     """How tokens are drawn and where completions end; hashable, so one static argument of every program.
 
     Attributes:
-      eos_token_ids: token ids that end a completion, or a turn of it.
+      eos_token_ids: token ids that end a completion, or a turn of it: EOS and stop ids.
       pad_token_id: what stands after the end.
       sampling: the distribution that tokens are drawn from.
+      stops: the automaton of the texts that end it too; None where there are none. A constant of the programs, of one
+        byte for each token of the vocabulary.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     sampling: Sampling = Sampling()
+    stops: Stops | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("num_generations",))
@@ -100,6 +104,46 @@ def is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
     for eos in eos_token_ids:
         ended |= tokens == eos
     return ended
+
+
+def ended_by(
+    tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
+) -> tuple[jax.Array, jax.Array | None]:
+    """Whether each token [B, G] ends a completion or its turn, and the state [B, G] of the stop strings behind it."""
+    ended = is_eos(tokens, settings.eos_token_ids)
+    if settings.stops is None or state is None:
+        return ended, None
+    state = settings.stops.after(state, tokens)
+    return ended | (state == settings.stops.found), state
+
+
+def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
+    """The state of the stop strings at the beginning of a turn; None where there are none."""
+    return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
+
+
+def decode_settings(
+    sampling: Sampling,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+    *,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DecodeSettings:
+    """The settings of programs, by the arguments of `generate`.
+
+    Raises:
+      ValueError: texts or ids that are none; texts without a tokenizer, or that its tokens do not spell.
+    """
+    ids, stops = tuple(map(int, eos_token_ids)), None
+    if stop is not None or stop_token_ids is not None:
+        # Here and not above: it reads a tokenizer, which nothing else of a rollout does.
+        from grpo_jax.turns.ends import TurnEnds, stops_of
+
+        ends = TurnEnds.read(stop, stop_token_ids, None)
+        ids, stops = ids + ends.stop_token_ids, stops_of(tokenizer, ends.stop) if ends.stop else None
+    return DecodeSettings(ids, int(pad_token_id), sampling, stops)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:

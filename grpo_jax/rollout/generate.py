@@ -30,10 +30,28 @@ import numpy as np
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
 from grpo_jax.rollout.decode import decode, prefill
-from grpo_jax.rollout.draw import DecodeSettings, completion_keys, draw, is_eos, step_uniforms
+from grpo_jax.rollout.draw import (
+    DecodeSettings,
+    completion_keys,
+    decode_settings,
+    draw,
+    ended_by,
+    first_state,
+    step_uniforms,
+)
 from grpo_jax.rollout.layout import Layout, places
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, as_argument, is_cached, join_rows
+from grpo_jax.types import (
+    CachedModel,
+    Completions,
+    Model,
+    Params,
+    Prompts,
+    Tokenizer,
+    as_argument,
+    is_cached,
+    join_rows,
+)
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
 """What is called with tokens and mask [B, G, T] of what has been drawn so far."""
@@ -75,7 +93,7 @@ def _generate_in_one(
     stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
     ended = stream.ended
     if length > 1:
-        (_, _, ended), rest = decode(
+        (_, _, ended, _), rest = decode(
             *(model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1),
             settings=settings,
             steps=length - 1,
@@ -93,7 +111,7 @@ def _generate_uncached(
     b, g = keys.shape
 
     def step(t, carry):
-        tokens, log_probs, mask, ended = carry
+        tokens, log_probs, mask, ended, state = carry
         whole, start = join_rows(prompts, tokens)
         logits = model.apply({"params": params}, whole)
         at = (start - 1 + t)[:, None, None]
@@ -102,16 +120,31 @@ def _generate_uncached(
         drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[:, :, t].set(drawn)
         log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | is_eos(drawn, settings.eos_token_ids)
+        last, state = ended_by(drawn, state, settings)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, state
 
     start = (
         jnp.full((b, g, length), settings.pad_token_id, jnp.int32),
         jnp.zeros((b, g, length), jnp.float32),
         jnp.zeros((b, g, length), bool),
         jnp.zeros((b, g), bool),
+        first_state((b, g), settings),
     )
-    tokens, log_probs, mask, ended = jax.lax.fori_loop(0, length, step, start)
+    tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, start)
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
+
+
+def _padded(completions: Completions, length: int, settings: DecodeSettings) -> Completions:
+    """Completions [B, G, T] of one turn, with a longer T."""
+    if completions.tokens.shape[-1] == length:
+        return completions
+    xp = np if isinstance(completions.tokens, np.ndarray) else jnp
+    more = [(0, 0), (0, 0), (0, length - completions.tokens.shape[-1])]
+    return completions.replace(
+        tokens=xp.pad(completions.tokens, more, constant_values=settings.pad_token_id),
+        mask=xp.pad(completions.mask, more),
+        log_probs=xp.pad(completions.log_probs, more),
+    )
 
 
 def check_request(
@@ -120,6 +153,7 @@ def check_request(
     num_generations: int,
     max_completion_length: int,
     batch_size: int | None,
+    max_turn_length: int | None,
     *,
     shards: int,
 ) -> None:
@@ -129,7 +163,11 @@ def check_request(
         raise ValueError(
             f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
         )
-    for name, value in (("num_generations", num_generations), ("max_completion_length", max_completion_length)):
+    for name, value in (
+        ("num_generations", num_generations),
+        ("max_completion_length", max_completion_length),
+        ("max_turn_length", 1 if max_turn_length is None else max_turn_length),
+    ):
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
@@ -150,6 +188,10 @@ def generate(
     top_p: float = 1.0,
     min_p: float | None = None,
     eos_token_ids: Sequence[int] = (),
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    max_turn_length: int | None = None,
+    tokenizer: Tokenizer | None = None,
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
@@ -171,6 +213,11 @@ def generate(
       top_p: likewise.
       min_p: likewise.
       eos_token_ids: any number of token ids that end a completion; the one that was drawn belongs to it.
+      stop: texts that end a completion, found over the borders of tokens in what it spells, and not in its prompt; the
+        token that completes one belongs to it, with all that it spells. Needs `tokenizer`.
+      stop_token_ids: further ids, as `eos_token_ids`.
+      max_turn_length: tokens after which a completion, which has one turn here, is truncated before T; None: T.
+      tokenizer: of the model, for `stop`.
       pad_token_id: what stands after the end of a completion.
       prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its
         samples wherever it stands, if it keeps its number.
@@ -200,17 +247,21 @@ def generate(
       (2, 4, 6)
     """
     sampling, shards = Sampling(temperature, top_k, top_p, min_p), shard_count(mesh_of(params))
-    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, shards=shards)
+    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, max_turn_length, shards=shards)
     if prompt_indices is None:
         prompt_indices = jnp.arange(prompts.tokens.shape[0])
     keys = completion_keys(key, jnp.asarray(prompt_indices), num_generations)
-    settings = DecodeSettings(tuple(int(i) for i in eos_token_ids), int(pad_token_id), sampling)
-    length = int(max_completion_length)
+    settings = decode_settings(
+        sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
+    )
+    length = min(int(max_completion_length), int(max_turn_length or max_completion_length))
     if not is_cached(model):
         completions = _generate_uncached(as_argument(model), params, prompts, keys, settings=settings, length=length)
-        return fetch(completions) if on_host else completions
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
-        return _generate_in_one(as_argument(model), params, prompts, keys, settings=settings, length=length)
-    rollout = Rollout.of(model, params, prompts, keys, settings, length, interrupt)
-    completions = _generate_in_bursts(rollout, places(len(keys), num_generations, batch_size, shards), watch)
-    return completions if on_host else jax.tree.map(jnp.asarray, completions)
+        completions = fetch(completions) if on_host else completions
+    elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
+        completions = _generate_in_one(as_argument(model), params, prompts, keys, settings=settings, length=length)
+    else:
+        rollout = Rollout.of(model, params, prompts, keys, settings, length, interrupt)
+        completions = _generate_in_bursts(rollout, places(len(keys), num_generations, batch_size, shards), watch)
+        completions = completions if on_host else jax.tree.map(jnp.asarray, completions)
+    return _padded(completions, int(max_completion_length), settings)

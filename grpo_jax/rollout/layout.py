@@ -245,7 +245,8 @@ class Layout:
         while len(waiting) > in_flight:
             old = waiting.pop(0)
             drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, old.drawn))
-            ended = table.record(old.completions, drawn, self.rollout.settings.eos_token_ids)
+            settings = self.rollout.settings
+            ended = table.record(old.completions, drawn, settings.eos_token_ids, settings.stops)
             table.ended[old.completions[ended]] = True
             over = old.completions[ended | (table.lengths[old.completions] == table.length)]
             completions = np.where(np.isin(completions, over), -1, completions)

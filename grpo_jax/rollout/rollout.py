@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from grpo_jax.devices.sharding import mesh_of, split
+from grpo_jax.maths.stops import Stops
 from grpo_jax.rollout.decode import Drawn, Stream, decode, decode_variables, move, on_cpu, prefill, read_chunk, refill
 from grpo_jax.rollout.draw import DecodeSettings, Variables
 from grpo_jax.types import CachedModel, Completions, Params, Prompts, as_argument
@@ -32,6 +33,7 @@ class Table:
       log_probs: [B·G, T] that they were drawn with, 0 elsewhere.
       lengths: [B·G] tokens of each completion so far, drawn or observed.
       ended: [B·G] whether a completion ended by itself.
+      stop_state: [B·G] how much of a stop string its last tokens are, from the beginning of its turn on.
     """
 
     def __init__(self, count: int, length: int, pad_token_id: int):
@@ -40,14 +42,17 @@ class Table:
         self.mask = np.zeros((count, length), bool)
         self.lengths = np.zeros(count, int)
         self.ended = np.zeros(count, bool)
+        self.stop_state = np.zeros(count, np.int32)
 
     @property
     def length(self) -> int:
         """T, the most tokens of a completion."""
         return self.tokens.shape[1]
 
-    def record(self, completions: np.ndarray, drawn: Drawn, eos_token_ids: tuple[int, ...]) -> np.ndarray:
-        """Take in what was drawn of completions [B', G'], −1 for nobody's; return who drew an EOS [B', G']."""
+    def record(
+        self, completions: np.ndarray, drawn: Drawn, eos_token_ids: tuple[int, ...], stops: Stops | None = None
+    ) -> np.ndarray:
+        """Take in what was drawn of completions [B', G'], −1 for nobody's; return who ended with it [B', G']."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
@@ -55,12 +60,23 @@ class Table:
         where = np.broadcast_to(completions[:, :, None], here.shape)[here], at[here]
         self.tokens[where], self.log_probs[where], self.mask[where] = tokens[here], log_probs[here], True
         np.add.at(self.lengths, where[0], 1)
-        return (np.isin(tokens, eos_token_ids) & here).any(axis=-1)
+        ended = (np.isin(tokens, eos_token_ids) & here).any(axis=-1)
+        return ended if stops is None else ended | self._stopped(completions, tokens, here, stops)
+
+    def _stopped(self, completions: np.ndarray, tokens: np.ndarray, here: np.ndarray, stops: Stops) -> np.ndarray:
+        """Who has come to the end of a stop string [B', G'] with the tokens [B', G', N] that are `here`."""
+        state = self.stop_state[completions]
+        for t in range(tokens.shape[-1]):
+            state = np.where(here[..., t], stops.after(state, tokens[..., t]), state)
+        real = completions >= 0
+        self.stop_state[completions[real]] = state[real]
+        return here.any(axis=-1) & (state == stops.found)  # and not again, while an answer is waited for
 
     def observe(self, completion: int, tokens: Sequence[int]) -> None:
-        """Take in an observation."""
+        """Take in an observation; behind it a turn begins."""
         begin, end = self.lengths[completion], self.lengths[completion] + len(tokens)
         self.tokens[completion, begin:end], self.lengths[completion] = tokens, end
+        self.stop_state[completion] = 0
 
     def completions(self, groups: int, *, turns: bool = False) -> Completions:
         """All completions of B = `groups` prompts, in NumPy's arrays; of several `turns`, or of one."""
@@ -152,14 +168,14 @@ class Rollout:
         self, stream: Stream, slot: int, count: int | jax.Array, *, steps: int, fixed: bool = False
     ) -> tuple[Stream, Drawn]:
         """The stream after a burst from `slot` on, and what was drawn."""
-        (cache, token, ended), drawn = decode(
+        (cache, token, ended, state), drawn = decode(
             *(self.model, self.variables, stream.cache, stream.replace(cache=()), slot, count),
             settings=self.settings,
             steps=steps,
             fixed=fixed,
             mesh=self.mesh,
         )
-        return stream.replace(cache=cache, token=token, ended=ended), drawn
+        return stream.replace(cache=cache, token=token, ended=ended, stop_state=state), drawn
 
     def read(
         self, stream: Stream, slot: int, tokens: np.ndarray, real: np.ndarray

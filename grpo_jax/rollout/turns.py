@@ -33,12 +33,12 @@ from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, shard_coun
 from grpo_jax.devices.streams import run_in_streams
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.decode import Drawn, on_cpu
-from grpo_jax.rollout.draw import DecodeSettings, completion_keys
+from grpo_jax.rollout.draw import completion_keys, decode_settings
 from grpo_jax.rollout.generate import check_request
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder
 from grpo_jax.rollout.layout import decode_step, places, stream_count
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.types import Completions, Model, Params, Prompts, is_cached
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, is_cached
 
 LEAD = 16
 """The slot in which completions begin: before it there is room for what fills up a short text that is read."""
@@ -62,7 +62,7 @@ class Answers(Protocol):
     """
 
     def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
-        """The tokens that follow a turn [n] that has ended with an EOS; None, where the completion is over.
+        """The tokens that follow a turn [n] that has ended, or is as long as it may be; None, where all is over.
 
         `completion` is b · G + g; an observation of more than `room` tokens would leave none for a further turn, and
         ends the completion as truncated. No promise where another process answers.
@@ -80,8 +80,9 @@ class _OtherFailed(Exception):
 class _Play:
     """The completions of one stream, from their prompts to their ends."""
 
-    def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray):
-        self.rollout, self.table, self.answers = rollout, rollout.table, answers
+    def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray, longest: int):
+        """`longest`: tokens of a turn."""
+        self.rollout, self.table, self.answers, self.longest = rollout, rollout.table, answers, longest
         self.completions = rollout.numbers(groups)
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
@@ -122,9 +123,12 @@ class _Play:
         if least > self.slots:  # the ring is full
             self._align(np.zeros_like(lengths), least=least)
             active, lengths = self.active, table.lengths[self.completions]
-        room = np.where(active, table.length - lengths, 0).astype(np.int32)
-        ended, room = split((~active, room), self.rollout.mesh)
-        stream = self.stream.replace(ended=ended)
+        room = np.minimum(table.length - lengths, self.begins[self.completions] + self.longest - lengths)
+        room = np.where(active, room, 0).astype(np.int32)
+        # A turn begins in the state of no stop string: the host knows it, as it knows who waits.
+        state = None if self.stream.stop_state is None else table.stop_state[self.completions]
+        ended, room, state = split((~active, room, state), self.rollout.mesh)
+        stream = self.stream.replace(ended=ended, stop_state=state)
         self.stream, drawn = self.rollout.decode(stream, self.slot, room, steps=BURST)
         self.slot += self._take(self.completions, drawn)
 
@@ -136,14 +140,17 @@ class _Play:
         Returns:
           How many steps were made: none after all turns had ended.
         """
-        table, drawn = self.table, fetch(drawn)
+        table, drawn, settings = self.table, fetch(drawn), self.rollout.settings
         mask = drawn[2]
-        ended = table.record(completions, drawn, self.rollout.settings.eos_token_ids)
+        ended = table.record(completions, drawn, settings.eos_token_ids, settings.stops)
+        lengths = table.lengths[completions]
+        cut = (completions >= 0) & (lengths - self.begins[completions] == self.longest) & (lengths < table.length)
+        ended |= cut & mask.any(axis=-1)
         for completion in map(int, completions[ended]):
             length = int(table.lengths[completion])
             turn = table.tokens[completion, self.begins[completion] : length]
             self.waiting[completion] = self.answers(completion, turn, table.length - length - 1)
-        over = mask.any(axis=-1) & ~ended & (table.lengths[completions] == table.length)
+        over = mask.any(axis=-1) & ~ended & (lengths == table.length)
         self.completions = np.where(over & (completions >= 0), -1, self.completions)
         return int(mask.sum(axis=-1).max())
 
@@ -265,12 +272,16 @@ def generate_turns(
     top_p: float = 1.0,
     min_p: float | None = None,
     eos_token_ids: Sequence[int] = (),
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    max_turn_length: int | None = None,
+    tokenizer: Tokenizer | None = None,
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Completions:
-    """Sample completions of several turns: an EOS ends a turn, and `answers` says how the completion goes on.
+    """Sample completions of several turns: an EOS or `stop` ends a turn, and `answers` says how it goes on.
 
     Args:
       prompts: tokens [B, P] int32 right-padded, lengths [B].
@@ -280,6 +291,8 @@ def generate_turns(
       max_completion_length: T ≥ 1, in tokens, of all turns with their observations. A completion whose observation
         does not fit, with one token more, ends there as truncated.
       temperature, top_k, top_p, min_p, eos_token_ids, pad_token_id, prompt_indices: as in `generate`.
+      stop, stop_token_ids, tokenizer: likewise; a text is looked for in each turn anew, and in no observation.
+      max_turn_length: tokens of a turn, which is then answered as if it had ended; None: as many as there is room for.
       batch_size: completions that stand on the device at a time, in whole groups; None: all.
       interrupt: called on the host every few tokens and while it waits; what it raises ends the sampling.
 
@@ -311,13 +324,15 @@ def generate_turns(
     """
     sampling, mesh = Sampling(temperature, top_k, top_p, min_p), mesh_of(params)
     shards = shard_count(mesh)
-    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, shards=shards)
+    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, max_turn_length, shards=shards)
     if not is_cached(model):
         raise ValueError(f"model is {type(model).__name__}: several turns need a model of this package, with its cache")
     b = prompts.tokens.shape[0]
     numbers = jnp.arange(b) if prompt_indices is None else jnp.asarray(prompt_indices)
     keys = completion_keys(key, numbers, num_generations)
-    settings = DecodeSettings(tuple(int(i) for i in eos_token_ids), int(pad_token_id), sampling)
+    settings = decode_settings(
+        sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
+    )
     failed = threading.Event()
 
     def interrupted() -> None:
@@ -330,12 +345,12 @@ def generate_turns(
     # Several processes tell each other the answers, all in the same order.
     alone = mesh is not None or jax.process_count() > 1
     streams = 1 if alone else stream_count(params, at_once, num_generations, each=2)
-    size = at_once // streams
+    size, longest = at_once // streams, int(max_turn_length or max_completion_length)
 
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Play(rollout, answers, np.arange(first, first + size)).run()
+                _Play(rollout, answers, np.arange(first, first + size), longest).run()
         except _OtherFailed:
             return  # the other one says why
         except BaseException:

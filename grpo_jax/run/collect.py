@@ -53,6 +53,7 @@ from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.run.seams import context_of, place_parts
 from grpo_jax.run.selection import Posteriors, use_of_rows, with_evidence
+from grpo_jax.turns.ends import TurnEnds
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
@@ -229,6 +230,7 @@ def request_of(run: Run) -> Request:
         interaction=run.interaction,
         sampler=run.sampler,
         policy=run.policy,
+        ends=TurnEnds.of(config),
     )
 
 

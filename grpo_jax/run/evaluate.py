@@ -11,19 +11,20 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
+from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.sample import sample
-from grpo_jax.run.sampler import Request, Sampler, check_sampler
+from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset
+from grpo_jax.turns.ends import TurnEnds
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,
@@ -32,7 +33,7 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.types import Environments, Json, Params, RewardFn, Row
+from grpo_jax.types import Environments, Params, RewardFn, Row
 
 EVALUATION = 2
 """What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
@@ -50,6 +51,9 @@ def evaluate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    max_turn_length: int | None = None,
     batch_size: int = 64,
     pad_to_multiple_of: int = 32,
     seed: int = 0,
@@ -80,6 +84,9 @@ def evaluate(
       top_k: see `sampling.process_logits`.
       top_p: likewise.
       min_p: likewise.
+      stop: as in `GRPOConfig`.
+      stop_token_ids: likewise.
+      max_turn_length: likewise.
       batch_size: prompts at a time on each device that prompts are cut over: one device without a mesh, all but for
         those along "tensor" with one. It does not change the samples.
       pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
@@ -104,12 +111,12 @@ def evaluate(
       metrics: for each function its mean over the scored completions under its name (or as `rewards/<name>/mean`, if
         it has the name of a metric that follows); `reward`, the mean over completions of the weighted sum over the
         functions that scored them (`rewards.calls.total_rewards`); `mean_length` (tokens) and `clipped_ratio` (share of
-        completions without an EOS); and what the functions logged by `log_metric`.
+        completions that have not ended by themselves); and what the functions logged by `log_metric`.
       rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
-      ValueError: `reward_weights` that are not one for each function; as `text.load_rows`, `text.encode_prompts` and
-        `rewards.compute_rewards`.
+      ValueError: `reward_weights` that are not one for each function; what can end no turn; as `text.load_rows`,
+        `text.encode_prompts` and `rewards.compute_rewards`.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
@@ -137,6 +144,7 @@ def evaluate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        ends=TurnEnds.read(stop, stop_token_ids, max_turn_length),
         batch_size=batch_size,
         pad_to_multiple_of=pad_to_multiple_of,
         seed=seed,
@@ -163,61 +171,6 @@ def evaluate(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """The settings of an evaluation, which `evaluate` documents.
-
-    Example:
-      >>> EvaluationSettings.of(GRPOConfig(temperature_eval=0.0)).num_generations
-      1
-    """
-
-    num_generations: int
-    max_completion_length: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float | None
-    batch_size: int
-    pad_to_multiple_of: int
-    seed: int
-    max_prompt_length: int | None
-    on_long_prompt: str
-    chat_template_kwargs: Json | None
-    on_reward_error: str
-    reward_weights: Sequence[float] | None
-    max_tool_calling_iterations: int | None
-    environment_timeout: float | None
-    on_environment_error: str
-
-    def __post_init__(self) -> None:
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {self.pad_to_multiple_of!r}.")
-
-    @classmethod
-    def of(cls, config: GRPOConfig) -> EvaluationSettings:
-        """The settings of the evaluations of a run."""
-        return cls(
-            num_generations=config.eval_generations,
-            max_completion_length=config.max_completion_length,
-            temperature=config.eval_temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
-            pad_to_multiple_of=config.padding,
-            seed=config.seed,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-            on_reward_error=config.on_reward_error,
-            reward_weights=config.reward_weights,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            environment_timeout=config.environment_timeout,
-            on_environment_error=config.on_environment_error,
-        )
-
-
 def evaluate_rows(
     policy: Policy,
     dataset: Dataset | EncodedPrompts,
@@ -233,6 +186,7 @@ def evaluate_rows(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate`, with its settings as one value."""
     rows, interaction = list[Row](), None
+    check_ends(settings.ends, policy, policy.params if params is None else params)
     if isinstance(dataset, EncodedPrompts):
         data = dataset
     else:
@@ -248,6 +202,7 @@ def evaluate_rows(
             most_calls=settings.max_tool_calling_iterations,
             seconds=settings.environment_timeout,
             on_error=settings.on_environment_error,
+            ends=settings.ends,
         )
         data = encode_rows(
             interaction,
@@ -258,7 +213,7 @@ def evaluate_rows(
             chat_template_kwargs=settings.chat_template_kwargs,
         )
     fns = with_environments(as_list(reward_fns), interaction)
-    check_sampler(sampler, interaction)
+    check_sampler(sampler, interaction, settings.ends)
     check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
     weights = environment_weights(settings.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
@@ -302,6 +257,7 @@ def evaluate_encoded(
         interaction=interaction,
         sampler=sampler,
         policy=policy,
+        ends=settings.ends,
     )
     key, names = jax.random.fold_in(jax.random.key(settings.seed), EVALUATION), reward_names(reward_fns)
     scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()

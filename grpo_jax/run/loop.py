@@ -23,7 +23,8 @@ from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.collect import collect, request_of
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
+from grpo_jax.run.evaluate import evaluate_encoded
+from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher

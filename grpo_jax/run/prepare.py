@@ -33,11 +33,12 @@ from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, re
 from grpo_jax.run.beginning import decide_checkpointing
 from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
-from grpo_jax.run.sampler import Sampler, check_sampler
+from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
+from grpo_jax.turns.ends import BY_EOS, TurnEnds
 from grpo_jax.turns.interaction import (
     Interaction,
     encode_rows,
@@ -65,7 +66,8 @@ def prepare(arguments: Arguments) -> Run:
         policy.check_held()  # without params nothing can be said of the rest
     faults = Faults()
     faults.of(_check_config, config)
-    faults.of(check_policy, policy)
+    ends = TurnEnds.of(config) if isinstance(config, GRPOConfig) else BY_EOS
+    faults.of(check_policy, policy, ends)
     faults.of(check_optimizer, arguments.optimizer)
     fns = faults.of(_functions, arguments.reward_fns)
     rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
@@ -73,7 +75,9 @@ def prepare(arguments: Arguments) -> Run:
         rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
     known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
     interaction = faults.of(_interaction, arguments, rows) if known else None
-    faults.of(check_sampler, arguments.sampler, interaction)
+    faults.of(check_sampler, arguments.sampler, interaction, ends)
+    if isinstance(policy, Policy) and policy.tokenizer is not None:
+        faults.of(check_ends, ends, policy, policy.params)
     unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
     if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
@@ -194,7 +198,7 @@ def _check_config(config: Any) -> None:
         )
 
 
-def check_policy(policy: Any) -> None:
+def check_policy(policy: Any, ends: TurnEnds = BY_EOS) -> None:
     """Raise unless it is a policy that can be sampled from."""
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
@@ -204,10 +208,10 @@ def check_policy(policy: Any) -> None:
             " `add_lora(policy, key)`, or load it without `quantize`."
         )
     policy.check_tokenizer()
-    if not policy.eos_token_ids:
+    if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
         raise ValueError(
             "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
-            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...})."
+            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...}); or stop."
         )
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
     if eos is not None and eos not in ids:
@@ -301,6 +305,7 @@ def _interaction(arguments: Arguments, rows: Mapping[str, Sequence[Row] | None])
         most_calls=config.max_tool_calling_iterations,
         seconds=config.environment_timeout,
         on_error=config.on_environment_error,
+        ends=TurnEnds.of(config),
     )
 
 

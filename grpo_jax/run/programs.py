@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.types import Batch, Params, Prompts
@@ -20,15 +20,23 @@ def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
     """The programs of a rollout by those params; None where `generate` has none of them, or another engine samples."""
     if run.sampler is not None:
         return None
+    config = run.config
     return RolloutShapes.of(
         run.policy.model,
         params,
         run.sizes.prompts,
         run.prompt_length,
-        num_generations=run.config.num_generations,
-        max_completion_length=run.config.max_completion_length,
-        batch_size=run.config.rollout_batch_size,
-        settings=DecodeSettings(run.policy.eos_token_ids, run.policy.pad_token_id, sampling_of(run.config)),
+        num_generations=config.num_generations,
+        max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
+        batch_size=config.rollout_batch_size,
+        settings=decode_settings(
+            sampling_of(config),
+            run.policy.eos_token_ids,
+            run.policy.pad_token_id,
+            stop=None if run.policy.tokenizer is None else config.stop,  # of a plan, to which it adds no array
+            stop_token_ids=config.stop_token_ids,
+            tokenizer=run.policy.tokenizer,
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import parameters_of
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import Answers
+from grpo_jax.turns.ends import BY_EOS, TurnEnds
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
@@ -56,7 +57,8 @@ class Sampler(Protocol):
       mask: [B, G, T] bool, True from the first token of a row on to its last, which is the EOS where it drew one.
       log_probs: [B, G, T] floats, ≤ 0, of the distribution that the engine drew from: after `temperature`, `top_k`,
         `top_p` and `min_p`, which the trainer's log-probs have in them too.
-      ended: [B, G] bool, True where the row drew an EOS.
+      ended: [B, G] bool, True where the row drew an EOS or a stop id (both are among `eos_token_ids`), or came to the
+        end of a text of `stop`.
       present: of several turns [B, G, T] bool, True from the first token of a row on to its last; `mask` is True on
         those that the engine drew, and `ended` where `answers` returned None.
 
@@ -92,10 +94,11 @@ def measured_by(sampler: Sampler | None) -> dict[str, float]:
     return dict(getattr(sampler, "measured", {}))
 
 
-def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
+def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
-    With tools and environments, one of its arguments has to be `answers`, and the run one process.
+    With tools and environments, one of its arguments has to be `answers`, and the run one process. Of what ends a turn,
+    it has to take texts and a length where there are some; ids are among `eos_token_ids`.
     """
     if sampler is None:
         return
@@ -108,9 +111,18 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None) -> None:
     unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
+    named = {p.name for p in parameters_of(sampler)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
+    asked = {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
+    untaken = [name for name, value in asked.items() if value and name not in named and not takes_all]
+    if untaken:
+        raise ValueError(
+            f"{' and '.join(untaken)}: sampler does not take {'it' if len(untaken) == 1 else 'them'}: give one with"
+            f" {'this argument' if len(untaken) == 1 else 'these arguments'}, such as engines.vllm, or None"
+        )
     if interaction is None:
         return
-    if "answers" not in {p.name for p in parameters_of(sampler)}:
+    if "answers" not in named:
         raise ValueError(
             "tools and environment_factory: sampler makes completions of one turn; give one that takes `answers`, such"
             " as engines.vllm, or None"
@@ -130,6 +142,7 @@ class Request:
       max_completion_length: T.
       sampling: the distribution that tokens are drawn from.
       eos_token_ids: token ids that end a completion, or its turn.
+      ends: what ends it too.
       pad_token_id: stands after the end.
       prompt_length: P, unless environments make prompts longer.
       padding: to a multiple of which P is then rounded.
@@ -150,6 +163,7 @@ class Request:
     interaction: Interaction | None = None
     sampler: Sampler | None = None
     policy: Policy | None = None
+    ends: TurnEnds = BY_EOS
 
 
 def completions_by(
@@ -180,7 +194,9 @@ def completions_by(
         "num_generations": request.num_generations,
         "max_completion_length": request.max_completion_length,
         **request.sampling._asdict(),
-        "eos_token_ids": request.eos_token_ids,
+        "eos_token_ids": (*request.eos_token_ids, *request.ends.stop_token_ids),
+        **request.ends._asdict(),
+        "tokenizer": None if request.policy is None else request.policy.tokenizer,
         "pad_token_id": request.pad_token_id,
         "prompt_indices": prompt_indices,
         "batch_size": request.batch_size,
@@ -190,8 +206,10 @@ def completions_by(
     }
     named = {p.name for p in parameters_of(sampler)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
+    # One that takes all by **kwargs is not surprised by names that it can do without.
+    unasked = FURTHER if request.ends != BY_EOS else (*FURTHER, *BY_EOS._fields, "tokenizer")
     returned = sampler(
-        **{name: value for name, value in every.items() if name in named or (takes_all and name not in FURTHER)}
+        **{name: value for name, value in every.items() if name in named or (takes_all and name not in unasked)}
     )
     completions = read_completions(
         returned,
@@ -279,6 +297,11 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
     of_kind: Mapping[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "min": np.min, "max": np.max}
     return {name: float(of_kind[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
+
+
+def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
+    """Raise a `ValueError` for what no turn of a policy could end with."""
+    ends.check(policy.tokenizer, _vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
 def _vocab_size(model: Model, params: Params) -> int:

@@ -82,7 +82,8 @@ class Episode:
         self.messages: Messages = []
         self.lengths: list[int] = []
         self.turn_rewards: dict[int, float] = {}
-        self.counts, self.over, self._lost = EpisodeCounts(), False, False
+        limited = interaction.ends.max_turn_length is not None
+        self.counts, self.over, self._lost = EpisodeCounts(cut_short=0 if limited else None), False, False
         self.before = Before([], "", "")
 
     def reset(self, row: Row) -> None:
@@ -101,7 +102,9 @@ class Episode:
 
     def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
         """Return the observation after a turn; None where the completion is over."""
-        parsed = self.note(ids)
+        parsed, own = self.note(ids), self._interaction
+        if own.ends.cut_short(ids, own.tokenizer, own.eos_token_ids):
+            self.counts.cut_short = (self.counts.cut_short or 0) + 1
         if self.over:
             return None
         if parsed.calls or parsed.problems:
@@ -222,7 +225,7 @@ class Episode:
         return ""
 
     def _encode(self, said: str | Messages, room: int, drawn: int) -> Sequence[int]:
-        """Return the tokens of an observation behind the EOS that was drawn; too many for a far too long text."""
+        """Return the tokens of an observation behind the token that ended a turn; too many for a far too long text."""
         if sum(map(len, _texts(said))) > 1000 + LONGEST_TEXT * room:
             return range(room + 1)
         if isinstance(said, str):

@@ -11,6 +11,7 @@ from grpo_jax.messages import raise_all, show
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calls import Format
+from grpo_jax.turns.ends import BY_EOS, TurnEnds
 from grpo_jax.turns.formats import FORMATS, format_of
 from grpo_jax.turns.roundtrip import call_fault, hidden_ids
 from grpo_jax.turns.templates import check_template, opens_thinking, template_of
@@ -40,6 +41,7 @@ class Interaction:
       most_calls: limit of turns that call tools, in each completion; None: no limit.
       seconds: limit of one call; None: no limit.
       on_error: "raise" or "end", if an environment fails.
+      ends: what ends a turn beside the ids.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +57,7 @@ class Interaction:
     most_calls: int | None = None
     seconds: float | None = None
     on_error: str = "raise"
+    ends: TurnEnds = BY_EOS
 
     def name_of(self, row: Row) -> Hashable:
         """Return the key of a row's factory."""
@@ -102,12 +105,13 @@ def make_interaction(
     most_calls: int | None = None,
     seconds: float | None = None,
     on_error: str = "raise",
+    ends: TurnEnds = BY_EOS,
 ) -> Interaction | None:
     """Make the `Interaction` of a run from its tools and environments; None where there are neither.
 
     Args:
       environment_factory: likewise. Each factory is called once here, to see what it makes.
-      chat_template_kwargs, most_calls, seconds, on_error: of the config, as `Interaction` has them.
+      chat_template_kwargs, most_calls, seconds, on_error, ends: of the config, as `Interaction` has them.
 
     Raises:
       ValueError: tools or environments that cannot be used, or not with these rows or this chat template. Of several
@@ -164,6 +168,7 @@ def make_interaction(
         most_calls=most_calls,
         seconds=seconds,
         on_error=on_error,
+        ends=ends,
     )
 
 

@@ -21,6 +21,7 @@ class EpisodeCounts:
       errors: of the environment.
       seconds: of both.
       clipped: 1 if the last turn called where no more calls are made.
+      cut_short: turns that were as long as a turn may be; None: there is no such limit.
     """
 
     turns: int = 0
@@ -29,6 +30,7 @@ class EpisodeCounts:
     errors: int = 0
     seconds: float = 0.0
     clipped: int = 0
+    cut_short: int | None = None
 
 
 class Played(NamedTuple):
@@ -86,11 +88,12 @@ def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
 def metrics_of(played: Sequence[Played]) -> dict[str, float]:
     """Return the metrics of a rollout's episodes."""
     counts = [one.counts for one in played]
-    turns = [one.turns for one in counts]
+    turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
     return {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),
         "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
+        **({"turns/cut_short": float(sum(cut_short))} if cut_short else {}),
         "tools/calls": float(sum(one.calls for one in counts)),
         "tools/failures": float(sum(one.failures for one in counts)),
         "environment/errors": float(sum(one.errors for one in counts)),

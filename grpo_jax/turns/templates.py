@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.messages import raise_all
+from grpo_jax.text.pieces import special_tokens
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MARK = "Zq7"
@@ -99,7 +100,7 @@ def observation_ids(
     eos_token_ids: Collection[int] | None = None,
     drawn: int | None = None,
 ) -> list[int]:
-    """Return the tokens that follow a turn of the policy that ended with its EOS: messages, the next turn's opening.
+    """Return the tokens that follow a turn of the policy: messages, and the next turn's opening.
 
     A text within a message that reads like a special token is encoded as text: no tool can end a turn or open one.
 
@@ -109,12 +110,12 @@ def observation_ids(
       chat_template_kwargs: further keywords for the chat template.
       tools: the schemas given to the template with the prompt.
       eos_token_ids: those that end a turn; default is the tokenizer's own.
-      drawn: the one that the policy drew, where it may not be the one that opens the next turn; None: as the template
-        writes it.
+      drawn: the last one of the turn, where it may be none of these, nor the one that opens the next turn; None: as the
+        template writes it.
 
     Returns:
-      Token ids without the closing EOS, which the policy drew, and with what the template writes after it (a newline,
-      for instance). No BOS.
+      Token ids without the closing EOS, if the policy drew one, and with what the template writes after it (a newline,
+      for instance). Behind a turn that a stop string, a stop id or its length has ended, the EOS is the first. No BOS.
 
     Raises:
       ValueError: the template refuses the messages, or cannot be used in this way (`check_template` says so earlier).
@@ -148,9 +149,9 @@ def observation_ids(
             f"the chat template ends the turn before the messages with {after[: len(end.text)]!r}, and before others "
             f"with {end.text!r}: use a template that closes every turn in the same way"
         )
-    ids = _encode_after(tokenizer, end.closing, after[len(end.text) :])
-    opening = _encode(tokenizer, end.closing) if end.opens and drawn is not None else []
-    return ids if opening in ([], [drawn]) else opening + ids
+    ids, closing = _encode_after(tokenizer, end.closing, after[len(end.text) :]), _encode(tokenizer, end.closing)
+    ends = (eos_token_ids or (tokenizer.eos_token_id,)) if not end.opens else closing
+    return ids if drawn is None or drawn in ends else closing + ids
 
 
 def check_template(
@@ -316,13 +317,6 @@ def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
     """Return where the first of some tokens stands in a text, and which; of several there, the longest."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(places)[0], min(places)[2]) if places else None
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the text of every special token of a tokenizer, by its id."""
-    added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    return added | {index: token for index, token in named if index is not None}  # one in no vocabulary has no id
 
 
 def _guard(value: Any, special: Sequence[str]) -> Any:

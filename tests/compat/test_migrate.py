@@ -160,6 +160,23 @@ def test_what_is_not_here_is_said(values, advice):
     assert advice in str(moved).partition("NOT HERE:")[2]
 
 
+@pytest.mark.quick
+def test_further_arguments_of_sampling_are_fields_or_are_named():
+    asked = {"stop_strings": ["</a>"], "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.0, "max_new_tokens": 64}
+    moved = from_trl({"generation_kwargs": asked, "top_p": 0.5, "top_k": 7})
+    assert moved.missing == {}
+    assert moved.config() == GRPOConfig(stop=["</a>"], top_p=0.9, top_k=7, max_completion_length=64)
+    assert moved.translated == {"generation_kwargs": "stop=['</a>'], top_p=0.9, max_completion_length=64"}
+    assert moved.same == ["top_k"]
+    text = from_trl(
+        {"generation_kwargs": '{"stop": ".", "stop_token_ids": [3], "num_beams": 2, "repetition_penalty": 1.2}'}
+    )
+    assert text.config() == GRPOConfig(stop=["."], stop_token_ids=[3])
+    assert text.missing["generation_kwargs"].startswith("num_beams: its stop_strings")
+    assert "which the log-probs of the loss would need too" in text.missing["repetition_penalty"]
+    assert list(from_trl({"generation_kwargs": {}}).notes()) == []
+
+
 VLLM = "vllm_importance_sampling_"
 
 

@@ -36,7 +36,9 @@ class StandIn:
 
     Attributes:
       fault: `fault(path, body, n)` of the n-th request of all says what goes wrong with it: None, a status, "hang",
-        "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary).
+        "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary), "early"
+        (an end without a reason).
+      late: tokens that it draws behind a stop string, as a server does that draws several at a time.
       deaf_head: a head that no reload reaches.
       base: the policy whose weights it starts with.
       drawn: (version of the weights, body) of each completion, in the order of their requests.
@@ -46,7 +48,7 @@ class StandIn:
         self.base, self.key, self.room, self.raw = base, key, room, raw
         self.deaf_head, self.says_version = deaf_head, version
         self.requests, self.fault, self.port, self.most = [], lambda path, body, n: None, 0, 0
-        self.drawn = []
+        self.drawn, self.late = [], 0
         self._at_once, self._lock = 0, threading.Lock()
 
     def __enter__(self):
@@ -137,7 +139,8 @@ class StandIn:
         rng = np.random.default_rng(body.get("seed", 0))
         sampling = Sampling(body.get("temperature", 1.0), body.get("top_k", 0), body.get("top_p", 1.0))
         given = self.logits(model, params, head, ids) if "prompt_logprobs" in body else None
-        while len(drawn) < body["max_tokens"]:
+        found = None
+        while len(drawn) < body["max_tokens"] and (found is None or len(drawn) < found + self.late):
             logits = self.logits(model, params, head, ids + drawn)[len(ids) + len(drawn) - 1]
             cut = np.asarray(process_logits(jnp.asarray(logits), sampling))
             p = np.exp(cut - cut.max())
@@ -146,9 +149,13 @@ class StandIn:
             log_probs.append(float(jax.nn.log_softmax(jnp.asarray(logits if self.raw else cut))[token]))
             if token in body.get("stop_token_ids", ()):
                 break
+            # As vLLM does: in characters, those that are whole, and without special tokens.
+            text = self.base.tokenizer.decode(drawn, skip_special_tokens=True).rstrip("\ufffd")
+            if found is None and any(one in text for one in body.get("stop", ())):
+                found = len(drawn)
         with self._lock:
             self._at_once -= 1
-        ended = drawn[-1] in body.get("stop_token_ids", ())
+        ended = found is not None or drawn[-1] in body.get("stop_token_ids", ())
         choice = {"token_ids": drawn, "finish_reason": "stop" if ended else "length"}
         choice["logprobs"] = {"token_logprobs": log_probs}
         if given is not None:
@@ -200,6 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
             content["choices"][0]["token_ids"].pop()
         if fault == "abort":
             content["choices"][0]["finish_reason"] = "abort"
+        if fault == "early":
+            choice = content["choices"][0]
+            choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "stop"
+            choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:1]
         if fault == "alien":
             content["choices"][0]["token_ids"][0] = 10**6
         return self.send(status, content)

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stand_in import StandIn
+from test_stops import searched
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, generate, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.engines.client import Refused
+from grpo_jax.text.pieces import token_bytes
 from grpo_jax.text.prompts import make_prompts
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -426,6 +428,50 @@ def test_several_turns_are_the_very_tokens_so_far(server):
     assert len(later) > len(ROWS)
     seeds = [body["seed"] for body in server.posts("/v1/completions") if body["max_tokens"] > 1]
     assert len(set(seeds)) == len(seeds)
+
+
+STOP = [*"acegikmoqsuwy", "d\u00e9", "f "]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("late", [0, 2])
+def test_texts_end_a_turn_with_the_very_token_that_a_search_in_its_bytes_names(server, late):
+    server.late = late
+    drawn = draws(vllm(server.url), num_generations=8, max_completion_length=24, stop=STOP, eos_token_ids=(1,))
+    pieces, by_text = token_bytes(POLICY.tokenizer), 0
+    assert server.posts("/v1/completions")[-2]["stop"] == STOP
+    rows = (x.reshape(16, *x.shape[2:]) for x in (drawn.tokens, drawn.mask, drawn.ended))
+    for row, own, ended in zip(*rows, strict=True):
+        end, last = searched(STOP, pieces, row[own]), row[own][-1]
+        assert end in (None, own.sum())
+        assert ended == (end is not None or last == 1)
+        by_text += end is not None
+    assert by_text > 3
+
+
+@pytest.mark.quick
+def test_both_engines_keep_the_same_tokens_of_every_turn(server):
+    """Greedy, by texts, an id and a length; the environment says some of these texts too."""
+
+    class Talks(Game):
+        def respond(self, text):
+            heard.append(text)
+            return super().respond(text) and f" {len(text)} a dé: "
+
+    how = {"temperature": 0, "max_completion_length": 60, "batch_size": 4, "environment_factory": Talks}
+    how |= {"stop": STOP, "stop_token_ids": 200, "max_turn_length": 7}
+    other, heard = jax.tree.map(lambda x: 1.5 * x, POLICY.params), []
+    expected = evaluate(POLICY, ROWS, [], params=other, **how)
+    ours, heard[:] = sorted(heard), []
+    assert evaluate(POLICY, ROWS, [], params=other, sampler=vllm(server.url), **how) == expected
+    assert sorted(heard) == ours
+    assert len(ours) > 2 * len(ROWS)
+
+
+def test_an_end_that_no_text_explains_is_refused(server):
+    server.fault = lambda path, body, n: "early" if path == "/v1/completions" and "stop" in body else None
+    with pytest.raises(EngineError, match=r"ended a completion after 1 of 8 tokens by 'stop'.*they spell none of"):
+        draws(vllm(server.url), stop=["never"], eos_token_ids=())
 
 
 def test_several_turns_go_on_after_a_lost_server(server):

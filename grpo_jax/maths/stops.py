@@ -1,0 +1,135 @@
+"""Stop strings found token by token: an automaton over bytes, with one table look-up for each token that is drawn.
+
+A state is the longest end of the text so far that some stop string begins with. A token leads to the next one through
+all of its bytes, so a string that begins and ends in the middle of tokens is found at the very token that completes it:
+
+```
+stop "</a>"       tokens   x      </      a>       .
+                  state    ""  →  "</" →  found →  found
+```
+
+Many tokens do the same to every state: the table has one row for each kind of them, and is small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
+
+_TEXTS = 1 << 13
+"""Texts of tokens that are followed through the automaton at a time, to bound the memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """The automaton of some stop strings over the tokens of one vocabulary; hashable, so a static argument of programs.
+
+    Attributes:
+      strings: as they were given.
+      digest: hash of the arrays, by which two of these are told apart.
+      kinds: [N + 1] unsigned integers, the kind of each token; the last is that of ids from N on, which have no text.
+      table: [kinds, S + 1] int32, the state after a token of a kind; S, the last one, means found, and stays.
+    """
+
+    strings: tuple[str, ...]
+    digest: bytes
+    kinds: np.ndarray = dataclasses.field(compare=False, repr=False)
+    table: np.ndarray = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def found(self) -> int:
+        """The state after a stop string."""
+        return self.table.shape[1] - 1
+
+    def after(self, state: Array, tokens: Array) -> Array:
+        """The states [...] int32 that tokens [...] lead to; a turn begins in the state 0."""
+        if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
+            return self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
+        kinds = jnp.asarray(self.kinds)[jnp.minimum(tokens, len(self.kinds) - 1)].astype(jnp.int32)
+        return jnp.asarray(self.table)[kinds, state]
+
+    def end_of(self, tokens: np.ndarray) -> int | None:
+        """How many tokens [n] of a turn there are up to the one that completes a stop string; None where none does."""
+        state = np.zeros(1, np.int32)
+        for at in range(len(tokens)):
+            state = self.after(state, tokens[at : at + 1])
+            if state[0] == self.found:
+                return at + 1
+        return None
+
+
+def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
+    """The automaton of stop strings over a vocabulary.
+
+    Args:
+      strings: n ≥ 1 texts, none of them empty; they are looked for as UTF-8.
+      pieces: the N bytes that each token adds to a text; b"" for a token without a text, which changes no state.
+
+    Raises:
+      ValueError: a string that no sequence of these tokens spells.
+
+    Example:
+      >>> stops = make_stops(["</a>"], [b"x", b"</", b"a>.", b"<", b"a"])
+      >>> stops.end_of(np.array([0, 3, 1, 2, 0])), stops.end_of(np.array([1, 0, 2]))
+      (4, None)
+    """
+    encoded = [string.encode() for string in strings]
+    alone = [_tables([string], pieces) for string in encoded]
+    unspelt = [string for string, (_, table) in zip(strings, alone, strict=True) if not _spelt(table)]
+    if unspelt:
+        raise ValueError(f"no tokens of this vocabulary spell {', '.join(map(repr, unspelt))}")
+    kinds, table = alone[0] if len(alone) == 1 else _tables(encoded, pieces)
+    return Stops(tuple(strings), hashlib.sha256(kinds.tobytes() + table.tobytes()).digest(), kinds, table)
+
+
+def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """`kinds` and `table` of the automaton of some strings."""
+    steps, rows = _byte_steps(strings), dict[bytes, int]()
+    # Bytes that stand in none of the strings are all the same: 255, which no UTF-8 has. Few texts are then different.
+    same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
+    texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
+    different = sorted(set(texts), key=len, reverse=True)
+    kind_of = dict[bytes, int]()
+    for first in range(0, len(different), _TEXTS):
+        some = different[first : first + _TEXTS]
+        lengths = np.array([*map(len, some)])
+        there = np.frombuffer(b"".join(text.ljust(lengths[0]) for text in some), np.uint8).reshape(len(some), -1)
+        states = np.tile(np.arange(len(steps)), (len(some), 1))
+        for at in range(lengths[0]):
+            count = int((lengths > at).sum())  # the longest stand first
+            states[:count] = steps[states[:count], there[:count, at, None]]
+        for text, row in zip(some, states.astype(np.int32), strict=True):
+            kind_of[text] = rows.setdefault(row.tobytes(), len(rows))
+    kinds = np.array([kind_of[text] for text in texts], np.min_scalar_type(len(rows)))
+    return kinds, np.frombuffer(b"".join(rows), np.int32).reshape(len(rows), -1)
+
+
+def _spelt(table: np.ndarray) -> bool:
+    """Whether tokens lead from the state 0 to the last one."""
+    reached, count = np.zeros(1, np.int64), 0
+    while len(reached) > count:
+        count, reached = len(reached), np.unique(np.append(table[:, reached], reached))
+    return reached[-1] == table.shape[1] - 1
+
+
+def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
+    """[S + 1, 256] the state after a byte; each state but the last is a beginning of a string, the shortest first."""
+    states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
+    number, found = {text: i for i, text in enumerate(states)}, len(states)
+    steps = np.zeros((found + 1, 256), np.int64)
+    steps[found] = found
+    for i, state in enumerate(states):
+        for byte in set(b"".join(strings)):
+            text = state + bytes([byte])
+            ends = (number.get(text[n:]) for n in range(len(text) + 1))
+            steps[i, byte] = found if text.endswith(tuple(strings)) else next(n for n in ends if n is not None)
+    return steps

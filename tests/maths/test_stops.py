@@ -1,0 +1,112 @@
+"""Stop strings by an automaton over tokens: what a plain search in the bytes finds, at the token that it finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.maths.stops import make_stops
+
+PIECES = [
+    b"",
+    b"a",
+    b"b",
+    b"ab",
+    b"ba",
+    b"aab",
+    b" a",
+    b"b.",
+    b"..",
+    b"abab",
+    b"\xc3",
+    b"\xa9",
+    b"x\xc3",
+    b"\xa9b",
+    b"c",
+]
+
+
+def searched(strings, pieces, turn):
+    """Tokens up to the one that completes a string, by reading all of the text again for each."""
+    for count in range(1, len(turn) + 1):
+        text = b"".join(pieces[i] for i in turn[:count])
+        if any(string.encode() in text for string in strings):
+            return count
+    return None
+
+
+STRINGS = [
+    ["a"],
+    ["ab"],
+    ["abab"],
+    ["aab", "bab"],
+    ["é"],
+    ["bé", "ab"],
+    ["b..", "a.", "b ab"],
+    ["aaba", "ab", "b"],
+    ["ababab"],
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strings", STRINGS, ids=str)
+def test_it_ends_where_a_search_in_the_bytes_does(strings):
+    stops, rng = make_stops(strings, PIECES), np.random.default_rng(0)
+    assert stops.strings == tuple(strings)
+    ends = set()
+    for turn in rng.integers(0, len(PIECES), (300, 12)):
+        expected = searched(strings, PIECES, turn)
+        assert stops.end_of(turn) == expected
+        ends.add(expected)
+    assert len(ends) > 3
+
+
+@pytest.mark.quick
+def test_on_the_device_it_is_the_same_and_stays_found():
+    stops, rng = make_stops(["aab", "é"], PIECES), np.random.default_rng(1)
+    turns = rng.integers(0, len(PIECES), (8, 16, 20)).astype(np.int32)
+    after = jax.jit(lambda state, tokens: stops.after(state, tokens))
+    state, ours = jnp.zeros((8, 16), jnp.int32), np.zeros((8, 16), np.int32)
+    found = []
+    for t in range(20):
+        state, ours = after(state, jnp.asarray(turns[..., t])), stops.after(ours, turns[..., t])
+        np.testing.assert_array_equal(state, ours)
+        assert state.dtype == ours.dtype == np.int32
+        found.append(ours == stops.found)
+    count = np.sum(np.logical_not(found), axis=0) + 1
+    ends = [stops.end_of(turn) or 21 for turn in turns.reshape(-1, 20)]
+    assert count.reshape(-1).tolist() == ends
+    assert 5 < (count < 21).sum() < 128
+
+
+@pytest.mark.quick
+def test_ids_that_no_token_has_spell_nothing():
+    stops = make_stops(["ab"], [b"a", b"b"])
+    assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
+    assert stops.after(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
+
+
+@pytest.mark.quick
+def test_a_large_vocabulary_has_few_kinds_of_tokens():
+    """The table stays small: what the device holds is one byte for each token."""
+    rng = np.random.default_rng(2)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz <>/.", np.uint8)
+    pieces = [bytes(rng.choice(letters, n)) for n in rng.integers(1, 9, 20_000)] + [
+        b" " * 128,
+        *map(bytes, letters[:, None]),
+    ]
+    stops = make_stops(["</answer>", "."], pieces)
+    assert stops.kinds.dtype == np.uint8
+    assert stops.table.shape[0] < 64
+    turn = rng.integers(0, len(pieces), 30)
+    assert stops.end_of(turn) == searched(stops.strings, pieces, turn)
+    assert hash(stops) == hash(make_stops(["</answer>", "."], pieces))
+    assert stops == make_stops(["</answer>", "."], pieces) != make_stops(["</answer>", "."], pieces[::-1])
+
+
+@pytest.mark.quick
+def test_what_no_tokens_spell_is_refused():
+    with pytest.raises(ValueError, match="no tokens of this vocabulary spell 'ac', 'cab'"):
+        make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
+    make_stops(["xcbab"], [b"a", b"xcb", b"b"])
+    make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of a token

@@ -1,0 +1,294 @@
+"""Stop strings in rollouts: the same draws, cut where a plain search in their text says, however they are laid out."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from test_stops import searched
+from test_turns import promise
+from tiny import scored, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from grpo_jax import generate, make_prompts
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.rollout import ladder
+from grpo_jax.rollout.draw import decode_settings
+from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.text.pieces import token_bytes
+
+NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
+EOS, PAD, T = 1, 0, 40
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
+STOP = ["b a", "ac", "éé"]
+"""Each is spelt in several ways, over the borders of tokens and of characters."""
+
+
+@functools.cache
+def tokenizer():
+    """Byte-level, with texts of several characters; é is a token, and is spelt by the two tokens of its bytes."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = (
+        NAMES[:2] + [_name(text.encode()) for text in NAMES[2:]] + [_name(b"\xc3"), _name(b"\xa9"), _name(b"\xa9c\xc3")]
+    )
+    fast = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
+
+
+def _name(data):
+    """A token's name in byte-level BPE, by the library's own encoder of bytes."""
+    single = [chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    others = iter(range(256, 512))
+    table = {byte: chr(byte) if chr(byte) in single else chr(next(others)) for byte in range(256)}
+    return "".join(table[byte] for byte in data)
+
+
+@functools.cache
+def model_and_params():
+    return tiny_model(vocab=24, seed=3)
+
+
+def arguments(**settings):
+    how = {"num_generations": 8, "max_completion_length": T, "eos_token_ids": (EOS,), "pad_token_id": PAD}
+    return how | {"tokenizer": tokenizer()} | settings
+
+
+def sample(params=None, **settings):
+    model, own = model_and_params()
+    return generate(
+        model, own if params is None else params, make_prompts(PROMPTS), jax.random.key(7), **arguments(**settings)
+    )
+
+
+@functools.cache
+def unstopped():
+    return sample()
+
+
+def ends_of(completions, stop):
+    """[B·G] tokens up to the one that completes a text, by a search in what they spell; None where none does."""
+    tokens, mask = (np.asarray(x).reshape(-1, T) for x in (completions.tokens, completions.mask))
+    pieces = [*token_bytes(tokenizer()), b"", b"", b""]
+    return [searched(stop, pieces, row[own]) for row, own in zip(tokens, mask, strict=True)]
+
+
+def cut(completions, ends):
+    """The completions, cut after so many tokens."""
+    lengths = np.array([T if end is None else end for end in ends]).reshape(completions.ended.shape)
+    kept = np.asarray(completions.mask) & (np.arange(T) < lengths[..., None])
+    return completions.replace(
+        tokens=np.where(kept, completions.tokens, PAD),
+        mask=kept,
+        log_probs=np.where(kept, completions.log_probs, 0),
+        ended=np.asarray(completions.ended) | np.array([end is not None for end in ends]).reshape(lengths.shape),
+    )
+
+
+def assert_same(one, other):
+    for name in ("tokens", "mask", "ended"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+class Bare:
+    """A model that has `apply` and nothing else."""
+
+    def apply(self, variables, tokens):
+        return model_and_params()[0].apply(variables, tokens)
+
+
+@functools.cache
+def expected():
+    ends = ends_of(unstopped(), STOP)
+    assert sum(end is not None for end in ends) > 8, "too few rows of this test come to a text"
+    assert any(end is None for end in ends)
+    return cut(unstopped(), ends)
+
+
+@pytest.mark.quick
+def test_a_completion_ends_with_the_token_that_completes_a_text():
+    assert_same(sample(stop=STOP), expected())
+
+
+def test_some_of_these_texts_lie_over_the_borders_of_tokens_and_of_characters():
+    pieces, over, halves = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
+    for row, own in zip(expected().tokens.reshape(-1, T), expected().mask.reshape(-1, T), strict=True):
+        last = [pieces[i] for i in row[own]]
+        over += not any(text.encode() in last[-1] for text in STOP)
+        halves += b"\xa9" in (piece[:1] for piece in last[-2:])
+    assert over > 8
+    assert halves > 0
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 8}, {"burst": 3}, {"devices": 2}], ids=str)
+def test_the_layout_changes_nothing(settings, monkeypatch):
+    if "burst" in settings:
+        monkeypatch.setattr(ladder, "BURST", settings.pop("burst"))
+    devices = settings.pop("devices", None)
+    params = None if devices is None else place(model_and_params()[1], make_mesh({"data": devices}))
+    assert_same(sample(params, stop=STOP, **settings), expected())
+
+
+def test_inside_a_jit_and_without_a_cache_it_is_the_same():
+    model, params = model_and_params()
+    prompts, key = make_prompts(PROMPTS), jax.random.key(7)
+    inside = jax.jit(lambda params: generate(model, params, prompts, key, **arguments(stop=STOP)))
+    assert_same(inside(params), expected())
+    assert_same(generate(Bare(), params, prompts, key, **arguments(stop=STOP)), expected())
+
+
+@pytest.mark.quick
+def test_without_texts_no_program_has_anything_of_them():
+    """Neither a state nor a table: of one with texts, both are there."""
+    model, params = model_and_params()
+    prompts = make_prompts(PROMPTS)
+
+    def programs(**settings):
+        made = decode_settings(Sampling(), (EOS,), PAD, tokenizer=tokenizer(), **settings)
+        shapes = RolloutShapes.of(
+            model, params, 4, prompts.tokens.shape[1], num_generations=8, max_completion_length=T, settings=made
+        )
+        stream = shapes.stream(shapes.ladder.shapes[0], shapes.parts[0], shapes.ladder.slots[-1])
+        text = shapes.decode(0, shapes.ladder.slots[-1]).lower().as_text()
+        return stream.stop_state, len(jax.tree.leaves(stream)), text.count('"stablehlo.gather"(')
+
+    none, leaves, gathers = programs()
+    state, more, looked_up = programs(stop=STOP)
+    assert none is None
+    assert (state.shape[-1], state.dtype) == (8, np.int32)
+    assert more == leaves + 1
+    assert looked_up == gathers + 2
+    assert programs(stop_token_ids=[5]) == (none, leaves, gathers)
+
+
+@pytest.mark.quick
+def test_stop_ids_are_as_good_as_an_eos():
+    assert_same(sample(eos_token_ids=(EOS, 5, 12)), sample(stop_token_ids=[5, 12]))
+    assert_same(sample(stop_token_ids=5), sample(stop_token_ids=[5]))
+
+
+@pytest.mark.quick
+def test_a_completion_of_one_turn_is_as_long_as_a_turn_may_be():
+    short = sample(max_turn_length=6)
+    assert short.tokens.shape == (4, 8, T)
+    assert_same(short, cut(unstopped(), [6] * 32).replace(ended=np.asarray(unstopped().mask.sum(-1) < 6) | ended_at(5)))
+    assert_same(sample(max_turn_length=T + 5), unstopped())
+
+
+def ended_at(t):
+    return (np.asarray(unstopped().tokens[..., t]) == EOS) & np.asarray(unstopped().mask[..., t])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stop": [""]}, r"stop = \[''\]: must be a text or a list of texts, none of them empty"),
+        ({"stop": 3}, "stop = 3: must be a text"),
+        ({"stop": "a<eos>"}, r"stop has 'a<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
+        ({"stop": ["a", "x"]}, "stop = .*no tokens of this vocabulary spell 'x': name tokens by their ids"),
+        ({"stop": ["a"], "tokenizer": None}, "stop = .*give tokenizer too"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids = \[-1\]: id 0 must be at least 0"),
+        ({"stop_token_ids": "7"}, "stop_token_ids = '7': must be a list of token ids"),
+        ({"max_turn_length": 0}, "max_turn_length must be an integer ≥ 1; got 0"),
+    ],
+)
+def test_bad_ends_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        sample(**change)
+
+
+# Several turns ------------------------------------------------------------------------------------------------------
+
+
+SAID = {"b": [9, 2, 10], "stop": [2, 10, 9, 4, 16, 16]}
+"""An observation that goes on with what a turn may have ended with, and one that has all the texts in it."""
+
+
+class Answers:
+    def __init__(self, said, most=3):
+        self.heard, self.said, self.most = {}, said, most
+
+    def __call__(self, completion, turn, room):
+        heard = self.heard.setdefault(completion, [])
+        heard.append(turn.tolist())
+        return promise(None if len(heard) == self.most else self.said)
+
+
+def play(said="stop", params=None, **settings):
+    model, own = model_and_params()
+    answers = Answers(SAID[said], most=settings.pop("most", 3))
+    params = own if params is None else params
+    prompts = make_prompts(PROMPTS)
+    return generate_turns(model, params, prompts, jax.random.key(7), answers, **arguments(**settings)), answers.heard
+
+
+@functools.cache
+def played(said="stop"):
+    return play(said, stop=STOP)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("said", SAID)
+def test_each_turn_ends_with_its_own_text_and_with_no_observations(said):
+    completions, heard = played(said)
+    pieces, by_text, by_eos = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
+    for turn in (turn for turns in heard.values() for turn in turns):
+        text = searched(STOP, pieces, turn)
+        assert EOS not in turn[:-1]
+        assert text in (None, len(turn))
+        assert text or turn[-1] == EOS
+        by_text, by_eos = by_text + (text is not None), by_eos + (text is None)
+    assert by_text > 20
+    assert by_eos > 0
+    assert max(map(len, heard.values())) == 3
+    np.testing.assert_array_equal(
+        np.asarray(completions.ended).ravel(), [len(heard.get(i, [])) == 3 for i in range(32)]
+    )
+
+
+def test_the_first_turn_is_that_of_one_turn():
+    tokens = np.asarray(played()[0].tokens).reshape(-1, T)
+    for row, one, mask in zip(tokens, expected().tokens.reshape(-1, T), expected().mask.reshape(-1, T), strict=True):
+        np.testing.assert_array_equal(row[: mask.sum()], one[mask])
+
+
+def test_log_probs_are_those_of_the_whole_row_read_once():
+    completions, _ = played()
+    again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
+    np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 16}, {"devices": 2}], ids=str)
+def test_neither_the_batch_nor_the_devices_change_them(settings):
+    devices = settings.pop("devices", None)
+    params = None if devices is None else place(model_and_params()[1], make_mesh({"data": devices}))
+    again, heard = play(params=params, stop=STOP, **settings)
+    assert heard == played()[1]
+    assert_same(again, played()[0])
+
+
+@pytest.mark.parametrize("longest", [1, 5])
+def test_a_turn_that_is_as_long_as_it_may_be_is_handed_over(longest):
+    completions, heard = play(stop=STOP, max_turn_length=longest, most=4)
+    lengths = [len(turn) for turns in heard.values() for turn in turns]
+    assert max(lengths) == longest
+    assert (longest == 1) == (min(lengths) == longest)
+    assert all(len(turns) == 4 for turns in heard.values())  # all of them fit
+    assert np.asarray(completions.ended).all()
+    for i, turns in heard.items():
+        row, own = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
+        assert row[own].tolist() == [token for turn in turns for token in turn]
+    again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
+    np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
+
+
+def test_a_turn_that_ends_with_all_the_room_is_truncated_and_not_handed_over():
+    completions, heard = play(eos_token_ids=(), max_turn_length=17, most=9)
+    assert {tuple(map(len, turns)) for turns in heard.values()} == {(17,)}  # 17, an observation of 6, and 17 to the end
+    assert not np.asarray(completions.ended).any()
+    assert np.asarray(completions.present).all()

@@ -1,0 +1,184 @@
+"""Runs whose turns end behind a text: what is heard, learned from and counted, and the same bytes after a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_resume import assert_same_run
+from tiny import tiny_policy
+
+from grpo_jax import GRPOConfig, evaluate, from_pretrained, train
+from grpo_jax.watch.writer import read_lines
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
+ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
+# Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
+STOP = [*"abcdefghijklmnop", "é", "Q", "R"]
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 40,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "stop": STOP,
+    "max_turn_length": 9,
+}
+
+
+HEARD = []
+
+
+class Game:
+    """Says something with a stop string in it, three times; what it was told decides the reward."""
+
+    def reset(self, target, **row):
+        self.target, self.heard = target, []
+
+    def respond(self, text):
+        self.heard.append(text)
+        HEARD.append(text)
+        return None if len(self.heard) == 4 else f" {self.target}a: "
+
+    def get_reward(self):
+        return float(sum(map(len, self.heard)) % 5)
+
+
+def run(factory=Game, rows=ROWS, policy=POLICY, run_dir=None, fns=(), **settings):
+    lines = []
+    keep = lambda step, metrics: lines.append(metrics)
+    config = GRPOConfig(**SMALL | settings)
+    return train(policy, rows, list(fns), config, environment_factory=factory, callbacks=[keep], run_dir=run_dir), lines
+
+
+@pytest.mark.quick
+def test_turns_end_behind_a_text_or_are_cut_short_and_counted(tmp_path):
+    HEARD.clear()
+    _, lines = run(run_dir=tmp_path)
+    for line in lines:
+        assert line["sampler_gap"] <= 2e-5
+        assert 1 < line["turns/mean"] <= line["turns/max"] == 4
+        assert line["turns/cut_short"] > 0
+        assert line["completions/observation_tokens"] > 0
+    kept = list(read_lines(tmp_path / "completions.jsonl"))
+    assert any(row["ended"] for row in kept)
+    by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
+    assert len(by_text) > 20
+    assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn went on behind a text"
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
+def test_stories_play_three_turns_of_a_sentence():
+    """This model draws no EOS in that room. What is said in between has full stops too."""
+    policy = from_pretrained(STORIES)
+    rows = [{"prompt": text, "number": i} for i, text in enumerate(["Once upon a time", "A dog", "The sun", "Tim"])]
+    heard = []
+
+    class Listener:
+        def reset(self, **row):
+            self.turns = []
+
+        def respond(self, text):
+            self.turns.append(text)
+            heard.append(text)
+            return None if len(self.turns) == 3 else " Oh. And then? He said."
+
+        def get_reward(self):
+            return float(len(self.turns))
+
+    settings = {"max_completion_length": 112, "learning_rate": 1e-4, "stop": ["."], "max_turn_length": None}
+    _, lines = run(Listener, rows, policy, **settings)
+    for line in lines:
+        assert line["sampler_gap"] <= 2e-5
+        assert line["turns/max"] == 3
+        assert line["turns/mean"] > 2
+        assert line["completions/clipped_ratio"] < 0.5
+        assert "turns/cut_short" not in line
+    assert len(heard) > 30
+    assert all(text.count(".") == 1 and text.endswith(".") for text in heard)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
+def test_an_evaluation_of_one_turn_ends_there_too():
+    policy, texts = from_pretrained(STORIES), []
+
+    def length(completions):
+        texts.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    rows = [{"prompt": "Once upon a time"}, {"prompt": "The sun"}]
+    metrics, found = evaluate(policy, rows, length, stop="little girl", max_completion_length=64)
+    assert texts[0].endswith("little girl") or "little girl" not in texts[0]
+    whole, _ = evaluate(policy, rows, length, max_completion_length=64)
+    for row, text, long in zip(found, texts[:2], texts[2:], strict=True):
+        cut = long.find("little girl")
+        assert (text, row["ended"]) == ((long[: cut + len("little girl")], True) if cut >= 0 else (long, False))
+    assert metrics["mean_length"] < whole["mean_length"]
+    assert evaluate(policy, rows, length, max_turn_length=5, max_completion_length=64)[0]["mean_length"] == 5
+
+
+CHILD = """
+import sys
+sys.path[:0] = {paths!r}
+from test_stop_run import run
+run(run_dir={run_dir!r}, max_steps=6, save_steps=2, save_total_limit=2)
+"""
+
+
+def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
+    """And with other ends it is not gone on with."""
+    expected, _ = run(run_dir=tmp_path / "whole", max_steps=6, save_steps=2, save_total_limit=2)
+    paths = [str(Path(__file__).parent), *(path for path in sys.path if "tests" in path)]
+    code = CHILD.format(paths=paths, run_dir=str(tmp_path / "killed"))
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    begin = time.monotonic()
+    while not (tmp_path / "killed" / "checkpoints" / "2").exists() and process.poll() is None:
+        assert time.monotonic() - begin < 500
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with pytest.raises(ValueError, match=r"stop = \['a', 'é'\]: the run has \['a', "):
+        run(run_dir=tmp_path / "killed", max_steps=6, save_steps=2, save_total_limit=2, stop=["a", "é"])
+    state, _ = run(run_dir=tmp_path / "killed", max_steps=6, save_steps=2, save_total_limit=2)
+    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stop": ["a", "<eos>"]}, r"stop has '<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
+        ({"stop_token_ids": [3, 258]}, "stop_token_ids has 258, and the model has a vocabulary of 258"),
+        ({"sampler": lambda params: None}, "stop and max_turn_length: sampler does not take them: give one with these"),
+        ({"sampler": lambda params, stop: None}, "max_turn_length: sampler does not take it: give one with this"),
+    ],
+)
+def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, message):
+    sampler = change.pop("sampler", None)
+    with pytest.raises(ValueError, match=message):
+        train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
+
+
+@pytest.mark.quick
+def test_a_policy_without_an_eos_has_ends_of_its_own():
+    policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=_without_eos())
+    settings = GRPOConfig(**SMALL | {"stop": None, "max_turn_length": None})
+    with pytest.raises(ValueError, match=r"policy has no EOS token.*or stop\."):
+        train(policy, ROWS, lambda completions: [0.0], settings)
+    how = {"stop": STOP, "max_completion_length": 40, "temperature": 1}
+    metrics, _ = evaluate(policy, ROWS, lambda completions: [1.0] * 4, **how)
+    assert metrics["clipped_ratio"] < 1
+    assert np.isfinite(metrics["mean_length"])
+
+
+def _without_eos():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)

@@ -1,0 +1,133 @@
+"""Where a turn ends: the bytes of tokens for every kind of tokenizer, and ends that are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_families import family
+from test_completions import FAMILIES, fast
+from tokenizers import Tokenizer, decoders, models
+
+from grpo_jax import GRPOConfig
+from grpo_jax.hub.huggingface import load_tokenizer
+from grpo_jax.text.pieces import special_tokens, token_bytes
+from grpo_jax.turns.ends import BY_EOS, TurnEnds, stops_of
+from grpo_jax.turns.templates import observation_ids
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+TEXTS = ["Once upon a time.", "a café was there", "  a  ", "€ and 日本, ç", "\x00\n\t"]
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "ends of words"])
+def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
+    """Behind another text, since some tokenizers take the first space away; characters of several tokens among them."""
+    tokenizer = FAMILIES[name]()
+    pieces, before = token_bytes(tokenizer), ids_of(tokenizer, "a")
+    for text in TEXTS:
+        ids = [i for i in ids_of(tokenizer, text) if i not in special_tokens(tokenizer)]
+        joined = b"".join(pieces[i] for i in (*before, *ids)).decode()
+        assert joined.removeprefix(" ") == tokenizer.decode([*before, *ids]).removeprefix(" ")
+    for index in special_tokens(tokenizer):
+        assert pieces[index] == b""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["sentencepiece", "metaspace first", "bytes"])
+def test_a_part_of_a_character_is_its_bytes(name):
+    tokenizer = FAMILIES[name]()
+    pieces = token_bytes(tokenizer)
+    assert [pieces[i] for i in ids_of(tokenizer, "a€")][-3:] == [b"\xe2", b"\x82", b"\xac"]
+
+
+@pytest.mark.quick
+def test_tokens_that_change_their_neighbours_are_refused():
+    with pytest.raises(ValueError, match=r"stop = \['a'\]: .*change the text of their neighbours.*stop_token_ids"):
+        stops_of(FAMILIES["ends of words"](), ["a"])
+    odd = Tokenizer(models.BPE({"<s>": 0, "a": 1, "€\ufffd": 2, "¿Ā€": 3}, []))
+    odd.decoder = decoders.Replace("Ā", "\ufffd")
+    with pytest.raises(ValueError, match=r"token 3, '¿Ā€', is no whole character, and its name does not say"):
+        token_bytes(fast(odd))
+
+
+@pytest.mark.quick
+def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
+    tokenizer = FAMILIES["sentencepiece"]()
+    stops = stops_of(tokenizer, ["café", " time"])
+    assert stops is stops_of(tokenizer, ("café", " time")), "seconds, for a large vocabulary"
+    vocabulary = tokenizer.get_vocab()
+    spelt = [vocabulary[name] for name in ("▁a", "<0x63>", "a", "<0x66>", "<s>", "<0xC3>", "<0xA9>", ".")]
+    assert stops.end_of(np.array(spelt)) == 7
+    assert stops.end_of(np.array([vocabulary["▁time"]])) == 1, "the first of a text, whose space decoding takes away"
+    assert stops.end_of(np.array([vocabulary["time"], vocabulary["▁a"]])) is None
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
+def test_of_a_real_tokenizer_too():
+    tokenizer = load_tokenizer(STORIES)[0] if isinstance(load_tokenizer(STORIES), tuple) else load_tokenizer(STORIES)
+    pieces = token_bytes(tokenizer)
+    for text in TEXTS:
+        assert b"".join(pieces[i] for i in ids_of(tokenizer, text)).decode() == " " + text
+    once = np.array(ids_of(tokenizer, "Once upon a time, there was a cat. He"))
+    end = stops_of(tokenizer, ["cat."]).end_of(once)
+    assert tokenizer.decode(once[:end]).endswith("a cat.")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("", None, None), "stop = '': must be a text or a list of texts, none of them empty; or None"),
+        (([1], None, None), r"stop = \[1\]: must be a text"),
+        ((None, [True], None), r"stop_token_ids = \[True\]: id 0 must be a whole number"),
+        ((None, 1.5, None), "stop_token_ids = 1.5: must be a list of token ids; or None"),
+        ((None, None, 0), "max_turn_length must be an integer ≥ 1; got 0"),
+    ],
+)
+def test_what_is_no_end_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        TurnEnds.read(*values)
+
+
+@pytest.mark.quick
+def test_those_of_a_config():
+    config = GRPOConfig(stop=".", stop_token_ids=(7, 3, 7), max_turn_length=9)
+    assert TurnEnds.of(config) == TurnEnds((".",), (7, 3), 9)
+    assert TurnEnds.of(GRPOConfig(stop=[], stop_token_ids=[])) == TurnEnds.of(GRPOConfig()) == BY_EOS
+
+
+@pytest.mark.quick
+def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
+    tokenizer = FAMILIES["bytes"]()
+    turn, eos = np.array(ids_of(tokenizer, "abc")), [tokenizer.eos_token_id]
+    for ends, expected in (
+        (TurnEnds(max_turn_length=3), True),
+        (TurnEnds(max_turn_length=4), False),
+        (TurnEnds(), False),
+        (TurnEnds(("bc",), (), 3), False),
+        (TurnEnds(("ab",), (), 3), False),
+        (TurnEnds(("x",), (5,), 3), True),
+        (TurnEnds((), (int(turn[-1]),), 3), False),
+    ):
+        assert ends.cut_short(turn, tokenizer, eos) == expected
+    assert not TurnEnds(max_turn_length=3).cut_short(np.append(turn[:2], eos), tokenizer, eos)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_behind_a_turn_without_an_eos_the_observation_has_it(name):
+    """As the template writes it: the next turn begins as it always does."""
+    tokenizer, ends = family(name)
+    said = [{"role": "user", "content": "and then?"}]
+    usual = observation_ids(tokenizer, said, eos_token_ids=ends, drawn=ends[0])
+    assert usual == observation_ids(tokenizer, said, eos_token_ids=ends)
+    letter = ids_of(tokenizer, "x")[-1]
+    closed = observation_ids(tokenizer, said, eos_token_ids=ends, drawn=letter)
+    assert closed[-len(usual) :] == usual
+    assert len(closed) == len(usual) + 1
+    assert closed[0] in ends
