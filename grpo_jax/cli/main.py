@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
@@ -34,12 +34,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """`--help`, or of one key `--help KEY`."""
+    """`--help`, or of one key `--help KEY`; before any command `--help COMMAND` is `COMMAND --help`."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, value: object, option: str | None = None
     ) -> NoReturn:
         key = str(value).lstrip("-").replace("-", "_")
+        if value in (commands := _commands(parser)):
+            print(commands[str(value)].format_help().rstrip())
+            raise SystemExit(0)
         if value is not None and key not in GROUPS:
             close = nearest(key, GROUPS)
             parser.error(f"--help {value}: there is no such key" + (f"; did you mean {close}?" if close else ""))
@@ -91,7 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
         usage="grpo-jax COMMAND ..., and grpo-jax COMMAND --help",
         description="GRPO in JAX: the Python API from a shell, with a run written down in a file.",
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this, or what a key is")
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
     parser.add_argument(
         "--print-completion", choices=SHELLS, metavar="SHELL", help=f"the completion for {', '.join(SHELLS)}"
@@ -301,10 +306,14 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The parsers of all commands by their names; none of a command's own parser."""
+    return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
+
+
 def _options(parser: argparse.ArgumentParser, command: str | None) -> list[str]:
     """The options of a command."""
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return [] if command is None else [*commands.choices[command]._option_string_actions]
+    return [] if command is None else [*_commands(parser)[command]._option_string_actions]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -316,10 +325,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.command is None:
         parser.print_help()
         raise SystemExit(2)
+    arguments.keys = keys_of(arguments)
+    try:
+        _run(arguments)
+    except KeyboardInterrupt:  # before a run has begun, which ends by itself, or the second of a run
+        print(f"grpo-jax {arguments.command}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Run the command that was asked for."""
     from grpo_jax.cli.commands import COMMANDS
     from grpo_jax.devices import distributed
 
-    arguments.keys = keys_of(arguments)
     try:
         COMMANDS[arguments.command](arguments)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
@@ -350,8 +368,7 @@ def _print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
     """Print a shell's script of completion: commands, options, keys with the values that they name, and files."""
     import shtab
 
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for own in commands.choices.values():
+    for own in _commands(parser).values():
         for action in own._actions:
             key = action.dest.removeprefix(_KEY)
             if action.dest.startswith(_KEY):

@@ -44,8 +44,11 @@ def turn_advantages(
         at one of these belongs to the turn before it.
       gamma: γ in [0, 1], discount for each turn, not for each token.
       baseline: "turn" or "all".
-      weights, scale_rewards, multi_objective_aggregation, epsilon, estimator: as in `compute_advantages`, for all
-        estimators but "opo".
+      weights: [K], as in `compute_advantages`.
+      scale_rewards: likewise.
+      multi_objective_aggregation: likewise.
+      epsilon: likewise.
+      estimator: likewise, any but "opo".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage

@@ -12,7 +12,7 @@ import pytest
 from cli_files import run, write_run
 
 from grpo_jax.cli.keys import GROUPS, OWN, explain
-from grpo_jax.cli.main import _parse, keys_of, make_parser
+from grpo_jax.cli.main import _parse, keys_of, main, make_parser
 from grpo_jax.devices import distributed
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +120,24 @@ def test_help_of_a_key_says_what_it_is(capsys):
             run("train", "--help", asked)
         assert ended.value.code in (None, 0)
     assert explain("learning_rate") == "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
+    for argv, shown in ((["--help", "beta"], explain("beta")), (["--help", "train"], parsers()["train"].format_help())):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert capsys.readouterr().out.strip() == shown.strip()
+
+
+@pytest.mark.quick
+def test_an_interrupt_before_a_run_begins_is_no_traceback(monkeypatch, capsys):
+    from grpo_jax.cli import commands
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(commands.COMMANDS, "train", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run("train", "a.yaml")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "grpo-jax train: interrupted\n"
 
 
 @pytest.mark.quick
@@ -131,6 +149,7 @@ def test_help_of_a_key_says_what_it_is(capsys):
             ["train", "a.yaml", "--bta", "1"],
             "grpo-jax: unrecognized arguments: --bta 1; did you mean --beta?; see grpo-jax --help\n",
         ),
+        (["--help", "xyz"], "grpo-jax: --help xyz: there is no such key; see grpo-jax --help\n"),
         (["train", "a.yaml", "--xyz"], "grpo-jax: unrecognized arguments: --xyz; see grpo-jax --help\n"),
         (["export", "a", "b", "--beta=1"], "grpo-jax: unrecognized arguments: --beta=1; see grpo-jax --help\n"),
         (["trian"], "grpo-jax: argument COMMAND: invalid choice: 'trian'"),
