@@ -2,7 +2,9 @@
 
 import asyncio
 
-import verifiers.v1 as vf
+import pytest
+
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, whose taskset this is")
 
 
 class SumData(vf.TaskData):
