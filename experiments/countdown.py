@@ -279,7 +279,7 @@ def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> t
     """`count` prompts, their numbers in any order, with the teacher's replies, as `encode_lessons` returns them."""
     draw = random.Random(seed)
     chosen = [draw.choice(problems) for _ in range(count)]
-    shuffled = [{**problem, "numbers": draw.sample(problem["numbers"], SMALL["numbers"])} for problem in chosen]
+    shuffled = [{**problem, "numbers": draw.sample(problem["numbers"], len(problem["numbers"]))} for problem in chosen]
     return encode_lessons(policy, [short_prompt(row)["prompt"] for row in shuffled], [teach(p, draw) for p in chosen])
 
 

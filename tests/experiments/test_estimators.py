@@ -1,0 +1,83 @@
+"""The comparison of estimators and losses, and that of ways to choose rows: reduced runs, and tables by hand."""
+
+import functools
+import json
+
+import pytest
+
+from experiments import countdown, estimators, prompt_selection, sort_digits
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.surrogates import LOSS_TYPES
+
+
+@pytest.mark.quick
+def test_every_estimator_and_loss_is_compared():
+    configs = [estimators.make_config(0, 4, 12, settings) for settings in estimators.SETTINGS.values()]
+    assert {config.loss_type for config in configs} == set(LOSS_TYPES)
+    names = GRPOConfig.__annotations__["advantage_estimator"].__args__
+    assert {config.advantage_estimator for config in configs} == set(names)
+    assert len(set(configs)) == len(configs)
+    assert {config.sizes().updates for config in configs} == {4}
+
+
+@pytest.mark.quick
+def test_the_table_has_means_and_steps_to_half_of_the_gain_of_dapo():
+    line = {"task": "sort_digits", "pass@8": 0.5, "entropy": 0.25, "kl": 0.0}
+    curve = [[4 * i, 0.1 * i] for i in range(1, 11)]  # means of five: 0.3 at step 20, 0.4 at 24, …
+    results = [
+        {**line, "setting": "base", "seed": 0, "sampled": 0.2},
+        {**line, "setting": "dapo", "seed": 0, "sampled": 0.9, "curve": curve},
+        {**line, "setting": "rloo", "seed": 0, "sampled": 0.8, "curve": curve[:4]},
+        {**line, "setting": "rloo", "seed": 1, "sampled": 0.6, "curve": curve},
+        {**line, "setting": "rloo", "seed": 0, "sampled": 0.0, "task": "countdown"},
+    ]
+    middle = "0.500 (0.500 … 0.500) | 0.250 (0.250 … 0.250) | 0.000 (0.000 … 0.000)"
+    assert estimators.table(results, "sort_digits").splitlines()[2:] == [
+        f"| base | 1 | 0.200 (0.200 … 0.200) | {middle} |  |",
+        f"| dapo | 1 | 0.900 (0.900 … 0.900) | {middle} | 32 |",
+        f"| rloo | 2 | 0.700 (0.600 … 0.800) | {middle} | –, ? |",
+    ]
+
+
+def test_a_reduced_run_of_one_setting_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=16, layers=1))
+    monkeypatch.setattr(estimators, "HELD_OUT", 8)
+    monkeypatch.setattr(estimators, "LESSONS", 20)
+    flags = ["--tasks", "sort_digits", "--seeds", "3", "--steps", "4", "--run-dir", str(tmp_path)]
+    results = estimators.main([*flags, "--only", "remax"])
+    assert [line["setting"] for line in results] == ["base", "remax"]
+    assert 0 <= results[1]["sampled"] <= results[1]["pass@8"] <= 1
+    assert 0 < results[1]["entropy"] < 6
+    assert results[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert [step for step, _ in results[1]["curve"]] == [4]
+    assert estimators.main([*flags, "--only", "remax"]) == json.loads(json.dumps(results)), "nothing is run again"
+
+
+@pytest.mark.quick
+def test_problems_of_every_kind_are_mixed():
+    problems = prompt_selection.make_problems(0)
+    counts = {kind: sum(len(row["numbers"]) == kind for row in problems) for kind in prompt_selection.MIXTURE}
+    assert counts == prompt_selection.MIXTURE
+    for row in problems[:20]:
+        assert countdown.expression_value(row["solution"], row["numbers"]) == row["target"]
+
+
+@pytest.mark.quick
+def test_the_bar_is_what_uniform_has_gained():
+    flat = [[0, 0.2], [100, 0.4], [200, 0.6], [300, 0.6], [400, 0.6]]  # means of three end at 0.6: the bar is 0.58
+    fast = [[0, 0.2], [150, 0.6], [250, 0.6], [350, 0.6], [450, 0.7]]
+    results = [{"seed": 0, "arm": "uniform", "curve": flat}, {"seed": 0, "arm": "beta", "curve": fast}]
+    assert prompt_selection.table([*results, {"seed": 1, "arm": "beta", "curve": fast}]).splitlines()[2:] == [
+        "| 0 | uniform | 0.600 | 400 | 400 (bar 0.580) |",
+        "| 0 | beta | 0.633 | 450 | 350 (bar 0.580) |",
+    ]
+
+
+def test_a_reduced_run_of_chosen_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(countdown, "make_policy", functools.partial(countdown.make_policy, width=16, layers=1))
+    monkeypatch.setattr(prompt_selection, "HELD_OUT", 200)
+    flags = ["--seeds", "1", "--steps", "2", "--warm-up-steps", "8", "--run-dir", str(tmp_path)]
+    (line,) = prompt_selection.main([*flags, "--arms", "beta"])
+    assert [rollouts for rollouts, _ in line["curve"]] == [0, 2 * 128]
+    # Two iterations of 16 of the 1,920 rows.
+    assert 16 / 1920 < line["last"]["prompt_selection/coverage"] <= 32 / 1920 + 1e-9
