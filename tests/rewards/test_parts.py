@@ -72,7 +72,7 @@ def test_where_nobody_counts_turns_only_numbers_are_taken(value):
 @pytest.mark.quick
 def test_rewards_stand_at_the_tokens_that_they_were_given_for():
     turns = np.array([[[0, 0, -1, 1, -1], [0, -1, -1, -1, -1]], [[0, 1, 1, -1, -1], [0, 0, 0, 0, 0]]])
-    present = np.array([[[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]], [[1, 1, 1, 0, 0], [1] * 5]], bool)
+    present = np.array([[[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], [[1, 1, 1, 0, 0], [1] * 5]], bool)
     rewards = np.array([[[7.0, 1.0], [3.0, np.nan]], [[5.0, 2.0], [np.nan, 4.0]]], np.float32)
     parts = [
         RewardParts(0, 0, False, [3.0, 4.0]),

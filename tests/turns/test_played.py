@@ -1,5 +1,7 @@
 """The turn of each token follows from the lengths of the turns, whatever stands between them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,8 @@ def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_nobody_noted():
 
 
 @pytest.mark.quick
-def test_a_record_goes_through_json_and_those_of_older_versions_are_read():
-    one = Played([(True, "a")], [], 1.0, EpisodeCounts(turns=1), [3])
-    assert Played.from_json(one.to_json()) == one
+@pytest.mark.parametrize("reward", [1.0, None, [0.5, 1.0]])
+def test_a_record_goes_through_json_and_those_of_older_versions_are_read(reward):
+    one = Played([(True, "a")], [], reward, EpisodeCounts(turns=1), [3])
+    assert Played.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert Played.from_json(one.to_json()[:4]).lengths == ()
