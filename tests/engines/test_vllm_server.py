@@ -6,9 +6,7 @@ in an environment of its own. The model is stories260K with its heads padded fro
 vLLM's attention on CPUs takes: the same function.
 """
 
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +19,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
+from experiments.llama2c import widen_heads
 from grpo_jax import GRPOConfig, add_lora, evaluate, from_pretrained, train
-from grpo_jax.engines import vllm
+from grpo_jax.engines import EngineError, vllm
 
 PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
@@ -39,34 +37,6 @@ SMALL = {
 ROWS = [{"prompt": f"Once upon a time, there was a {word}"} for word in ("cat", "dog", "bird", "girl")]
 
 
-def padded(source, target, head=32):
-    """A checkpoint with heads of more channels, zeros but for those it had, and the same rotation of each pair."""
-    config = json.loads((source / "config.json").read_text())
-    size = config["head_dim"]
-    pairs = [i * head // size + half * head // 2 for half in (0, 1) for i in range(size // 2)]
-
-    def widened(w, places, scale=1.0):
-        out = np.zeros((len(w) // size, head, w.shape[1]), w.dtype)
-        out[:, places] = w.reshape(-1, size, w.shape[1]) * scale
-        return out.reshape(-1, w.shape[1])
-
-    tensors = load_file(source / "model.safetensors")
-    for name, w in tensors.items():
-        if "q_proj" in name:
-            tensors[name] = widened(w, pairs, (head / size) ** 0.5)
-        elif "k_proj" in name:
-            tensors[name] = widened(w, pairs)
-        elif "v_proj" in name:
-            tensors[name] = widened(w, range(size))
-        elif "o_proj" in name:
-            tensors[name] = np.ascontiguousarray(widened(np.ascontiguousarray(w.T), range(size)).T)
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps({**config, "head_dim": head}))
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, target / name)
-
-
 class Server:
     """A vLLM that can be killed and started again, at one port."""
 
@@ -79,6 +49,7 @@ class Server:
 
     def start(self):
         flags = "--dtype float32 --enforce-eager --max-model-len 512 --enable-lora --max-lora-rank 8"
+        flags += " --no-enable-chunked-prefill"  # a CPU's generators of random numbers cannot step back, as it asks for
         settings = {
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -114,7 +85,7 @@ def server(tmp_path_factory):
     if not (PYTHON and Path(PYTHON).is_file() and STORIES.is_dir()):
         pytest.skip("GRPO_JAX_VLLM_PYTHON names no Python with vLLM, or there is no stories260K")
     path = tmp_path_factory.mktemp("vllm")
-    padded(STORIES, path / "model")
+    widen_heads(STORIES, path / "model")
     one = Server(path / "model", path / "log")
     one.start()
     try:
@@ -124,12 +95,12 @@ def server(tmp_path_factory):
         one.kill()
 
 
-def learned(policy, engine, fns=None, **settings):
-    """Lines of a run, with what the engine measured beside them."""
-    lines, environment = [], settings.pop("environment_factory", None)
+def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None, **settings):
+    """Lines of a run."""
+    lines = []
 
     def keep(step, metrics):
-        lines.append(metrics | engine.measured)
+        lines.append(metrics)
 
     def long_words(completions):
         return [float(sum(len(word) > 4 for word in text.split())) for text in completions]
@@ -139,11 +110,12 @@ def learned(policy, engine, fns=None, **settings):
         train(
             policy,
             ROWS,
-            [long_words] if environment is None else [],
+            [long_words] if environment_factory is None else [],
             GRPOConfig(**SMALL | settings),
             sampler=engine,
-            callbacks=[keep, *(fns or ())],
-            environment_factory=environment,
+            callbacks=[keep, *callbacks],
+            environment_factory=environment_factory,
+            run_dir=run_dir,
         )
     return lines
 
@@ -152,7 +124,7 @@ def learned(policy, engine, fns=None, **settings):
 def test_the_padded_model_is_the_same_function(tmp_path):
     if not STORIES.is_dir():
         pytest.skip("there is no stories260K")
-    padded(STORIES, tmp_path / "model")
+    widen_heads(STORIES, tmp_path / "model")
     ours, wide = from_pretrained(STORIES), from_pretrained(tmp_path / "model")
     tokens = np.arange(40)[None] * 7 % 500
     one, other = (some.model.apply({"params": some.params}, tokens) for some in (ours, wide))
@@ -210,8 +182,9 @@ def test_a_turn_ends_behind_a_text_with_the_same_token(server):
     assert any(text.endswith("s toys") for text in ours), "four tokens, none of which begins with it"
 
 
-def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server):
-    """Five syncs; between the second and the third batch the server is killed and comes back with its first weights."""
+def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server, tmp_path):
+    """Six syncs. The server is killed after two steps and comes back with its first weights, and the run waits; killed
+    after four steps it stays away, and the run stops, and goes on from there when the server is back."""
     policy, again = from_pretrained(server.model), []
 
     def crash(step, metrics):
@@ -220,9 +193,17 @@ def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(s
             again.append(threading.Thread(target=server.start))
             again[0].start()
 
-    engine = vllm(server.url, patience=240)
-    lines = learned(policy, engine, [crash], max_steps=5)
-    assert len(lines) == 5
+    settings = {"run_dir": tmp_path / "run", "lr_scheduler_type": "constant", "save_steps": 1}
+    lines = learned(policy, vllm(server.url, patience=240), [crash], max_steps=4, **settings)
+    assert again[0].join() is None
+    server.kill()
+    with pytest.raises(EngineError, match=r"waited for 2 s\. Nothing was learned"):
+        learned(policy, vllm(server.url, patience=2), max_steps=6, **settings)
+    server.start()
+    server.wait()
+    engine = vllm(server.url)
+    lines += learned(policy, engine, max_steps=6, **settings)
+    assert [line["num_prompts"] for line in lines] == [4, 8, 12, 16, 20, 24]
     for line in lines:
         assert line["sampler/probe_gap_max"] < 1e-4
         assert line["sampler/log_prob_difference_max"] < 1e-4
