@@ -229,6 +229,34 @@ def test_tokens_are_shown_as_they_are_drawn_and_a_cut_character_waits(capsys):
     assert printed == ["", "a", "", "é", "!"]
 
 
+@pytest.mark.quick
+def test_chat_ends_where_it_is_told_to(capsys):
+    policy, letters = tiny_policy(), [*"abcdefghijklmnopqrstuvwxyz", "."]
+    keys = {"max_completion_length": "40", "stop": json.dumps(letters), "stop_token_ids": "9", "max_turn_length": "30"}
+    config = read_run(None, keys).config
+    commands.talk(policy, config, ["ab"], samples=2)
+    wanted = ""
+    for number in range(2):
+        drawn = generate(
+            *(policy.model, policy.params, make_prompts([policy.tokenizer("ab")["input_ids"]], length=32)),
+            jax.random.key(config.seed),
+            prompt_indices=np.array([number]),
+            num_generations=1,
+            max_completion_length=40,
+            eos_token_ids=policy.eos_token_ids,
+            stop=letters,
+            stop_token_ids=9,
+            max_turn_length=30,
+            tokenizer=policy.tokenizer,
+        )
+        ids = np.asarray(drawn.tokens)[np.asarray(drawn.mask)]
+        wanted += f"[{number + 1}] {policy.tokenizer.decode(ids, skip_special_tokens=True)}\n"
+        assert np.asarray(drawn.ended).all()
+    assert capsys.readouterr().out == wanted
+    with pytest.raises(ValueError, match="'<eos>' is a special token"):
+        commands.talk(policy, read_run(None, {"stop": "<eos>"}).config, ["ab"])
+
+
 def test_generate_tells_what_it_has_drawn(key):
     policy, seen = tiny_policy(), []
     given = make_prompts([[5, 6], [7]])

@@ -16,6 +16,7 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.text.pieces import token_bytes
 
@@ -292,3 +293,17 @@ def test_a_turn_that_ends_with_all_the_room_is_truncated_and_not_handed_over():
     assert {tuple(map(len, turns)) for turns in heard.values()} == {(17,)}  # 17, an observation of 6, and 17 to the end
     assert not np.asarray(completions.ended).any()
     assert np.asarray(completions.present).all()
+
+
+@pytest.mark.quick
+def test_behind_a_text_the_next_turn_is_drawn_in_whole_bursts(monkeypatch):
+    """The state of the turn before would end it again with every token on the device."""
+    bursts, plain = [], Rollout.decode
+
+    def decode(self, *arguments, **settings):
+        bursts.append(1)
+        return plain(self, *arguments, **settings)
+
+    monkeypatch.setattr(Rollout, "decode", decode)
+    play(stop=STOP)
+    assert len(bursts) < 20
