@@ -17,7 +17,9 @@ from grpo_jax import GRPOConfig, train
 from grpo_jax.suites import openenv
 from grpo_jax.turns.tools import call_within
 
-pytest.importorskip("openenv.core", reason="openenv-core is not installed, which has the server and the client")
+pytest.importorskip(
+    "openenv.core", reason="openenv-core is not installed, which has the server and the client", exc_type=ImportError
+)
 
 SERVE = """
 import sys, uvicorn
