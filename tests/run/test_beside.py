@@ -150,6 +150,19 @@ def test_a_run_goes_on_to_the_same_params(server, tmp_path, passes, end):
     same(found, undisturbed(passes)[0])
 
 
+def test_rows_that_were_chosen_for_the_engine_are_asked_for_again(server, tmp_path):
+    """The checkpoint names them: the posteriors that chose them are gone when the run goes on."""
+    chosen = {"prompt_selection": "beta", "prompt_success": 3.0, "max_steps": 5, "save_steps": 1}
+    whole, _ = run(vllm(server.url), run_dir=tmp_path / "whole", **chosen)
+    with pytest.raises(Cut):
+        run(vllm(server.url), run_dir=tmp_path / "cut", callbacks=[cut_at(3)], **chosen)
+    again, _ = run(vllm(server.url), run_dir=tmp_path / "cut", **chosen)
+    same(again, whole)
+    prompts = lambda name: [row["prompt"] for row in read_lines(tmp_path / name / "completions.jsonl")]
+    assert prompts("cut") == prompts("whole")
+    assert len(set(prompts("whole"))) > 1
+
+
 def test_a_run_that_is_stopped_does_not_wait_for_completions_on_their_way(server, tmp_path):
     """A hanging server holds neither the end of a run up, nor its checkpoint; the run that goes on asks again."""
     released = threading.Event()
