@@ -172,7 +172,7 @@ def test_train_generate_and_a_step_are_read_in_four_files_each():
     rollouts = ["`generate`", "completions of several turns"]
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model"]
     questions = ["the ratio exp(new − old)", "a loss of your own", "advantages of turns and tokens"]
-    questions += ["what the device holds", "a checkpoint"]
+    questions += ["a teacher", "what the device holds", "a checkpoint"]
     assert [what for what, _ in trails] == [*runs, "`sft`", *rollouts, *steps, *questions, "a GGUF file"]
     for _, files in trails:
         assert 1 <= len(re.findall(r"`[a-z_/]+\.py`", files)) <= 4

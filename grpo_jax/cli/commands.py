@@ -20,6 +20,7 @@ from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
+from grpo_jax.cli.teachers import load_teacher
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.config.sft import SFTConfig, config_class
@@ -184,6 +185,8 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             sampler=run.sampler,
             advantage_fn=run.advantage_fn,
             surrogate=run.surrogate,
+            teacher=load_teacher(run),
+            teacher_prompt=run.teacher_prompt,
             donate=True,
         )
         return
@@ -204,13 +207,12 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
                 sampler=run.sampler,
                 advantage_fn=run.advantage_fn,
                 surrogate=run.surrogate,
+                teacher=load_teacher(run),
+                teacher_prompt=run.teacher_prompt,
                 donate=True,
             )
-    if run.run_dir is not None:
-        print(
-            f"{_last_dir(run, run.run_dir)}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the"
-            " model"
-        )
+    if (into := run.run_dir) is not None:
+        print(f"{_last_dir(run, into)}: report.html shows the run; grpo-jax export {into} OUT writes the model")
 
 
 def _first_stage(

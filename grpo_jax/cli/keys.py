@@ -36,6 +36,10 @@ OWN = {
     "`advantage_estimator`",
     "surrogate": "a function of your own that makes the loss of each token, as `module:function`, in the place of that "
     "of `loss_type`",
+    "teacher": "who the policy learns from beside its rewards, by `distillation_coef`: a name on the hub, a directory, "
+    "`module:name` of a Policy or a scorer, a mapping of one of these as `model` and of `quantize`, or `self`; with it "
+    "`rewards` may be []",
+    "teacher_prompt": "what the teacher reads in the place of the prompt: a column, or `module:function`",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
     "quantize_embeddings": "whether its embedding and head are quantized too",
@@ -68,14 +72,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 _FIRST = {
     "num_generations": "Sampling",
     "per_device_train_batch_size": "Batches",
-    "reward_weights": "Rewards and advantages",
-    "loss_type": "The policy loss",
-    "entropy_coef": "Entropy bonus",
-    "beta": "KL and the reference",
-    "learning_rate": "Optimizer",
-    "gradient_checkpointing": "Memory and devices",
-    "eval_steps": "Evaluation, logging, checkpoints",
-    "report_to": "Trackers and the hub",
+    "reward_weights": "Rewards and objective",
+    "learning_rate": "Optimizer, memory and devices",
+    "eval_steps": "Evaluation, logging, checkpoints, hub",
 }
 # As the comments of `GRPOConfig` have them: the first field of each group, and its title.
 

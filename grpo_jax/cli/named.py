@@ -182,6 +182,20 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
     return made
 
 
+def teacher_model(given: object) -> tuple[object, str | None]:
+    """Return the model that an entry of `teacher` names, and how it is held.
+
+    Example:
+      >>> teacher_model("Qwen/Qwen3-8B"), teacher_model({"model": "Qwen/Qwen3-8B", "quantize": "int8"})
+      (('Qwen/Qwen3-8B', None), ('Qwen/Qwen3-8B', 'int8'))
+    """
+    if not isinstance(given, Mapping):
+        return given, None
+    if "model" not in given or not given.keys() <= {"model", "quantize"}:
+        raise ValueError("a mapping has model, and may have quantize, and nothing else")
+    return given["model"], given.get("quantize")
+
+
 def rows_of(
     source: object,
     folder: Path,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of
+from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of, teacher_model
 from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
@@ -23,6 +23,7 @@ from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.columns import check_templates
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
@@ -43,6 +44,8 @@ _FILES_IN = {
     "environment_factory": (),
     "advantage_fn": (),
     "surrogate": (),
+    "teacher": ("model",),
+    "teacher_prompt": (),
 }
 # Keys whose value may name a file, and where in a mapping it stands; () for everywhere.
 _P = ParamSpec("_P")
@@ -79,6 +82,8 @@ class RunFile:
       environment_factory: what makes environments, None for none.
       sampler: the engine that samples, None for the built-in one.
       advantage_fn, surrogate: functions in the place of the config's, None for those.
+      teacher: the value of that key, None for none.
+      teacher_prompt: the column or the function that it names, None for none.
       stages: what is done, in this order: "sft", "grpo".
       sft: the first of them, None where it is none or was not asked for.
     """
@@ -100,6 +105,8 @@ class RunFile:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
+    teacher: str | Json | None = None
+    teacher_prompt: TeacherPrompt | None = None
     stages: tuple[str, ...] = ("grpo",)
     sft: SFTStage | None = None
 
@@ -162,6 +169,7 @@ def read_run(
         config=problems.of("", _config, values) or GRPOConfig(),
         run_dir=problems.of("", _run_dir, values.get("run_dir", f"runs/{path.stem}")),
         model=stated.get("model"),
+        teacher=stated.get("teacher"),
         lora=problems.of("lora", read_lora, stated.get("lora")),
         param_dtype=problems.of("param_dtype", _param_dtype, stated.get("param_dtype", "float32")) or "",
         quantize=stated.get("quantize"),
@@ -173,11 +181,14 @@ def read_run(
     if "model" in wanted and "model" in stated:
         problems.of("model", _check_model, stated["model"], folder)
     suites = _suites(stated, problems) if {*wanted} & {"data", "rewards"} else {}
+    if "model" in wanted and "teacher" in stated:
+        problems.of("teacher", _check_teacher, stated["teacher"], folder)
     if "rewards" in wanted:
         run = _with_functions(run, stated, suites.get("data"), problems)
     if "data" in wanted:
         run = _with_rows(run, stated, suites, problems)
-    if not problems and run.rows and not (run.tools or run.environment_factory):
+    alone = not run.rewards and run.teacher is not None
+    if not problems and run.rows and not (run.tools or run.environment_factory or alone):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], extras=EXTRAS, argument="data", rows=run.rows)
     flags = " ".join(f"--{name}" for name in overrides or ())
     raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
@@ -209,11 +220,13 @@ def _with_functions(run: RunFile, stated: Json, suite: Suite | None, problems: _
     }
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, reward_weights=suite.reward_weights))
+    asked = stated.get("teacher_prompt")
     return dataclasses.replace(
         run,
         sampler=sampler,
         advantage_fn=own.get("advantage_fn"),
         surrogate=own.get("surrogate"),
+        teacher_prompt=problems.of("teacher_prompt", find, asked, run.folder) if is_reference(asked) else asked,
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
         environment_factory=environments,
@@ -247,8 +260,8 @@ def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
         if name not in GROUPS:
             yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
     for name in wanted:
-        others = (values.get("environment_factory") is not None, is_suite(values.get("data")))
-        if values.get(name) in (None, []) and not (name == "rewards" and any(others)):
+        others = [values.get(other) is not None for other in ("environment_factory", "teacher")]
+        if values.get(name) in (None, []) and not (name == "rewards" and any([*others, is_suite(values.get("data"))])):
             yield f"{name}: is missing; give {OWN[name]}"
 
 
@@ -335,6 +348,14 @@ def _check_model(given: object, folder: Path) -> None:
         find_checkpoint(in_folder(given, folder), weights=False)
     else:
         raise ValueError("give a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
+
+
+def _check_teacher(given: object, folder: Path) -> None:
+    """Refuse a teacher that is asked for in no form that there is."""
+    if given != "self":
+        model, method = teacher_model(given)
+        check_method(method)
+        _check_model(model, folder)
 
 
 def config_of(model: Json, folder: Path) -> Json:

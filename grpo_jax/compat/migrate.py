@@ -99,7 +99,7 @@ class Migration:
         Raises:
           ValueError: a value that `GRPOConfig` does not take, such as another scheduler.
         """
-        return GRPOConfig(**self.values)
+        return GRPOConfig.from_dict(self.values)
 
     def __str__(self) -> str:
         same = [f"taken as they are: {', '.join(self.same)}"] if self.same else []

@@ -15,7 +15,7 @@ from grpo_jax.config.checks import batch_problems
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
-from grpo_jax.config.sizes import Sizes, sizes_of
+from grpo_jax.config.sizes import Sizes, most_prompts_of, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ class GRPOConfig(Settings):
     """Sample the next iteration's completions while the reward functions are at this one's, from the policy before this
     one's updates: what is learnt from is one iteration old, and the ratio corrects for it. A server samples beside the
     updates too (`run.beside`). Ours."""
-    max_tool_calling_iterations: Count | None = None
-    """Turns of a completion that may call tools; None: as many as there is room for."""
     environment_timeout: Positive | None = 300.0
     """Seconds that a call of an environment or a tool may take; None: however long. Ours."""
+    max_tool_calling_iterations: Count | None = None
+    """Turns of a completion that may call tools; None: as many as there is room for."""
     on_environment_error: Literal["raise", "end"] = "raise"
     """An environment that fails ends the run, or "end" its episode, which is counted and keeps its reward. Ours."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = setting(-1, resume="length")
@@ -118,7 +118,7 @@ class GRPOConfig(Settings):
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
     """Seed of every key of the run: of sampling and of shuffling."""
 
-    # Rewards and advantages.
+    # Rewards and objective.
     reward_weights: Annotated[Sequence[float] | None, readers.weights] = None
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
@@ -139,8 +139,6 @@ class GRPOConfig(Settings):
     """What is to go is compared with the group's completions at the same turn, or with all of their turns. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
-
-    # The policy loss.
     loss_type: LossType = "dapo"
     """Surrogate and reduction: a row of `LOSS_TYPES` in `maths.surrogates`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
@@ -192,7 +190,6 @@ class GRPOConfig(Settings):
     """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
     The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
 
-    # Entropy bonus.
     entropy_coef: NotNegative = 0.0
     """Weight of the mean token entropy (nats) that is subtracted from the loss; the first one if adaptive."""
     use_adaptive_entropy: bool = False
@@ -205,8 +202,6 @@ class GRPOConfig(Settings):
     """Step of the adaptive coefficient."""
     entropy_target: NotNegative = 0.2
     """Nats per token; the bonus acts at and below it. Set it near the entropy of the first steps."""
-
-    # KL and the reference.
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference; 0: no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -230,8 +225,29 @@ class GRPOConfig(Settings):
     ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
     """α of a sync: ref ← α·policy + (1 − α)·ref. Of adapters too it is the weights A·B that are mixed, and not the
     factors: the reference then holds those of the last 16 syncs (α = 0.6; 6 for 0.9, 1 for 1.0), side by side."""
-
-    # Optimizer.
+    distillation_coef: NotNegative = 0.0
+    """Weight of the divergence from the teacher, which is added to the policy loss. Ours."""
+    distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """Divergence from the teacher, see `maths.distillation`. Ours (TRL: by `distillation_alpha`, or `beta`)."""
+    distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual (0: forward_kl, 1: reverse_kl)")] = 0.5
+    """Weight of the teacher in jsd. In TRL's SDPO; its GKD calls it `beta`."""
+    distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"
+    """Compare all of a model's distribution, k tokens and the rest of a scorer's, or the drawn token (TRL's SDPO)."""
+    distillation_topk: Count | None = None
+    """k, tokens whose log-probs such a teacher tells at each place (in TRL's SDPO the policy's most probable)."""
+    distillation_weighting: Literal["uniform", "pass_rate"] = "uniform"
+    """Weigh groups alike, or by √(p(1−p)), p the share that passes (SC-SDPO, arXiv 2605.27765). Ours."""
+    distillation_routing: Literal["all", "failed"] = "all"
+    """Who learns from the teacher: all, or what fails, the rest from rewards alone (SRPO, arXiv 2604.02288). Ours."""
+    success_reward_threshold: float = 1.0
+    """Reward from which on a completion passes, as in TRL's SDPO."""
+    teacher_model_kind: Literal["base", "live", "ema"] = "ema"
+    """Params of the policy as its own teacher, as in TRL's SDPO: those at the start, the present, or an average."""
+    teacher_update_rate: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the teacher")] = 0.05
+    """α of that average, as in TRL's SDPO: teacher ← α·policy + (1 − α)·teacher; of adapters, the products' average."""
+    teacher_sync_steps: Count = 1
+    """Optimizer steps between two moves of the average, as in TRL's SDPO."""
+    # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
@@ -249,7 +265,6 @@ class GRPOConfig(Settings):
     max_grad_norm: NotNegative = 1.0
     """Bound of the global gradient norm; 0: no clipping."""
 
-    # Memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
     """Recompute a layer's activations in the backward pass, a fifth slower; None: if they would not fit (TRL: True)."""
     gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
@@ -268,7 +283,7 @@ class GRPOConfig(Settings):
     keep_programs: bool = setting(True, resume="free")
     """Keep compiled programs in the user's cache, up to 2 GiB, unless JAX has a directory for them already. Ours."""
 
-    # Evaluation, logging, checkpoints.
+    # Evaluation, logging, checkpoints, hub.
     eval_steps: Count | None = setting(None, resume="free")
     """Optimizer steps between two evaluations; None: before the first and after the last only."""
     per_device_eval_batch_size: Count = setting(8, resume="free")
@@ -307,8 +322,6 @@ class GRPOConfig(Settings):
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
     """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
-
-    # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, readers.trackers] = setting("none", resume="free")
     """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
     installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
@@ -369,12 +382,7 @@ class GRPOConfig(Settings):
           >>> GRPOConfig(max_steps=5, per_device_train_batch_size=16, num_iterations=2).most_prompts()
           6
         """
-        if self.max_steps <= 0:
-            return None
-        sizes = self.sizes(num_devices)
-        # With max_kl_old an iteration may end after its first update.
-        iterations = math.ceil(self.max_steps / (sizes.updates if self.max_kl_old is None else 1))
-        return iterations * sizes.prompts * (1 + self.max_refills if self.dynamic_sampling else 1)
+        return most_prompts_of(self, num_devices)
 
     @property
     def on_policy(self) -> bool:
@@ -390,9 +398,3 @@ class GRPOConfig(Settings):
     def eval_generations(self) -> int:
         """Completions of each prompt in evaluation."""
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
-
-
-def same_field(name: str) -> Any:
-    """Return the field of that name for another class of settings: the same default, the same rule on resume."""
-    (field,) = (field for field in dataclasses.fields(GRPOConfig) if field.name == name)
-    return dataclasses.field(default=field.default, hash=field.hash, metadata=field.metadata)

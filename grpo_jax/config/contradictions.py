@@ -163,6 +163,17 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
         "with beta = 0 there is no reference to sync; set beta above 0, or sync_ref_model=False",
     ),
     (
+        "distillation_coef top_k top_p min_p",
+        lambda c: c.distillation_coef > 0 and bool(c.top_k or c.top_p < 1 or c.min_p),
+        "distributions that top_k, top_p or min_p have cut are at no finite distance from a teacher's; sample from the"
+        " whole one (top_k=0, top_p=1.0, min_p=None)",
+    ),
+    (
+        "distillation_topk distillation_mode",
+        lambda c: (c.distillation_topk is None) == (c.distillation_mode == "topk_logits"),
+        'goes with distillation_mode = "topk_logits", and only with it; set both or neither',
+    ),
+    (
         "entropy_coef_min entropy_coef_max",
         lambda c: c.entropy_coef_min > c.entropy_coef_max,
         "must not be above entropy_coef_max; lower the one or raise the other",

@@ -7,14 +7,20 @@ the loop read those of either config by one name.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from grpo_jax.config import readers
-from grpo_jax.config.config import GRPOConfig, same_field
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
 from grpo_jax.config.settings import Settings
 from grpo_jax.config.sizes import Sizes
+
+
+def same_field(name: str) -> Any:
+    """Return the field of that name for another class of settings: the same default, the same rule on resume."""
+    (field,) = (field for field in dataclasses.fields(GRPOConfig) if field.name == name)
+    return dataclasses.field(default=field.default, hash=field.hash, metadata=field.metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,10 @@ class SFTConfig(Settings):
     sync_ref_model: ClassVar = False
     ref_model_sync_steps: ClassVar = 1
     ref_model_mixup_alpha: ClassVar = 1.0
+    distillation_coef: ClassVar = 0.0
+    teacher_model_kind: ClassVar = "base"
+    teacher_update_rate: ClassVar = 1.0
+    teacher_sync_steps: ClassVar = 1
     use_adaptive_entropy: ClassVar = False
     entropy_coef: ClassVar = 0.0
     reward_weights: ClassVar = None

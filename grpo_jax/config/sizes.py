@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_jax.config.checks import split_problems
@@ -63,3 +64,13 @@ def sizes_of(config: GRPOConfig, num_devices: int | None) -> Sizes:
         micro_prompts=micro // micro_completions,
         micro_completions=micro_completions,
     )
+
+
+def most_prompts_of(config: GRPOConfig, num_devices: int | None) -> int | None:
+    """Return what `GRPOConfig.most_prompts` documents."""
+    if config.max_steps <= 0:
+        return None
+    sizes = sizes_of(config, num_devices)
+    # With max_kl_old an iteration may end after its first update.
+    iterations = math.ceil(config.max_steps / (sizes.updates if config.max_kl_old is None else 1))
+    return iterations * sizes.prompts * (1 + config.max_refills if config.dynamic_sampling else 1)

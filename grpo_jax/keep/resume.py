@@ -55,6 +55,7 @@ def describe(
     own_optimizer: bool = False,
     own_sampler: bool = False,
     own_functions: Mapping[str, AdvantageFn | Surrogate | None] = MappingProxyType({}),
+    teacher: Json | None = None,
 ) -> dict[str, Any]:
     """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
@@ -87,6 +88,7 @@ def describe(
         "not_decayed": "norms and biases",
         "sampler": "the caller's" if own_sampler else "generate",
         "functions": {name: source_of(function) for name, function in own_functions.items() if function is not None},
+        "teacher": teacher,
         "state": _leaves(state),
         "total_steps": total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
@@ -158,6 +160,7 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
         ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))
         source = "; its source or what it is bound to has changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, the run has {theirs}{source}")
+    lines += _of_teacher(saved.get("teacher"), present["teacher"])
     # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
     return lines or list(_of_state(saved["state"], present["state"]))
 
@@ -231,6 +234,21 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
             )
         elif present["total_steps"] < step:
             yield f"{line}, and is at step {step} already"
+
+
+def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
+    """Yield a line for a teacher that is not that of the run."""
+    if old == new:
+        return
+    if old is None or new is None or old["kind"] != new["kind"]:
+        names = [None if one is None else one["kind"] for one in (new, old)]
+        yield f"teacher: {show(names[0])}, the run has {show(names[1])}"
+        return
+    for part, name in {"prompt": "teacher_prompt", "scorer": "teacher"}.items():
+        if old.get(part) != new.get(part):
+            yield f"{name}: {show(new.get(part))}, the run has {show(old.get(part))}"
+    if old.get("params") != new.get("params"):
+        yield "teacher: its params are not those of the teacher of the run"
 
 
 def _of_turns(saved: Json, present: Json) -> Iterator[str]:

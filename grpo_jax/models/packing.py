@@ -47,12 +47,13 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """The inverse of `by_segment`: values [A, S, T] as [A, N], 0 where there is no segment."""
+        """The inverse of `by_segment`: values [A, S, T, ...] as [A, N, ...], 0 where there is no segment."""
         number, position = self.segments.number, self.segments.position
-        return jnp.where(number < 0, 0, jax.vmap(lambda x, number, position: x[number, position])(x, number, position))
+        values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
+        return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The segments' part of an array [B, G] or [B, G, T]: [A, S], or [A, S, T] up to the longest."""
+        """The segments' part of an array [B, G] or [B, G, T, ...]: [A, S], or [A, S, T, ...] up to the longest."""
         devices = self.tokens.shape[0]
         own = jax.vmap(lambda x, at: x[at])(x.reshape(devices, -1, *x.shape[2:]), self.completions)
         return own if x.ndim == 2 else own[:, :, : self.segments.longest]

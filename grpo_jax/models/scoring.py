@@ -12,7 +12,7 @@ predicts         c0      c1    c2    c3
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -31,17 +31,31 @@ CHUNK = 1024
 
 
 class Scores(NamedTuple):
-    """Log-probs and entropies of completion tokens, and the router's loss on them.
+    """Log-probs and entropies of completion tokens, the router's loss on them, and how far a teacher is.
 
     Attributes:
       log_probs: [..., T] float32, 0 where the mask is 0.
       entropies: [..., T] float32 nats, of the distributions that the tokens were drawn from; 0 where the mask is 0.
       router_loss: [] float32, `experts.router_loss` of these tokens; None where it was not asked for.
+      divergences: [..., T] float32 nats, from the teacher's distributions; None where there is nothing to compare with.
     """
 
     log_probs: jax.Array
     entropies: jax.Array
     router_loss: jax.Array | None = None
+    divergences: jax.Array | None = None
+
+
+class Comparison(NamedTuple):
+    """A comparison of the policy's distributions with others, wherever their logits are made.
+
+    Attributes:
+      function: the logits [..., V] of a chunk of tokens, and what `beside` has of these tokens → [...] nats.
+      beside: arrays [..., T, X] that belong to the tokens.
+    """
+
+    function: Callable[..., jax.Array]
+    beside: tuple[jax.Array, ...]
 
 
 def chunked(
@@ -53,34 +67,46 @@ def chunked(
     *,
     with_entropy: bool,
     chunk: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    compared: Comparison | None = None,
+) -> tuple[jax.Array, ...]:
     """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N] from states [B, N, D], chunk by chunk.
 
     A chunk, of `CHUNK` tokens unless another number is given, has some of the N tokens of every prompt: where prompts
-    are cut over devices, each computes its own.
+    are cut over devices, each computes its own. With a comparison, its arrays [B, N, X], its results [B, N] come third.
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
 
-    def one(params, hidden, tokens):
+    def one(params, hidden, tokens, *beside):
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
-        if with_entropy:
-            return log_probs_and_entropy(logits, tokens)
-        log_probs = log_probs_of(logits, tokens)
-        return log_probs, jnp.zeros_like(log_probs)
+        return _score_logits(logits, tokens, with_entropy, compared, beside)
 
     b, n = tokens.shape
+    beside = () if compared is None else compared.beside
     if b * n <= chunk:
         # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
-        return one(params, hidden, tokens)
+        return one(params, hidden, tokens, *beside)
     chunks = -(-n // max(1, chunk // b))
     size = -(-n // chunks)  # equal chunks: the last one is not mostly padding
     pad = chunks * size - n
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, chunks, size, -1).swapaxes(0, 1)
+    states = [
+        jnp.pad(x, ((0, 0), (0, pad), (0, 0))).reshape(b, chunks, size, -1).swapaxes(0, 1) for x in (hidden, *beside)
+    ]
     tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, chunks, size).swapaxes(0, 1)
-    results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (hidden, tokens))
-    log_probs, entropy = (x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
-    return log_probs, entropy
+    results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (states[0], tokens, *states[1:]))
+    return tuple(x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
+
+
+def _score_logits(
+    logits: jax.Array, tokens: jax.Array, with_entropy: bool, compared: Comparison | None, beside: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Log-probs of tokens by their logits, entropies or zeros, and what they are compared with."""
+    if with_entropy:
+        log_probs, entropy = log_probs_and_entropy(logits, tokens)
+    else:
+        log_probs = log_probs_of(logits, tokens)
+        entropy = jnp.zeros_like(log_probs)
+    return (log_probs, entropy) if compared is None else (log_probs, entropy, compared.function(logits, *beside))
 
 
 def score_completions(
@@ -94,6 +120,7 @@ def score_completions(
     with_entropy: bool = True,
     with_router: bool = False,
     rngs: dict[str, jax.Array] | None = None,
+    compared: Comparison | None = None,
 ) -> Scores:
     """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
 
@@ -107,29 +134,55 @@ def score_completions(
       with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
       with_router: whether the load-balancing loss of the masked-in tokens is wanted, for a mixture of experts.
       rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
+      compared: with what the distributions are compared, by arrays [B, G, T, X]; None: with nothing.
 
     Returns:
       `Scores` of [B, G, T].
     """
     b, g, t = tokens.shape
-    balance = None
+    states, balance = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
+    if is_cached(model):
+        if compared is not None:
+            compared = compared._replace(beside=tuple(x.reshape(b, g * t, -1) for x in compared.beside))
+        flat = (states.reshape(b, g * t, -1), tokens.reshape(b, -1))
+        scored = chunked(unembed_of(model), params, *flat, sampling, with_entropy=with_entropy, compared=compared)
+        scored = tuple(x.reshape(b, g, t) for x in scored)
+    else:
+        logits = process_logits(states, sampling, keep=tokens)
+        scored = _score_logits(logits, tokens, True, compared, () if compared is None else compared.beside)
+    log_probs, entropy, *far = (jnp.where(mask, x, 0.0) for x in scored)
+    return Scores(log_probs, entropy, balance, *far)
+
+
+def predicting_states(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    tokens: jax.Array,
+    counted: jax.Array | None = None,
+    *,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """States [B, G, T, D] by which completion tokens are predicted: of a model without a cache its logits [B, G, T, V].
+
+    Args:
+      tokens: [B, G, T] int32.
+      counted: [B, G, T] bool, the tokens whose load-balancing loss is wanted, which comes second; None: it isn't.
+      rngs: as in `score_completions`.
+    """
+    b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
-        hidden = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
-        if t > 1 or with_router:
+        hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
+        if t > 1 or counted is not None:
             # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
-            rest, balance = _read_on(model, params, tokens, prefix, mask if with_router else None, rngs=rngs)
+            rest, balance = _read_on(model, params, tokens, prefix, counted, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
-        flat = (hidden.reshape(b, g * t, -1), tokens.reshape(b, -1))
-        log_probs, entropy = chunked(_unembed(model), params, *flat, sampling, with_entropy=with_entropy)
-        log_probs, entropy = log_probs.reshape(b, g, t), entropy.reshape(b, g, t)
-    else:
-        whole, start = join_rows(prompts, tokens)
-        logits = model.apply({"params": params}, whole)
-        at = start[:, None] - 1 + jnp.arange(t)[None]
-        logits = jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1)
-        log_probs, entropy = log_probs_and_entropy(process_logits(logits, sampling, keep=tokens), tokens)
-    return Scores(jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0), balance)
+        return hidden, balance
+    whole, start = join_rows(prompts, tokens)
+    logits = model.apply({"params": params}, whole)
+    at = start[:, None] - 1 + jnp.arange(t)[None]
+    return jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1), None
 
 
 def _read_on(
@@ -153,7 +206,10 @@ def _read_on(
     return hidden, router_loss(written, counted, num_experts_per_token=chosen)
 
 
-def _unembed(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+    """The way from params and `predicting_states` to logits."""
+    if not is_cached(model):
+        return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
@@ -188,6 +244,7 @@ def score_packed(
     counted: jax.Array | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
+    compared: Comparison | None = None,
 ) -> Scores:
     """`score_completions` for the segments of a `packing.PackedSequence`.
 
@@ -196,9 +253,40 @@ def score_packed(
       sequence: some completions of the batch.
       counted: [A, S, T] bool, the tokens of the segments whose load-balancing loss is wanted; None: it isn't.
       sampling, with_entropy, rngs: as in `score_completions`.
+      compared: likewise, by arrays [A, N, X].
 
     Returns:
       `Scores` of [A, S, T], 0 beyond the ends of the segments.
+    """
+    before, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
+    scored = chunked(
+        unembed_of(model),
+        params,
+        before,
+        sequence.tokens,
+        sampling,
+        with_entropy=with_entropy,
+        chunk=before.shape[0] * CHUNK,  # each device holds the logits of a chunk
+        compared=compared,
+    )
+    mask = sequence.mask
+    log_probs, entropies, *far = (jnp.where(mask, sequence.by_segment(x), 0.0) for x in scored)
+    return Scores(log_probs, entropies, balance, *far)
+
+
+def packed_states(
+    model: CachedModel,
+    params: Params,
+    read: ReadPrompts,
+    lengths: jax.Array,
+    sequence: PackedSequence,
+    *,
+    counted: jax.Array | None = None,
+    rngs: dict[str, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`predicting_states` [A, N, D] of the tokens of a packed sequence, and the load-balancing loss of some of them.
+
+    The arguments are those of `score_packed`.
     """
     chex.assert_equal_shape_prefix((read.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
@@ -212,14 +300,7 @@ def score_packed(
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     first = jax.vmap(lambda last, prompt: last[prompt])(read.last.reshape(a, -1, read.last.shape[-1]), prompt)
-    before = jnp.where((segments.position == 0)[..., None], first, before)
-    chunk = a * CHUNK  # each device holds the logits of a chunk
-    log_probs, entropies = chunked(
-        _unembed(model), params, before, sequence.tokens, sampling, with_entropy=with_entropy, chunk=chunk
-    )
-    mask = sequence.mask
-    log_probs, entropies = (jnp.where(mask, sequence.by_segment(x), 0.0) for x in (log_probs, entropies))
-    return Scores(log_probs, entropies, balance)
+    return jnp.where((segments.position == 0)[..., None], first, before), balance
 
 
 def completion_log_probs(

@@ -6,6 +6,7 @@ All that is wrong is found at once. One fault is raised as it is, several in one
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
+from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
+from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
@@ -78,12 +81,14 @@ def prepare(arguments: Arguments) -> Run:
     faults.of(check_sampler, arguments.sampler, interaction, ends)
     if isinstance(policy, Policy) and policy.tokenizer is not None:
         faults.of(check_ends, ends, policy, policy.params)
+    if known:
+        faults.of(_check_teaching, arguments, rows, fns)
     unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
     if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
         faults.of(_check_no_environments, fns, config)
         read = {name: some for name, some in rows.items() if some} or {"dataset": []}
-        for name, some in read.items():
+        for name, some in read.items() if fns or arguments.teacher is None else ():
             faults.of(
                 check_reward_fns,
                 fns,
@@ -146,6 +151,8 @@ def _encoded_run(
         optimizer=arguments.optimizer,
         own_advantages=own,
         surrogate=arguments.surrogate,
+        teacher=arguments.teacher,
+        teacher_prompt=arguments.teacher_prompt,
     )
     here = next((device for device in devices if device.process_index == jax.process_index()), None)
     return decide_checkpointing(run, None if here is None else memory_of(here))
@@ -165,12 +172,22 @@ def derive_run(
     optimizer: optax.GradientTransformation | None = None,
     own_advantages: OwnAdvantages | None = None,
     surrogate: Surrogate | None = None,
+    teacher: Policy | Scorer | str | None = None,
+    teacher_prompt: TeacherPrompt | None = None,
 ) -> Run:
     """The run of arguments that have been checked; the policy's params may be shapes. Fields as in `Run`."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro = (sizes.micro_prompts, sizes.micro_completions)
+
+    def placed(own: Policy) -> Policy:
+        devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
+        return place_policy(own.replace(model=with_settings(own.model, config, devices, mesh)), mesh)
+
+    score_by = functools.partial(choose_updater, config=config, micro=micro, mesh=mesh)
+    teaching = make_teaching(teacher, teacher_prompt, policy, score_by, placed)
+    heard = None if teaching is None or config.distillation_mode != "full_logits" else teaching.teacher
     return Run(
         policy=policy,
         config=config,
@@ -185,8 +202,11 @@ def derive_run(
         total_steps=total_steps,
         optimizer=optimizer,
         schedule=schedule,
-        updater=choose_updater(policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh, surrogate=surrogate),
+        updater=choose_updater(
+            policy.model, config, micro=micro, optimizer=optimizer, mesh=mesh, surrogate=surrogate, teacher=heard
+        ),
         own_advantages=own_advantages,
+        teaching=teaching,
     )
 
 
@@ -273,6 +293,21 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
     return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
+def _check_teaching(
+    arguments: Arguments, rows: Mapping[str, Sequence[Row] | None], fns: Sequence[RewardFn] | None
+) -> None:
+    """Raise unless the run can learn from its teacher, if it has one."""
+    some = rows["dataset"]
+    check_teacher(
+        arguments.teacher,
+        arguments.teacher_prompt,
+        arguments.policy,
+        arguments.config,
+        columns=list(some[0]) if some else None,
+        has_rewards=fns is None or bool(fns) or arguments.environment_factory is not None,
+    )
+
+
 def _check_no_environments(fns: list[Callable[..., Any]], config: Any) -> None:
     """Raise if a reward function reads environments that are no longer there when it is called."""
     if not (isinstance(config, GRPOConfig) and config.rollout_ahead):
@@ -357,4 +392,5 @@ def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
             "advantage_fn": run.advantage_fn if isinstance(run, Run) else None,
             "surrogate": run.updater.surrogate,
         },
+        teacher=run.teaching.identity if isinstance(run, Run) and run.teaching is not None else None,
     )

@@ -40,6 +40,21 @@ def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
     )
 
 
+def _with_teacher(batch: Batch, run: BaseRun) -> Batch:
+    """A batch with what the teacher adds to it; its prompts as long as the policy's."""
+    if not isinstance(run, Run) or run.teaching is None:
+        return batch
+    log_probs, k = batch.sampling_log_probs, run.config.distillation_topk
+    batch = batch.replace(distillation_weights=batch.mask[:, :, 0] * 1.0)
+    if run.teaching.prompt is not None:
+        tokens = jnp.zeros((*batch.mask.shape[:2], run.prompt_length), jnp.int32)
+        batch = batch.replace(teacher_prompts=Prompts(tokens, tokens[:, :, 0]))
+    if k is not None:
+        told = jnp.zeros((*log_probs.shape, k))
+        return batch.replace(teacher_top_ids=told.astype(jnp.int32), teacher_top_log_probs=told)
+    return batch.replace(teacher_log_probs=log_probs if run.config.distillation_mode == "sampled_token" else None)
+
+
 def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
     """The shapes of a minibatch, which comes from the host."""
     b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.updater.config.max_completion_length
@@ -60,4 +75,4 @@ def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
             old_log_probs=log_probs if isinstance(run, Run) and run.sampler is not None else None,
         )
 
-    return jax.eval_shape(make)
+    return jax.eval_shape(lambda: _with_teacher(make(), run))

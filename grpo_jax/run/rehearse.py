@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.run.teacher import Scorer
+from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
 from grpo_jax.update.diagnosis import diagnose
@@ -82,6 +84,8 @@ def rehearse(
     sampler: Sampler | None = None,
     advantage_fn: AdvantageFn | None = None,
     surrogate: Surrogate | None = None,
+    teacher: Policy | Scorer | Literal["self"] | None = None,
+    teacher_prompt: TeacherPrompt | None = None,
     donate: bool = False,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
@@ -100,6 +104,8 @@ def rehearse(
       sampler: another engine in the place of `generate`; it is called once, for one group.
       advantage_fn: a function that makes advantages, as in `train`.
       surrogate: a function that makes the loss of each token, as in `train`.
+      teacher: who the policy learns from, as in `train`; it is asked once, for one group.
+      teacher_prompt: what the teacher reads, as in `train`.
       donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
 
     Returns:
@@ -143,6 +149,8 @@ def rehearse(
             sampler,
             advantage_fn,
             surrogate,
+            teacher=teacher,
+            teacher_prompt=teacher_prompt,
         )
         run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
@@ -178,16 +186,21 @@ def rehearse(
             "policy": _bytes((as_argument(policy.model), () if donate else policy.params)),
             **_programs(run, after),
         }
-    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
-    if room is not None and most > room:
-        suspicious.append(
-            f"up to {most / 1e9:.1f} GB may be needed and the device has {room / 1e9:.1f} GB: make "
-            "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
-        )
+    suspicious += _of_the_memory(memory)
     report = DryRun(sizes, memory, phase.take(), tuple(suspicious), experience.rows, {**experience.metrics, **metrics})
     print(report)
     return report
+
+
+def _of_the_memory(memory: Mapping[str, int]) -> Iterator[str]:
+    """Whether the device may have too little, a sentence."""
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
+    if room is not None and most > room:
+        yield (
+            f"up to {most / 1e9:.1f} GB may be needed and the device has {room / 1e9:.1f} GB: make "
+            "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
+        )
 
 
 def _bytes(tree: Any) -> int:
@@ -246,7 +259,7 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
     yield from _of_the_rewards(run, experience)
-    if not np.any(experience.batch.advantages):
+    if not np.any(experience.batch.advantages) and run.teaching is None:
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["tokens"] == 0:
         yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"

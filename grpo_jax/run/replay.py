@@ -117,7 +117,8 @@ def replay(
       where: a directory `run_dir/bad_batches/step-N`, or the run directory (then the first that was kept).
       policy: the policy that the run began with, for its model; the params are the kept ones.
       config: settings to try, as a remedy (`compute_dtype="float32"` for instance); None for those of the run.
-      surrogate: that of the run, if it had one of the caller's own.
+      surrogate: that of the run, if it had one of the caller's own. What a teacher that is a model adds to the loss is
+        left out.
 
     Returns:
       A `Finding` with the term and its place; None if loss and gradient are finite.
@@ -175,9 +176,11 @@ def _write(
 ) -> None:
     """Write all that the update read; the directory appears when it is whole."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    prompts = fields.pop("prompts")
+    read = {name: fields.pop(name) for name in ("prompts", "teacher_prompts")}
     arrays = {f"batch/{name}": x for name, x in fields.items() if x is not None}
-    arrays |= {"prompts/tokens": prompts.tokens, "prompts/lengths": prompts.lengths}
+    for name, prompts in read.items():
+        if prompts is not None:
+            arrays |= {f"{name}/tokens": prompts.tokens, f"{name}/lengths": prompts.lengths}
     arrays |= {f"params/{i}": x for i, x in enumerate(jax.tree.leaves(state.params))}
     arrays |= {"key": jax.random.key_data(state.key), "step": state.step - 1, "entropy_bonus": state.entropy_bonus}
     about = {
@@ -201,7 +204,11 @@ def _read(arrays: Mapping[str, Any], policy: Policy) -> tuple[TrainState, Batch]
     # NumPy's files know bfloat16 as two bytes only.
     leaves = [jnp.asarray(x.view(y.dtype) if x.dtype.kind == "V" else x) for x, y in zip(leaves, like, strict=True)]
     fields = {name[6:]: arrays[name] for name in arrays if name.startswith("batch/")}
-    prompts = Prompts(arrays["prompts/tokens"], arrays["prompts/lengths"])
+    fields |= {
+        name: Prompts(arrays[f"{name}/tokens"], arrays[f"{name}/lengths"])
+        for name in ("prompts", "teacher_prompts")
+        if f"{name}/tokens" in arrays
+    }
     state = TrainState(
         params=jax.tree.unflatten(tree, leaves),
         old_params=None,
@@ -214,4 +221,4 @@ def _read(arrays: Mapping[str, Any], policy: Policy) -> tuple[TrainState, Batch]
         entropy_bonus=jnp.asarray(arrays["entropy_bonus"]),
         skipped=jnp.zeros((), jnp.int32),
     )
-    return state, Batch(prompts=prompts, **fields)
+    return state, Batch(**fields)

@@ -18,6 +18,8 @@ from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.run.selection import Posteriors, next_rows
+from grpo_jax.run.teacher import Scorer, Teaching
+from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
@@ -41,6 +43,8 @@ class Arguments:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
+    teacher: Policy | Scorer | str | None = None
+    teacher_prompt: TeacherPrompt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Run(BaseRun):
       interaction: who answers completions of several turns; None: they have one.
       sampler: the engine in the place of `generate`; None for that.
       own_advantages: in the place of `compute_advantages`: the caller's function or that of `turn_credit`; else None.
+      teaching: the teacher; None: there is none.
     """
 
     config: GRPOConfig
@@ -90,6 +95,7 @@ class Run(BaseRun):
     interaction: Interaction | None
     sampler: Sampler | None
     own_advantages: OwnAdvantages | None = None
+    teaching: Teaching | None = None
 
     @property
     def samples_beside(self) -> bool:

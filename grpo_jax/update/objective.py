@@ -17,6 +17,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.covariance import BY_COVARIANCE, covariance_share
+from grpo_jax.maths.distillation import distillation_loss_terms, sampled_divergence
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.likelihood import likelihood_loss_terms
 from grpo_jax.maths.losses import grpo_loss_terms
@@ -135,7 +136,7 @@ def loss_of(
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       router_coef: the factor on the load-balancing loss in `scores`.
     """
-    log_probs, entropies, router_loss = scores
+    log_probs, entropies, router_loss, divergences = scores
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
@@ -153,6 +154,9 @@ def loss_of(
             on_policy=on_policy,
             surrogate=surrogate,
             selected=selected,
+        )
+        loss, metrics = _add_distillation(
+            loss, metrics, log_probs, divergences, part, totals, config=config, on_policy=on_policy
         )
     if router_loss is not None:
         # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
@@ -205,6 +209,37 @@ def _grpo_terms(
         # A KL that nobody measured is no KL of zero.
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     return loss, metrics
+
+
+def _add_distillation(
+    loss: jax.Array,
+    metrics: MetricSums,
+    log_probs: jax.Array,
+    divergences: jax.Array | None,
+    part: Batch,
+    totals: dict[str, jax.Array],
+    *,
+    config: GRPOConfig,
+    on_policy: bool,
+) -> tuple[jax.Array, MetricSums]:
+    """Loss and metrics with what is learned from a teacher, by its distributions or by its log-probs in the batch."""
+    if part.teacher_log_probs is not None:
+        old_log_probs = None if on_policy else _old_log_probs(part)
+        divergences = sampled_divergence(log_probs, old_log_probs, part.teacher_log_probs, part.mask)
+    if divergences is None:
+        return loss, metrics
+    more, sums = distillation_loss_terms(
+        divergences,
+        part.mask,
+        part.distillation_weights,
+        coef=config.distillation_coef,
+        loss_type=config.loss_type,
+        max_completion_length=config.max_completion_length,
+        num_rows=totals["num_rows"],
+        num_tokens=totals["num_tokens"],
+    )
+    loss = loss + more
+    return loss, metrics._replace(sums=metrics.sums | sums | {"loss": jax.lax.stop_gradient(loss)})
 
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, measured: jax.Array, config: GRPOConfig) -> TrainState:

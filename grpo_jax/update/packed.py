@@ -45,6 +45,7 @@ from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_s
 from grpo_jax.update.prompts import Reading, Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import PaddedUpdater, apply_gradients, dropout_key, zeros_like
+from grpo_jax.update.teaching import Reader, Teacher, apart, compare_packed, teacher_prompts
 
 CPU_TOKENS = 512
 """Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
@@ -91,6 +92,7 @@ class Minibatch(NamedTuple):
       totals: `count_totals` of it.
       selected: its `top_entropy_mask` [B, G, T]; None where all tokens are trained.
       dropout: `dropout_key`.
+      teacher: one whose distributions the policy's are compared with, its prompts read; None where there is none.
     """
 
     state: TrainState
@@ -99,6 +101,7 @@ class Minibatch(NamedTuple):
     totals: dict[str, jax.Array]
     selected: jax.Array | None
     dropout: jax.Array | None
+    teacher: Reader | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,7 @@ class PackedUpdater:
       on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
       mesh: where params are; None for one device.
       surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
+      teacher: a model whose distributions the policy's are compared with; None for none, or one that tells log-probs.
     """
 
     model: CachedModel
@@ -122,6 +126,7 @@ class PackedUpdater:
     on_policy: bool = True
     mesh: jax.sharding.Mesh | None = None
     surrogate: Surrogate | None = None
+    teacher: Teacher | None = None
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.
@@ -162,6 +167,7 @@ class PackedUpdater:
 
         On a mesh its prompts get an order in which all devices have about as many tokens; sums over them are the same.
         """
+        batch = apart(batch)
         shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape[2])
         order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
         if shards.devices > 1:
@@ -193,7 +199,7 @@ class PackedUpdater:
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
         reading = Reading(state.params, batch.prompts, dropout, self.model)
         read, pullback = vjp_prompts(reading, size, shards)
-        minibatch = Minibatch(state, read, batch, totals, selected, dropout)
+        minibatch = Minibatch(state, read, batch, totals, selected, dropout, self.read_teacher(state, batch, packing))
 
         def add_sequences(numbers: range) -> tuple[tuple[Params, ReadPrompts], list[MetricSums]]:
             grads, sums = zero_gradients((state.params, read), shards=shards), []
@@ -209,6 +215,15 @@ class PackedUpdater:
         grads = pullback([grads for (grads, _), _ in results], sum_trees([grads for (_, grads), _ in results]))
         # Two by two: whatever the number of sequences, one program.
         return grads, functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])
+
+    def read_teacher(self, state: TrainState, batch: Batch, packing: Packing) -> Reader | None:
+        """The teacher with the prompts of a batch that is laid out; None where it has no part in an update."""
+        if self.teacher is None:
+            return None
+        teacher, prompts = self.teacher.held(state), teacher_prompts(batch)
+        assert is_cached(teacher.model)
+        read = read_all(Reading(teacher.params, prompts, None, teacher.model), packing.size, packing.shards)
+        return Reader(teacher, read, prompts.lengths)
 
     def _score(
         self, params: Params, prompts: Prompts, mask: jax.Array, packing: Packing, *, with_entropy: bool
@@ -282,19 +297,28 @@ def choose_updater(
     mesh: jax.sharding.Mesh | None = None,
     on_policy: bool | None = None,
     surrogate: Surrogate | None = None,
+    teacher: Teacher | None = None,
 ) -> Updater:
-    """Packed for the models of this package, padded for any other.
+    """Packed for the models of this package, padded for any other; so too by the model of a teacher.
 
     Args:
       micro: (prompts, completions per prompt) of a micro-batch.
       on_policy: as in `step.train_step`; None for what the config says.
       surrogate: likewise.
+      teacher: as in `PackedUpdater`.
     """
-    kind = PackedUpdater if is_cached(model) else PaddedUpdater
+    kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else PaddedUpdater
     on_policy = config.on_policy if on_policy is None else on_policy
     mesh = None if mesh is None or mesh.size == 1 else mesh
     return kind(
-        as_argument(model), config, micro, optimizer=optimizer, on_policy=on_policy, mesh=mesh, surrogate=surrogate
+        as_argument(model),
+        config,
+        micro,
+        optimizer=optimizer,
+        on_policy=on_policy,
+        mesh=mesh,
+        surrogate=surrogate,
+        teacher=teacher,
     )
 
 
@@ -334,14 +358,17 @@ def _place_gradients(grads: tuple[Params, ReadPrompts], shards: Shards) -> tuple
 @functools.partial(jax.jit, static_argnames=("config", "on_policy", "surrogate", "shards"), donate_argnums=(0,))
 def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
-    state, read, batch, totals, selected, dropout = minibatch
-    part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None))
+    state, read, batch, totals, selected, dropout, teacher = minibatch
+    part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None, teacher_prompts=None))
     part, coef = part.replace(mask=part.mask & sequence.mask), router_coef(model, config)
     selected = None if selected is None else sequence.take(selected)
     lengths, counted, rngs = batch.prompts.lengths, part.mask if coef else None, rngs_of(dropout, 1, number)
+    compared, sampling = compare_packed(teacher, sequence, part, config), sampling_of(config)
 
     def loss_fn(params, read):
-        scores = score_packed(model, params, read, lengths, sequence, sampling_of(config), counted=counted, rngs=rngs)
+        scores = score_packed(
+            model, params, read, lengths, sequence, sampling, counted=counted, rngs=rngs, compared=compared
+        )
         return loss_of(
             scores,
             part,

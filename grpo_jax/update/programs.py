@@ -22,6 +22,7 @@ from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradi
 from grpo_jax.update.prompts import Reading, Shards, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
+from grpo_jax.update.teaching import Reader, apart, teacher_prompts
 
 Tree = TypeVar("Tree")
 
@@ -52,6 +53,7 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
         scored_by = state.params if state.ref_params is None else state.ref_params
         scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
         return UpdatePrograms(updater.update_call(state, batch), scores, ())
+    batch = batch if batch.teacher_prompts is None else jax.eval_shape(apart, batch)
     t, shards = batch.mask.shape[2], updater.shards(batch.prompts)
     shapes = updater.shapes(state.params, t, tokens)
     state, batch = abstract((state, batch))
@@ -69,7 +71,8 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     by_covariance = chooses_by_covariance(updater.config)
     if by_covariance:
         batch = batch.replace(cov_share=batch.sampling_log_probs)
-    minibatch = Minibatch(state, read, batch, totals, selected, dropout)
+    reader = _shape_teacher(updater, state, batch, shapes[0].size, shards)
+    minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
 
     def update(shape: SequenceShape) -> Program:
         sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"update {_sizes(shape)}"
@@ -145,6 +148,18 @@ def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: 
     some = functools.partial(read_some, count=count, backward=False, shards=shards)
     part, _ = jax.eval_shape(some, Reading(params, prompts, None, updater.model), 0)
     return jax.eval_shape(functools.partial(join_reads, shards=shards), [part] * count)
+
+
+def _shape_teacher(updater: PackedUpdater, state: TrainState, batch: Batch, size: int, shards: Shards) -> Reader | None:
+    """The shapes of a teacher that has read the prompts; None where it has no part in an update."""
+    if updater.teacher is None:
+        return None
+    teacher, prompts = abstract(updater.teacher.held(state)), jax.eval_shape(teacher_prompts, batch)
+    count = count_reads(prompts, size, shards)
+    some = functools.partial(read_some, count=count, backward=False, shards=shards)
+    part, _ = jax.eval_shape(some, Reading(teacher.params, prompts, None, teacher.model), 0)
+    read = jax.eval_shape(functools.partial(join_reads, shards=shards), [part] * count)
+    return _placed(Reader(teacher, read, prompts.lengths), updater.mesh, state.params)
 
 
 def _sizes(shape: SequenceShape) -> str:

@@ -39,6 +39,8 @@ class TrainState(flax.struct.PyTreeNode):
       skipped: [] int32, updates that were not made because loss or gradient was not finite.
       master_params: θ in float32, which the optimizer moves, and which `params` are rounded from after every step; None
         where params are float32 themselves.
+      teacher_params: those of the policy as its own teacher, where they are not the present ones: θ at the start of the
+        run, or what follows θ slowly.
     """
 
     params: Params
@@ -52,9 +54,14 @@ class TrainState(flax.struct.PyTreeNode):
     entropy_bonus: jax.Array
     skipped: jax.Array
     master_params: Params | None = None
+    teacher_params: Params | None = None
 
     def __repr__(self) -> str:
-        kept = [name for name in ("old_params", "ref_params", "initial_params") if getattr(self, name) is not None]
+        kept = [
+            name
+            for name in ("old_params", "ref_params", "initial_params", "teacher_params")
+            if getattr(self, name) is not None
+        ]
         deleted = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
         step = "deleted" if deleted and self.step.is_deleted() else self.step
         count = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(self.params))
@@ -82,6 +89,8 @@ def create_state(
     keep_reference: bool = False,
     keep_initial: bool = False,
     keep_masters: bool = True,
+    keep_teacher: bool = False,
+    mix_teacher: float | None = None,
     mix_adapters: float | None = None,
     entropy_coef: float = 0.0,
     entropy_bonus: float | None = None,
@@ -97,6 +106,8 @@ def create_state(
       keep_reference: hold a reference (beta > 0).
       keep_initial: hold the initial policy beside a reference that moves.
       keep_masters: hold float32 masters beside params of less.
+      keep_teacher: hold the policy's own teacher.
+      mix_teacher: where params are adapters and the teacher follows them, the weight of the policy in a sync.
       mix_adapters: where params are adapters and the reference is synced, the weight of the policy in a sync.
       entropy_coef: ≥ 0, first coefficient of the entropy bonus.
       entropy_bonus: what the first update applies of it; None: all of it.
@@ -125,11 +136,7 @@ def create_state(
     state = TrainState(
         params=params,
         old_params=params if keep_old else None,
-        ref_params=None
-        if not keep_reference
-        else params
-        if mix_adapters is None
-        else reference_of(params, mix_adapters),
+        ref_params=_slow(params, mix_adapters) if keep_reference else None,
         initial_params=params if keep_initial else None,
         opt_state=optimizer.init(params if masters is None else masters),
         step=jnp.zeros((), jnp.int32),
@@ -138,9 +145,15 @@ def create_state(
         entropy_bonus=jnp.asarray(entropy_coef if entropy_bonus is None else entropy_bonus, jnp.float32),
         skipped=jnp.zeros((), jnp.int32),
         master_params=masters,
+        teacher_params=_slow(params, mix_teacher) if keep_teacher else None,
     )
     # An optimizer too may keep the params that it begins with.
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
+
+
+def _slow(params: Params, mix: float | None) -> Params:
+    """Params that others of their shape are mixed into; of adapters, with the weight of the others in `mix`."""
+    return params if mix is None else reference_of(params, mix)
 
 
 def same_shapes(first: Params, second: Params) -> bool:
@@ -162,6 +175,8 @@ def finish_update(
     trained: jax.Array | bool = True,
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
+    teach_every: int | None = None,
+    teach_alpha: float = 1.0,
 ) -> TrainState:
     """One optimizer step, then the reference's own step.
 
@@ -175,7 +190,8 @@ def finish_update(
     depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
     whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
     all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
-    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
+    them. `sync_every` is None for a reference that stays; `sync_alpha` is α. `teach_every` and `teach_alpha` say the
+    same of the policy as its own teacher.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
@@ -193,16 +209,20 @@ def finish_update(
         ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
     )
     step = state.step + 1
-    ref_params = state.ref_params
-    if sync_every is not None:
-        # A reference of other shapes is that of adapters.
-        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
-        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
+
+    def follow(slow: Params | None, every: int | None, alpha: float) -> Params | None:
+        if slow is None or every is None:
+            return slow
+        # A copy of other shapes is that of adapters.
+        sync = sync_reference if same_shapes(slow, params) else sync_adapters
+        return sync(slow, params, step, every=every, alpha=alpha)
+
     return state.replace(
         params=params,
         master_params=masters,
         opt_state=opt_state,
-        ref_params=ref_params,
+        ref_params=follow(state.ref_params, sync_every, sync_alpha),
+        teacher_params=follow(state.teacher_params, teach_every, teach_alpha),
         step=step,
         skipped=state.skipped + jnp.where(ok, 0, 1),
     )

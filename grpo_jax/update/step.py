@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +24,7 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
+from grpo_jax.update.micro import cut, cut_array, join
 from grpo_jax.update.objective import (
     adapt_entropy_coef,
     chooses_by_covariance,
@@ -35,6 +35,7 @@ from grpo_jax.update.objective import (
     sampling_of,
 )
 from grpo_jax.update.state import TrainState, finish_update
+from grpo_jax.update.teaching import Teacher, apart, compare_padded
 
 
 def train_step(
@@ -47,6 +48,7 @@ def train_step(
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
     surrogate: Surrogate | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step of GRPO.
 
@@ -66,6 +68,7 @@ def train_step(
         or if there are none `sampling_log_probs`.
       micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
       surrogate: a function in the place of that of the config's `loss_type`, as in `grpo_loss`.
+      teacher: whose distributions the policy's are compared with; None: nobody's, or only by log-probs in the batch.
 
     Returns:
       The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
@@ -93,7 +96,7 @@ def train_step(
       [-0.25, 0.0, 0.25]
     """
     grads, sums = gradients(
-        state, batch, model=model, config=config, on_policy=on_policy, micro=micro, surrogate=surrogate
+        state, batch, model=model, config=config, on_policy=on_policy, micro=micro, surrogate=surrogate, teacher=teacher
     )
     return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
 
@@ -107,8 +110,12 @@ def gradients(
     on_policy: bool = True,
     micro: tuple[int, int] | None = None,
     surrogate: Surrogate | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
+    if batch.teacher_prompts is not None:
+        micro = None if micro is None else (micro[0] * micro[1], 1)
+        batch = apart(batch)
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     sampling, selected = sampling_of(config), None
 
@@ -131,7 +138,15 @@ def gradients(
     ) -> tuple[jax.Array, MetricSums]:
         rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
         scores = score_completions(
-            model, params, part.prompts, part.tokens, part.mask, sampling, with_router=coef != 0, rngs=rngs
+            model,
+            params,
+            part.prompts,
+            part.tokens,
+            part.mask,
+            sampling,
+            with_router=coef != 0,
+            rngs=rngs,
+            compared=compare_padded(None if teacher is None else teacher.held(state), part, config),
         )
         return loss_of(
             scores,
@@ -180,33 +195,6 @@ def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
     return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
 
 
-def cut(batch: Batch, prompts: int, completions: int) -> Batch:
-    """A batch [B, G, ...] as micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
-
-    A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
-    share of every micro-batch, and nothing moves.
-    """
-    chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
-    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
-    parts = functools.partial(cut_array, prompts=prompts, completions=completions)
-    micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
-    return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
-
-
-def cut_array(x: jax.Array, prompts: int, completions: int) -> jax.Array:
-    """`cut` for one array: [B, G, ...] → [N, prompts, completions, ...]."""
-    b, g = x.shape[:2]
-    x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
-    return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
-
-
-def join(parts: jax.Array, b: int, g: int) -> jax.Array:
-    """The inverse of `cut` for one array: [N, prompts, completions, ...] → [B, G, ...]."""
-    _, prompts, completions = parts.shape[:3]
-    x = parts.reshape(b // prompts, g // completions, prompts, completions, *parts.shape[3:])
-    return jnp.moveaxis(x, 2, 0).reshape(b, g, *parts.shape[3:])
-
-
 _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 
 
@@ -235,6 +223,8 @@ def apply_gradients(
         trained=trained,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
+        teach_every=config.teacher_sync_steps if config.teacher_model_kind == "ema" else None,
+        teach_alpha=config.teacher_update_rate,
     )
     return state, metrics
 
@@ -273,6 +263,7 @@ class PaddedUpdater:
     on_policy: bool = True
     mesh: jax.sharding.Mesh | None = None
     surrogate: Surrogate | None = None
+    teacher: Teacher | None = None
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.
@@ -302,6 +293,7 @@ class PaddedUpdater:
             on_policy=self.on_policy,
             micro=self.micro,
             surrogate=self.surrogate,
+            teacher=self.teacher,
         )
 
     def score_call(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Program:
@@ -325,6 +317,7 @@ class PaddedUpdater:
             micro=self.micro,
             surrogate=self.surrogate,
             mesh=self.mesh,
+            teacher=self.teacher,
         )
 
 
@@ -334,7 +327,7 @@ _gradients = jax.jit(gradients, static_argnames=_STATIC)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "optimizer", "mesh"), donate_argnames=("state",))
-def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, surrogate, mesh):
+def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, surrogate, mesh, teacher):
     state, metrics = train_step(
         state,
         batch,
@@ -344,5 +337,6 @@ def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, sur
         on_policy=on_policy,
         micro=micro,
         surrogate=surrogate,
+        teacher=teacher,
     )
     return keep_placed(state, mesh), metrics

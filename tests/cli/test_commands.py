@@ -353,3 +353,11 @@ def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     with pytest.raises(SystemExit, match=r"config = None is no file of JSON .*give a config.json"):
         run("plan", "--model", "{seed: 1}")
     assert run("plan", "--model", f"{{config: {folder / 'model' / 'config.json'}}}") == "a plan\n"
+
+
+def test_a_run_learns_from_a_teacher_that_its_file_names(tmp_path):
+    teacher = {"model": "model", "quantize": "int8"}
+    run("train", write_run(tmp_path, rewards=[], eval_data=None, teacher=teacher, distillation_coef=1.0))
+    told = [line["distillation"] for line in metrics_of(tmp_path / "run") if "distillation" in line]
+    assert len(told) == 2
+    assert all(value > 0 for value in told), "it is the policy, rounded"

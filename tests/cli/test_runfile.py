@@ -134,6 +134,22 @@ def test_what_is_missing_is_said_and_environments_may_be_the_only_reward(folder)
 
 
 @pytest.mark.quick
+def test_a_teacher_may_be_the_only_one_to_learn_from(folder):
+    path = write_run(folder, rewards=[], teacher="self", teacher_prompt="question", distillation_coef=1.0)
+    run = read_run(path, wanted=ALL)
+    assert (run.rewards, run.teacher, run.teacher_prompt) == ([], "self", "question")
+    asked = read_run(write_run(folder, teacher="model", teacher_prompt="judging.py:early"), wanted=ALL).teacher_prompt
+    assert asked.__name__ == "early"
+    for teacher, said in (
+        ({"model": "model", "size": 3}, "a mapping has model, and may have quantize, and nothing else"),
+        ({"model": "model", "quantize": "int3"}, "int3"),
+        (7, "give a name on the hub, a directory"),
+    ):
+        with pytest.raises(ValueError, match=rf"teacher = .*{said}"):
+            read_run(write_run(folder, teacher=teacher), wanted=("model",))
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("model", "said"),
     [

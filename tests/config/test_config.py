@@ -399,6 +399,49 @@ BAD = [
         "importance_sampling_level = 'trajectory': loss_type = \"luspo\" weighs whole completions;"
         ' use importance_sampling_level="sequence"',
     ),
+    (dict(distillation_coef=-1.0), f"distillation_coef = -1.0: {FROM_0}"),
+    (
+        dict(distillation_coef=1.0, top_p=0.9),
+        "distillation_coef = 1.0: distributions that top_k, top_p or min_p have cut are at no finite distance from a"
+        " teacher's; sample from the whole one (top_k=0, top_p=1.0, min_p=None)",
+    ),
+    (
+        dict(distillation_divergence="revers_kl"),
+        "distillation_divergence = 'revers_kl': did you mean \"reverse_kl\"?"
+        ' must be "reverse_kl" or "forward_kl" or "jsd"',
+    ),
+    (
+        dict(distillation_divergence="jsd", distillation_alpha=1.0),
+        "distillation_alpha = 1.0: must be above 0 and below 1; 0.5 is usual (0: forward_kl, 1: reverse_kl)",
+    ),
+    (
+        dict(distillation_mode="top_k"),
+        "distillation_mode = 'top_k': did you mean \"topk_logits\"?"
+        ' must be "full_logits" or "topk_logits" or "sampled_token"',
+    ),
+    (
+        dict(distillation_topk=20),
+        'distillation_topk = 20: goes with distillation_mode = "topk_logits", and only with it; set both or neither',
+    ),
+    (
+        dict(distillation_mode="topk_logits"),
+        'distillation_topk = None: goes with distillation_mode = "topk_logits", and only with it; set both or neither',
+    ),
+    (
+        dict(distillation_weighting="pass"),
+        'distillation_weighting = \'pass\': did you mean "pass_rate"? must be "uniform" or "pass_rate"',
+    ),
+    (
+        dict(distillation_routing="fail"),
+        'distillation_routing = \'fail\': did you mean "failed"? must be "all" or "failed"',
+    ),
+    (dict(success_reward_threshold="high"), f"success_reward_threshold = 'high': {NUMBER} str"),
+    (dict(teacher_model_kind="frozen"), 'teacher_model_kind = \'frozen\': must be "base" or "live" or "ema"'),
+    (
+        dict(teacher_update_rate=0.0),
+        "teacher_update_rate = 0.0: must be above 0 and at most 1; 1 copies the policy, 0 would never move the teacher",
+    ),
+    (dict(teacher_sync_steps=0), f"teacher_sync_steps = 0: {UP}"),
     (
         dict(reward_weights=[0, 0.0]),
         "reward_weights = (0.0, 0.0): no reward would count; give at least one weight that is not 0",
@@ -750,6 +793,17 @@ OURS = dict(
     kl_estimator="k3",
     kl_correction_level="token",
     kl_placement="loss",
+    distillation_coef=0.0,
+    distillation_divergence="reverse_kl",
+    distillation_alpha=0.5,
+    distillation_mode="full_logits",
+    distillation_topk=None,
+    distillation_weighting="uniform",
+    distillation_routing="all",
+    success_reward_threshold=1.0,
+    teacher_model_kind="ema",
+    teacher_update_rate=0.05,
+    teacher_sync_steps=1,
     gradient_checkpointing_policy="nothing_saveable",
     compute_dtype="auto",
     master_params=True,

@@ -1,0 +1,274 @@
+"""Learning from a teacher: how far the policy is from it, token by token, and the loss that this makes.
+
+```
+both distributions  ── divergence ────────────┐
+k of the teacher's  ── top_k_divergence ──────┼──► [..., T] ── weights, reduction of `loss_type` ──► loss
+the drawn token     ── sampled_divergence ────┘
+```
+
+The completions are the policy's own (on-policy distillation), and only the policy is differentiated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.maths.checks import (
+    MIN_LOG_PROB,
+    Scalar,
+    bounded,
+    choose,
+    clean,
+    floating,
+    like_log_probs,
+    read_mask,
+    row_or_token,
+    sg,
+)
+from grpo_jax.maths.metrics import token_totals
+from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
+
+FULL = -1e-7
+"""Log of the largest mass that k tokens may have: the rest keeps about 1e-7, a rounding of float32."""
+
+
+def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """Σ p (log p − log q) over the last axis."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _reverse_kl(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
+    return _kl(log_p, log_q)
+
+
+def _forward_kl(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
+    return _kl(log_q, log_p)
+
+
+def _jsd(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
+    log_m = jnp.logaddexp(log_p + jnp.log1p(-alpha), log_q + jnp.log(alpha))
+    return alpha * _kl(log_q, log_m) + (1 - alpha) * _kl(log_p, log_m)
+
+
+DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array, Scalar], jax.Array]] = {
+    "reverse_kl": _reverse_kl,
+    "forward_kl": _forward_kl,
+    "jsd": _jsd,
+}
+
+
+def divergence(
+    log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
+) -> jax.Array:
+    """The divergence of two distributions over the vocabulary, the policy's p and the teacher's q.
+
+        reverse_kl: KL(p‖q) = Σ p (log p − log q)          forward_kl: KL(q‖p)
+        jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
+
+    jsd / alpha tends to the forward KL for alpha → 0, and jsd / (1 − alpha) to the reverse one for alpha → 1. Log-probs
+    below −1e4 (−inf) count as −1e4.
+
+    Args:
+      log_probs: [..., V] float, nats; log-softmax of the policy's logits.
+      teacher_log_probs: [..., V] float, nats; of the teacher's.
+      kind: "reverse_kl", "forward_kl" or "jsd".
+      alpha: in (0, 1), weight of the teacher in jsd; the others do not look at it.
+
+    Returns:
+      [...] float32 (float64 for float64 input), nats ≥ 0.
+
+    Raises:
+      ValueError: shapes that differ, dtypes that are not floating, a kind that is not known.
+
+    Gradient:
+      With respect to `log_probs`; the teacher is constant. It is that of the divergence in a state that is given: what
+      a token does to the states after it is not in it, on-policy or not.
+
+    References:
+      GKD (arXiv:2306.13649), equation 1; there jsd's weight is beta.
+
+    Example:
+      >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.9, 0.1]))
+      >>> [round(float(divergence(p, q, kind=kind)), 3) for kind in ("reverse_kl", "forward_kl", "jsd")]
+      [0.511, 0.368, 0.102]
+    """
+    choose("kind", kind, DIVERGENCES)
+    log_probs = floating("log_probs", log_probs)
+    teacher = sg(like_log_probs("teacher_log_probs", teacher_log_probs, log_probs))
+    log_p, log_q = (bounded(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
+    return DIVERGENCES[kind](log_p, log_q, alpha)
+
+
+def with_rest(log_probs: jax.Array) -> jax.Array:
+    """Log-probs [..., k] of some tokens, and of all others as one: [..., k + 1].
+
+    log(1 − Σ exp(log_probs)) stands last, at least about log 1e-7.
+    """
+    mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
+    return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
+
+
+def top_k_divergence(
+    log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
+) -> jax.Array:
+    """`divergence` of k tokens and the rest as one, for a teacher that tells no more of its distribution.
+
+    With r and s the mass that p and q leave to the rest, it is less than the divergence D of the whole distributions by
+
+        reverse_kl: r · KL(p given the rest ‖ q given the rest)
+        forward_kl: s · KL(q given the rest ‖ p given the rest)
+        jsd: at most ((1 − alpha)·r + alpha·s) · log 2
+
+    so it is never more than D. Without a rest it is D.
+
+    Args:
+      log_probs: [..., k] float, nats; the policy's, of the k tokens that the teacher names (mostly its most probable).
+      teacher_log_probs: [..., k] float, nats; the teacher's, of the same tokens. None stands twice.
+      kind, alpha: as in `divergence`.
+
+    Returns:
+      [...] float, nats ≥ 0.
+
+    Gradient:
+      With respect to `log_probs`; the teacher is constant.
+
+    References:
+      SDPO (arXiv:2601.20802), the top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
+
+    Example:
+      >>> p, q = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.log(jnp.array([0.8, 0.1, 0.1]))
+      >>> round(float(top_k_divergence(p[:1], q[:1])), 4), round(float(divergence(p, q)), 4)
+      (0.2231, 0.2231)
+    """
+    log_probs = floating("log_probs", log_probs)
+    teacher = like_log_probs("teacher_log_probs", teacher_log_probs, log_probs)
+    log_p, log_q = (bounded(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
+    return divergence(with_rest(log_p), with_rest(log_q), kind=kind, alpha=alpha)
+
+
+def sampled_divergence(
+    log_probs: jax.Array, old_log_probs: jax.Array | None, teacher_log_probs: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """The reverse KL by the drawn token alone: w · sg(l − l_teacher), w = exp(l − l_old).
+
+    It is the policy gradient of an advantage −(l − l_teacher) of each token, at the present params and without a clip.
+
+    Args:
+      log_probs: [..., T] float, nats; l of the drawn tokens under the policy.
+      old_log_probs: [..., T] float, nats, under the policy that drew them; None: sg(l), w is 1 in value.
+      teacher_log_probs: [..., T] float, nats, under the teacher.
+      mask: [..., T] bool or 0/1.
+
+    Returns:
+      [..., T] float, nats of either sign; 0 where the mask is 0.
+
+    Gradient:
+      Over tokens drawn from the old policy its expectation is that of KL(p‖q) in each state that is given, however far
+      the policy has moved; its value estimates that KL. Of the divergence over the vocabulary it has the expectation
+      and not the variance.
+
+    References:
+      Thinking Machines, "On-Policy Distillation" (2025), whose recipe takes −(l_old − l_teacher) as the advantage: the
+      same at the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+
+    Example:
+      >>> l, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.5]]))
+      >>> [round(float(x), 3) for x in sampled_divergence(l, None, teacher, jnp.ones((1, 2)))[0]]
+      [0.693, -0.693]
+    """
+    log_probs = floating("log_probs", log_probs)
+    mask = read_mask(log_probs, mask)
+    l = clean(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else clean(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
+    l_teacher = clean(sg(like_log_probs("teacher_log_probs", teacher_log_probs, l)), mask)
+    return jnp.where(mask, token_ratio(l, l - l_old, mask) * sg(l - l_teacher), 0)
+
+
+def pass_rate_weights(passed: ArrayLike) -> jax.Array:
+    """Weights [B] of groups by how many of their completions pass: √(p̂ (1 − p̂)), p̂ the share of `passed` [B, G].
+
+    At most 1/2, and 0 for a group in which all pass or none. The paper also divides by a number of the batch, which is
+    not done here: `distillation_coef` is the scale.
+
+    References:
+      SC-SDPO (arXiv:2605.27765), the weight of a question's loss.
+
+    Example:
+      >>> pass_rate_weights(jnp.array([[1, 0, 1, 0], [1, 1, 1, 1]])).tolist()
+      [0.5, 0.0]
+    """
+    rate = jnp.asarray(passed, jnp.float32).mean(axis=1)
+    return jnp.sqrt(rate * (1 - rate))
+
+
+def failed_routes(passed: ArrayLike, taught: ArrayLike) -> jax.Array:
+    """Which completions learn from the teacher, the others from their rewards: (1 − c)·m.
+
+    Args:
+      passed: [B, G] bool or 0/1, c: completions that are right.
+      taught: [B, G] bool or 0/1, m: completions of which the teacher has something to tell.
+
+    Returns:
+      [B, G] bool: wrong, and with a teacher. Those have no advantage; all others have no divergence.
+
+    References:
+      SRPO (arXiv:2604.02288), its routing masks. The weights by the teacher's entropy of the same paper are not here.
+
+    Example:
+      >>> failed_routes(jnp.array([[1, 0, 0]]), jnp.array([[1, 1, 0]])).tolist()
+      [[False, True, False]]
+    """
+    return ~(jnp.asarray(passed) != 0) & (jnp.asarray(taught) != 0)
+
+
+def distillation_loss_terms(
+    per_token: jax.Array,
+    mask: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    coef: Scalar = 1.0,
+    loss_type: str = "dapo",
+    max_completion_length: Scalar | None = None,
+    num_rows: Scalar | None = None,
+    num_tokens: Scalar | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """coef · reduce(weights · divergence), by the reduction of a `loss_type`; and its metrics as sums.
+
+    With the counts of a whole minibatch the losses of its parts add up, as of `losses.grpo_loss_terms`.
+
+    Args:
+      per_token: [..., T] float, nats: one of the divergences above.
+      mask: [..., T] bool or 0/1; what stands under it is ignored.
+      weights: [...] or [..., T] float ≥ 0, constant; None: 1. A completion of weight 0 is still counted as one.
+      coef: ≥ 0, unitless.
+      loss_type: as of `grpo_loss`, of which only the reduction counts.
+      max_completion_length: tokens, for dr_grpo; None: T.
+      num_rows: completions of the whole minibatch; None: those of this call.
+      num_tokens: masked-in tokens of the whole minibatch, likewise.
+
+    Returns:
+      [] float32 loss to minimise; and the sums `distillation_loss` and `distillation_sum`, the latter without weights.
+
+    Example:
+      >>> loss, _ = distillation_loss_terms(jnp.array([[0.2, 0.4, 9.0]]), jnp.array([[1, 1, 0]]), coef=2.0)
+      >>> round(float(loss), 3)
+      0.6
+    """
+    _, reduction = LOSS_TYPES[choose("loss_type", loss_type, LOSS_TYPES)]
+    per_token = floating("per_token", per_token)
+    mask = read_mask(per_token, mask)
+    per_token = jnp.where(mask, per_token, 0)
+    tokens = jnp.sum(mask) if num_tokens is None else num_tokens
+    rows = math.prod(mask.shape[:-1]) if num_rows is None else num_rows
+    longest = mask.shape[-1] if max_completion_length is None else max_completion_length
+    weighted = per_token if weights is None else per_token * row_or_token("weights", weights, per_token)
+    chex.assert_equal_shape([weighted, mask])
+    loss = coef * reduction(jnp.where(mask, weighted, 0), mask, Counts(rows, tokens, tokens, longest))
+    total = token_totals({"distillation": per_token}, mask)["distillation"]
+    return loss, {"distillation_loss": sg(loss), "distillation_sum": sg(total)}

@@ -1,0 +1,260 @@
+"""A run with a teacher: what it learns, from whom, and what it refuses before anything is sampled."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_policy
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from grpo_jax import GRPOConfig, Policy, rehearse, train
+from grpo_jax.maths.distillation import divergence
+from grpo_jax.run.teacher import Told, check_same_tokenizer
+
+
+class Pairs:
+    """A model of sixteen numbers, one for each pair of letters."""
+
+    def apply(self, variables, tokens):
+        return variables["params"]["logits"][tokens]
+
+
+def letters(alphabet=".abc"):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="."))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".")
+
+
+MODEL, TOKENIZER = Pairs(), letters()
+POLICY = Policy(MODEL, {"logits": jnp.zeros((4, 4))}, TOKENIZER)
+TEACHER = POLICY.replace(params={"logits": 2 * jax.random.normal(jax.random.key(1), (4, 4))})
+ROWS = [{"prompt": "a", "more": "ab"}, {"prompt": "cab", "more": "c"}]
+CONFIG = GRPOConfig(
+    max_steps=4,
+    max_completion_length=4,
+    num_generations=4,
+    learning_rate=0.1,
+    lr_scheduler_type="constant",
+    distillation_coef=1.0,
+    logging_steps=1,
+)
+
+
+def ends_early(completions):
+    return [float(len(text) < 2) for text in completions]
+
+
+def run(config=CONFIG, reward_fns=(), **given):
+    """The final state, and the lines of metrics."""
+    lines = []
+    given = {"teacher": TEACHER} | given
+    state = train(POLICY, ROWS, list(reward_fns), config, callbacks=[lambda step, line: lines.append(line)], **given)
+    return state, lines
+
+
+def distance(state):
+    p, q = (jax.nn.log_softmax(x["logits"]) for x in (state.params, TEACHER.params))
+    return float(divergence(p, q).mean())
+
+
+@pytest.mark.parametrize("mode", ["full_logits", "sampled_token"])
+def test_a_policy_comes_to_its_teacher_without_a_reward(mode):
+    config = dataclasses.replace(CONFIG, max_steps=60, distillation_mode=mode, per_device_train_batch_size=16)
+    state, lines = run(config)
+    before = float(divergence(jnp.full((4, 4), -np.log(4)), jax.nn.log_softmax(TEACHER.params["logits"])).mean())
+    assert distance(state) < 0.3 * before
+    assert lines[0]["teacher/share"] == 1.0
+    assert np.mean([line["distillation"] for line in lines[-5:]]) < 0.5 * lines[0]["distillation"]
+    assert all("reward" not in line or np.isnan(line["reward"]) for line in lines)
+
+
+def test_what_it_adds_to_rewards_is_the_divergence_times_the_coefficient():
+    _, lines = run(dataclasses.replace(CONFIG, max_steps=1, distillation_coef=0.25), [ends_early])
+    alone = dataclasses.replace(CONFIG, max_steps=1, distillation_coef=0.0)
+    _, plain = run(alone, [ends_early], teacher=None)
+    (line,), (other,) = lines, plain
+    assert line["distillation_loss"] == pytest.approx(0.25 * line["distillation"], rel=1e-5)
+    assert line["loss"] == pytest.approx(other["loss"] + line["distillation_loss"], abs=1e-6)
+    assert line["policy_loss"] == pytest.approx(other["policy_loss"], abs=1e-6)
+    assert "distillation" not in other
+
+
+class Engine:
+    """A scorer: the teacher's log-probs by hand, with the k most probable tokens."""
+
+    def __init__(self, k=None):
+        self.k, self.asked = k, []
+
+    def score(self, prompts, completions):
+        assert isinstance(completions.tokens, np.ndarray)
+        self.asked.append((prompts, completions))
+        last = np.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, 1)
+        b, g, _ = completions.tokens.shape
+        last = np.broadcast_to(last[:, None], (b, g, 1))
+        before = np.concatenate([last, completions.tokens[:, :, :-1]], -1)
+        log_q = np.asarray(jax.nn.log_softmax(TEACHER.params["logits"]))[before]
+        log_probs = np.take_along_axis(log_q, completions.tokens[..., None], -1)[..., 0]
+        if self.k is None:
+            return log_probs
+        ids = np.argsort(-log_q, -1)[..., : self.k]
+        return Told(log_probs, ids, np.take_along_axis(log_q, ids, -1))
+
+
+def test_a_scorer_is_the_teacher_that_it_speaks_for():
+    sampled = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
+    state, lines = run(sampled, teacher=Engine())
+    other, others = run(sampled)
+    chex.assert_trees_all_close(state.params, other.params, atol=1e-6)
+    assert lines[-1]["distillation"] == pytest.approx(others[-1]["distillation"], abs=1e-5)
+    # Three of four tokens and the rest as one are all four.
+    top, _ = run(dataclasses.replace(CONFIG, distillation_mode="topk_logits", distillation_topk=3), teacher=Engine(3))
+    whole, _ = run()
+    chex.assert_trees_all_close(top.params, whole.params, atol=1e-5)
+
+
+def test_the_policy_learns_from_itself_behind_another_prompt():
+    """The teacher's prompt ends with b, the policy's with a: what follows a becomes what followed b."""
+    logits = jnp.zeros((4, 4)).at[2, 1].set(3.0)  # after b comes a
+    policy = POLICY.replace(params={"logits": logits})
+    config = dataclasses.replace(CONFIG, max_steps=30, max_completion_length=1, teacher_model_kind="base")
+    rows = [{"prompt": "a", "more": "ab"}]
+    state = train(policy, rows, [], config, teacher="self", teacher_prompt="more")
+    assert jax.nn.softmax(state.params["logits"][1])[1] > 0.6 > 0.3 > jax.nn.softmax(logits[1])[1]
+    assert state.teacher_params["logits"].tolist() == logits.tolist()
+
+
+def test_routed_completions_learn_from_one_of_the_two():
+    """What fails has no advantage and a teacher; what passes an advantage and no teacher."""
+    config = dataclasses.replace(CONFIG, max_steps=1, distillation_routing="failed", distillation_weighting="pass_rate")
+    seen = []
+
+    def every_other(completions):
+        return [float(i % 2) for i in range(len(completions))]
+
+    def knows(prompt, reward, peers, more, completion):
+        seen.append((prompt, reward, len(peers), more, completion))
+        return more
+
+    found = rehearse(POLICY, ROWS, every_other, config, teacher="self", teacher_prompt=knows)
+    rewards = np.array([row["rewards"]["every_other"] for row in found.rows])
+    advantages = np.array([row["advantage"] for row in found.rows])
+    assert (advantages[rewards == 1] > 0).all()
+    assert (advantages[rewards == 0] == 0).all()
+    assert found.metrics["teacher/share"] == pytest.approx(float((rewards == 0).mean()))
+    assert [(reward, count) for _, reward, count, _, _ in seen] == [(reward, 3) for reward in rewards]
+    assert {(prompt, more) for prompt, _, _, more, _ in seen} <= {(row["prompt"], row["more"]) for row in ROWS}
+
+
+def test_a_completion_that_the_teacher_knows_nothing_of_is_not_compared():
+    state, lines = run(teacher="self", teacher_prompt=lambda prompt: None)
+    np.testing.assert_array_equal(state.params["logits"], POLICY.params["logits"])
+    assert [line["teacher/share"] for line in lines] == [0.0] * 4
+
+
+def test_a_run_goes_on_with_its_teacher_and_with_no_other(tmp_path):
+    config = dataclasses.replace(CONFIG, save_steps=2, teacher_model_kind="ema")
+    given = {"teacher": "self", "teacher_prompt": "more"}
+    whole, _ = run(config, **given)
+    run(dataclasses.replace(config, max_steps=2), run_dir=tmp_path, **given)
+    for other, complaint in (
+        ({}, "teacher: 'policy', the run has 'self'"),
+        ({"teacher": "self", "teacher_prompt": "prompt"}, "teacher_prompt: 'prompt', the run has 'more'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            run(config, run_dir=tmp_path, **other)
+    resumed, _ = run(config, run_dir=tmp_path, **given)
+    chex.assert_trees_all_equal(resumed, whole)
+
+
+def test_another_checkpoint_is_another_teacher(tmp_path):
+    run(dataclasses.replace(CONFIG, max_steps=1), run_dir=tmp_path)
+    other = TEACHER.replace(params={"logits": TEACHER.params["logits"] + 1})
+    with pytest.raises(ValueError, match="teacher: its params are not those of the teacher of the run"):
+        run(CONFIG, run_dir=tmp_path, teacher=other)
+
+
+def test_a_model_of_this_package_is_warmed_up_rehearsed_and_trained_with_a_larger_teacher(tmp_path):
+    policy, teacher = tiny_policy(), tiny_policy(seed=1, layers=2)
+    config = GRPOConfig(
+        max_steps=2,
+        max_completion_length=8,
+        num_generations=4,
+        distillation_coef=1.0,
+        logging_steps=1,
+        learning_rate=1e-3,
+    )
+    rows = [{"prompt": "ab"}, {"prompt": "cde"}]
+    train(policy, rows, [], config, teacher=teacher, run_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["distillation"] > 0 for line in lines if "distillation" in line] == [True, True]
+    found = rehearse(policy, rows, [], config, teacher=teacher)
+    assert found.memory["update"] > sum(x.nbytes for x in jax.tree.leaves(teacher.params))
+    assert not any("advantages" in line for line in found.suspicious)
+
+
+class Talker:
+    def score(self, prompts, completions):
+        return np.zeros(3)
+
+
+REFUSED = [
+    ({"teacher": "other"}, {}, "teacher is 'other': give a Policy"),
+    ({"teacher": None}, {}, "distillation_coef = 1.0: there is no teacher"),
+    ({"teacher": None, "teacher_prompt": "more"}, {"distillation_coef": 0.0}, "there is no teacher to read it"),
+    ({}, {"distillation_coef": 0.0}, "nothing would be learned from it"),
+    ({"teacher": "self"}, {}, "pass teacher_prompt too"),
+    ({"teacher": "self", "teacher_prompt": "hint"}, {}, r"the dataset has no such column \(prompt, more\)"),
+    ({"teacher": "self", "teacher_prompt": 3}, {}, "give a function, or the name of a column"),
+    ({"teacher": "self", "teacher_prompt": lambda answer: ""}, {}, "asks for answer"),
+    ({"teacher": Talker()}, {}, "a scorer tells log-probs of a few tokens alone"),
+    ({}, {"distillation_mode": "topk_logits", "distillation_topk": 2}, "use 'full_logits'"),
+    ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "tells the reverse KL; use"),
+    ({}, {"distillation_alpha": 0.1}, "distillation_alpha = 0.1: only distillation_divergence = 'jsd' has this weight"),
+    ({}, {"distillation_routing": "failed"}, "distillation_routing = 'failed': there is no reward function"),
+    ({}, {"dynamic_sampling": True}, "dynamic_sampling = True: there is no reward function"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("given", "settings", "complaint"), REFUSED, ids=[line[2][:30] for line in REFUSED])
+def test_what_does_not_go_together_is_refused(given, settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        run(dataclasses.replace(CONFIG, **settings), **given)
+
+
+@pytest.mark.quick
+def test_without_a_teacher_there_has_to_be_a_reward_function():
+    with pytest.raises(ValueError, match="reward_fns is empty"):
+        run(dataclasses.replace(CONFIG, distillation_coef=0.0), teacher=None)
+
+
+@pytest.mark.quick
+def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
+    with pytest.raises(ValueError, match=r"2 tokens have other ids \(policy, teacher\): 'a' \(1, 2\), 'b' \(2, 1\)"):
+        run(teacher=TEACHER.replace(tokenizer=letters(".bac")))
+    check_same_tokenizer(TOKENIZER, letters())
+
+
+@pytest.mark.parametrize(
+    ("told", "complaint"),
+    [
+        (np.zeros(3), r"its log_probs are \(3,\); give \[1, 4, 4\]"),
+        (lambda shape: np.full(shape, 0.5), "not all finite and at most 0"),
+        (lambda shape: Told(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))), "are not ids of tokens"),
+    ],
+    ids=["shape", "positive", "ids"],
+)
+def test_what_a_scorer_says_is_checked(told, complaint):
+    class Wrong:
+        def score(self, prompts, completions):
+            return told(completions.tokens.shape) if callable(told) else told
+
+    config = dataclasses.replace(CONFIG, distillation_mode="topk_logits", distillation_topk=2)
+    with pytest.raises(ValueError, match=complaint):
+        run(dataclasses.replace(config, per_device_train_batch_size=4), teacher=Wrong())

@@ -1,0 +1,263 @@
+"""The teacher in an update: the gradient of divergences of whole logits, whatever the layout, prompts and models."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import Batch, GRPOConfig, from_pretrained, make_prompts, save_pretrained
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models import packing, scoring
+from grpo_jax.models.quantized import Quantized, is_quantized
+from grpo_jax.types import Prompts, as_argument
+from grpo_jax.update import packed
+from grpo_jax.update.packed import PackedUpdater, choose_updater
+from grpo_jax.update.programs import update_programs
+from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.update.step import PaddedUpdater
+from grpo_jax.update.teaching import Teacher
+
+LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
+B, G, T, V = 4, 2, 12, 24
+SGD = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
+CONFIG = GRPOConfig(max_completion_length=T, max_grad_norm=0, distillation_coef=0.7, temperature=0.8)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
+    monkeypatch.setattr(packing, "BLOCK", 4)
+    monkeypatch.setattr(packed, "CPU_TOKENS", 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """A model without a cache."""
+
+    model: object
+
+    def apply(self, variables, tokens):
+        return self.model.apply(variables, tokens)
+
+
+def batch(**changes) -> Batch:
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = {
+        "prompts": make_prompts(LISTS),
+        "tokens": jax.random.randint(keys[1], (B, G, T), 0, V),
+        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[0], (B, G, 1), 0, T + 1),
+        "advantages": jnp.zeros((B, G)),
+        "sampling_log_probs": jnp.full((B, G, T), -3.0),
+        "distillation_weights": jax.random.uniform(keys[2], (B, G)),
+    }
+    return Batch(**{**given, **changes})
+
+
+# A teacher that knows more: a prompt of its own for every completion, each of another length.
+OWN = [[[2, 11, 3], [5]], [[7, 8, 9, 10], [4, 4]], [[1], [2, 3]], [[6, 6, 6], [9, 8, 7, 6]]]
+OWN_PROMPTS = Prompts(
+    jnp.array([[row + [0] * (4 - len(row)) for row in rows] for rows in OWN], jnp.int32),
+    jnp.array([[len(row) for row in rows] for rows in OWN], jnp.int32),
+)
+
+
+def distributions(model, params, prompts, tokens):
+    """[B, G, T, V] probabilities by whole logits, each completion written out behind its prompt."""
+    rows = np.zeros((B * G, 4 + T), np.int32)
+    for i, prompt in enumerate(prompts):
+        rows[i, : len(prompt) + T] = [*prompt, *tokens[i]]
+    logits = model.apply({"params": params}, rows)[..., :V] / CONFIG.temperature
+    starts = jnp.array([len(prompt) - 1 for prompt in prompts])
+    own = jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, T))(logits, starts)
+    return jax.nn.softmax(own).reshape(B, G, T, V)
+
+
+FORMULAS = {
+    "reverse_kl": lambda p, q: jnp.sum(p * jnp.log(p / q), -1),
+    "forward_kl": lambda p, q: jnp.sum(q * jnp.log(q / p), -1),
+    "jsd": lambda p, q: (
+        0.3 * jnp.sum(q * jnp.log(q / (0.7 * p + 0.3 * q)), -1)
+        + 0.7 * jnp.sum(p * jnp.log(p / (0.7 * p + 0.3 * q)), -1)
+    ),
+}
+
+
+def expected(kind, own, teacher):
+    """Loss and gradient by whole logits, row by row."""
+    model, params = tiny_model()
+    b = batch()
+
+    tokens = np.asarray(b.tokens).reshape(-1, T)
+    asked = [prompt for prompt in LISTS for _ in range(G)]
+
+    def loss(params):
+        p = distributions(model, params, asked, tokens)
+        q = distributions(*teacher, [prompt for rows in OWN for prompt in rows] if own else asked, tokens)
+        far = jnp.where(b.mask, FORMULAS[kind](p, q), 0)
+        return 0.7 * jnp.sum(b.distillation_weights[..., None] * far) / b.mask.sum()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@functools.cache
+def larger():
+    """A teacher of another shape, whose vocabulary is padded by more."""
+    return tiny_model(vocab=V + 8, layers=3, seed=3)
+
+
+# The divergences differ in the loss alone, and the layouts in the forward pass alone.
+CASES = [("packed", kind, own) for kind in FORMULAS for own in (False, True)]
+CASES += [("padded", "jsd", False), ("padded", "jsd", True)]
+CASES += [("padded student", "jsd", False), ("padded teacher", "jsd", False)]
+
+
+@pytest.mark.parametrize(("layout", "kind", "own"), CASES)
+def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions(layout, kind, own):
+    model, params = tiny_model()
+    alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
+    config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
+    theirs, held = larger()
+    teacher = Teacher(as_argument(Bare(theirs) if layout == "padded teacher" else theirs), held)
+    micro = (2, G)
+    if layout == "packed" or "teacher" in layout:
+        updater = choose_updater(model, config, micro=micro, optimizer=SGD, teacher=teacher)
+    else:
+        student = as_argument(Bare(model) if "student" in layout else model)
+        updater = PaddedUpdater(student, config, micro, SGD, teacher=teacher)
+    assert isinstance(updater, PackedUpdater if layout == "packed" else PaddedUpdater)
+    b = batch(teacher_prompts=OWN_PROMPTS if own else None)
+    grads, sums = updater.gradients(create_state(params, SGD, jax.random.key(0)), b)
+    loss, gradient = expected(kind, own, (theirs, held))
+    np.testing.assert_allclose(sums.sums["distillation_loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(sums.sums["loss"], loss, rtol=1e-5)
+    chex.assert_trees_all_close(grads, gradient, atol=1e-5)
+
+
+BASE = batch()
+
+
+def student_by_whole_logits():
+    """The policy's distributions [B, G, T, V] as a function of its params, and the batch's mask and weights."""
+    tokens = np.asarray(BASE.tokens).reshape(-1, T)
+    asked = [prompt for prompt in LISTS for _ in range(G)]
+    return lambda params: distributions(tiny_model()[0], params, asked, tokens)
+
+
+def reduced(far):
+    return 0.7 * jnp.sum(BASE.distillation_weights[..., None] * jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
+
+
+def drawn(p):
+    return jnp.log(jnp.take_along_axis(p, BASE.tokens[..., None], -1)[..., 0])
+
+
+TOLD = -2 - jnp.abs(jax.random.normal(jax.random.key(7), (B, G, T)))
+TOP = jax.random.split(jax.random.key(8), B * G * T)
+TOP_IDS = jax.vmap(lambda key: jax.random.permutation(key, V)[:3])(TOP).reshape(B, G, T, 3)
+TOP_LOG_PROBS = jnp.log(jnp.broadcast_to(jnp.array([0.5, 0.2, 0.1]), (B, G, T, 3)))
+
+
+def by_drawn_token(params):
+    p = student_by_whole_logits()(params)
+    return reduced(jax.lax.stop_gradient(drawn(p) - TOLD) * drawn(p))
+
+
+def by_top_tokens(params):
+    p = jnp.take_along_axis(student_by_whole_logits()(params), TOP_IDS, -1)
+    p, q = (jnp.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, jnp.exp(TOP_LOG_PROBS)))
+    return reduced(jnp.sum(q * jnp.log(q / p), -1))
+
+
+TELLERS = {
+    "sampled_token": (by_drawn_token, {}, {"teacher_log_probs": TOLD}),
+    "topk_logits": (
+        by_top_tokens,
+        {"distillation_topk": 3, "distillation_divergence": "forward_kl"},
+        {"teacher_top_ids": TOP_IDS, "teacher_top_log_probs": TOP_LOG_PROBS},
+    ),
+}
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("mode", TELLERS)
+def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
+    loss, settings, told = TELLERS[mode]
+    model, params = tiny_model()
+    config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
+    updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(model), config, (2, G), SGD)
+    grads, _ = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch(**told))
+    chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(params), atol=1e-5)
+
+
+def test_on_a_mesh_the_gradient_is_that_of_one_device():
+    model, params = tiny_model()
+    theirs, held = larger()
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    grads = []
+    for here in (None, mesh):
+        model_there = as_argument(model if here is None else tiny_model(mesh=mesh)[0])
+        teacher_there = theirs if here is None else tiny_model(vocab=V + 8, layers=3, seed=3, mesh=mesh)[0]
+        teacher = Teacher(as_argument(teacher_there), place(held, here))
+        updater = PackedUpdater(model_there, CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
+        state = place(create_state(params, SGD, jax.random.key(0)), here)
+        grads.append(updater.gradients(state, batch(teacher_prompts=OWN_PROMPTS))[0])
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)
+
+
+def test_a_quantized_teacher_is_the_weights_that_it_stands_for(tmp_path):
+    """A teacher that has more ids than the policy: those that both have are compared."""
+    model, params = tiny_model()
+    save_pretrained(tmp_path, tiny_policy(seed=2))
+    small = from_pretrained(tmp_path, quantize="int8")
+    assert is_quantized(small.params)
+    whole = jax.tree.map(
+        lambda x: x.matrix("float32") if isinstance(x, Quantized) else x,
+        small.params,
+        is_leaf=lambda x: isinstance(x, Quantized),
+    )
+    state, found = create_state(params, SGD, jax.random.key(0)), []
+    for held in (small.params, whole):
+        teacher = Teacher(as_argument(small.model), held)
+        updater = choose_updater(model, CONFIG, micro=(2, G), optimizer=SGD, teacher=teacher)
+        found.append(updater.gradients(state, batch())[0])
+    chex.assert_trees_all_close(*found, atol=1e-6)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(found[0])) > 1e-3
+
+
+@pytest.mark.quick
+def test_the_policy_as_its_own_teacher_is_what_the_state_keeps_or_else_the_present_one():
+    params = {"w": jnp.array([1.0, 2.0])}
+    states = [create_state(params, SGD, jax.random.key(0), keep_teacher=keep) for keep in (True, False)]
+    moved = [
+        finish_update(x, {"w": jnp.ones(2)}, jnp.array(True), SGD, teach_every=1, teach_alpha=0.25) for x in states
+    ]
+    held = [Teacher("model").held(state).params["w"].tolist() for state in moved]
+    assert held == [[0.75, 1.75], [0.0, 1.0]]
+    stays = finish_update(states[0], {"w": jnp.ones(2)}, jnp.array(True), SGD)
+    assert Teacher("model").held(stays).params["w"].tolist() == [1.0, 2.0]
+    assert Teacher("model", {"w": 7}).held(stays).params == {"w": 7}
+
+
+def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk(monkeypatch):
+    """XLA's own count of temporaries: with four times the tokens they grow by less than half of one such array."""
+    monkeypatch.setattr(scoring, "CHUNK", 128)
+    monkeypatch.setattr(packed, "CPU_TOKENS", 2048)
+    vocab, shape = 4096, (4, 8, 64)
+    model, params = tiny_model(vocab=vocab, layers=1)
+    teacher = Teacher(as_argument(model), tiny_model(vocab=vocab, layers=1, seed=1)[1])
+    config = dataclasses.replace(CONFIG, max_completion_length=64)
+    updater = choose_updater(model, config, micro=(4, 8), optimizer=SGD, teacher=teacher)
+    state = create_state(params, SGD, jax.random.key(0))
+    b = Batch(make_prompts(LISTS), jnp.ones(shape, int), jnp.ones(shape, bool), jnp.zeros((4, 8)), jnp.zeros(shape))
+
+    def temporaries(tokens):
+        lowered = update_programs(updater, state, b, tokens=tokens).update.lower()
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) - temporaries(512) < 0.5 * (2048 - 512) * vocab * 4
