@@ -21,9 +21,10 @@ from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.teachers import load_teacher
+from grpo_jax.cli.stages import read_sft_config
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
-from grpo_jax.config.sft import SFTConfig, config_class
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices import distributed
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
@@ -295,19 +296,24 @@ def plan(arguments: Namespace) -> None:
         model = load_policy(run).config
     else:
         model = in_folder(run.model, run.folder)
-    found = plan_run(
-        model,
-        run.config,
-        prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
-        memory=None if arguments.memory is None else arguments.memory * 1e9,
-        param_dtype=run.param_dtype,
-        device=arguments.device,
-        lora=None if run.lora is None else {"rank": run.lora.rank, "targets": run.lora.targets},
-        quantize=run.quantize,
-        quantize_embeddings=run.quantize_embeddings,
-        donate=True,
-    )
-    print(found.describe(verbose=True) if arguments.verbose else found)
+    configs: dict[str, Config] = {"sft": read_sft_config(run.values)} if "sft" in run.stages else {}
+    configs |= {"grpo": run.config} if "grpo" in run.stages else {}
+    for stage, config in configs.items():
+        found = plan_run(
+            model,
+            config,
+            prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
+            memory=None if arguments.memory is None else arguments.memory * 1e9,
+            param_dtype=run.param_dtype,
+            device=arguments.device,
+            lora=None if run.lora is None else {"rank": run.lora.rank, "targets": run.lora.targets},
+            quantize=run.quantize,
+            quantize_embeddings=run.quantize_embeddings,
+            donate=True,
+        )
+        if len(configs) > 1:
+            print(f"stage {stage}:")
+        print(found.describe(verbose=True) if arguments.verbose else found)
 
 
 def evaluate(arguments: Namespace) -> None:

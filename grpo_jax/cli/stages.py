@@ -56,19 +56,8 @@ def read_sft(stated: Json, folder: Path) -> SFTStage:
       ValueError: with one line per fault.
     """
     asked: dict[str, object] = dict(stated["sft"])
-    fields = {field.name for field in dataclasses.fields(SFTConfig)}
-    problems = [
-        f"sft.{unknown_field(name, fields | {*_OWN}, {})}" for name in asked if name not in fields and name not in _OWN
-    ]
-    settings = {name: stated[name] for name in _SHARED if name in stated}
-    settings |= {name: value for name, value in asked.items() if name in fields}
-    if isinstance(settings.get("mesh"), str):
-        settings["mesh"] = parse_mesh(settings["mesh"])
-    config, rows = SFTConfig(), dict[str, list[Row]]()
-    try:
-        config = SFTConfig.from_dict(settings)
-    except ValueError as error:
-        problems += [f"sft.{line}" for line in problems_of(error)]
+    config, problems = _read_config(stated)
+    rows = dict[str, list[Row]]()
     if asked.get("data") is None:
         problems.append("sft.data: is missing; give a file, the name of a dataset, or module:name")
     for name in ("data", "eval_data"):
@@ -86,3 +75,27 @@ def read_sft(stated: Json, folder: Path) -> SFTStage:
             problems += problems_of(error)
     raise_all("sft", problems)
     return SFTStage(config, rows["data"], rows.get("eval_data"))
+
+
+def read_sft_config(stated: Json) -> SFTConfig:
+    """Read the settings of the stage before GRPO and leave its data alone; errors as in `read_sft`."""
+    config, problems = _read_config(stated)
+    raise_all("sft", problems)
+    return config
+
+
+def _read_config(stated: Json) -> tuple[SFTConfig, list[str]]:
+    """The settings of the stage, those of the run where it has none of its own, and the faults that were found."""
+    asked: dict[str, object] = dict(stated["sft"])
+    fields = {field.name for field in dataclasses.fields(SFTConfig)}
+    problems = [
+        f"sft.{unknown_field(name, fields | {*_OWN}, {})}" for name in asked if name not in fields and name not in _OWN
+    ]
+    settings = {name: stated[name] for name in _SHARED if name in stated}
+    settings |= {name: value for name, value in asked.items() if name in fields}
+    if isinstance(settings.get("mesh"), str):
+        settings["mesh"] = parse_mesh(settings["mesh"])
+    try:
+        return SFTConfig.from_dict(settings), problems
+    except ValueError as error:
+        return SFTConfig(), [*problems, *(f"sft.{line}" for line in problems_of(error))]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.program import Program
@@ -30,7 +30,9 @@ from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.beginning import decide_checkpointing, new_state
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.programs import abstract_batch, rollout_programs
-from grpo_jax.run.run import Run
+from grpo_jax.run.run import BaseRun, Run
+from grpo_jax.run.sft import derive_sft
+from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Batch, Json, Params
 from grpo_jax.update.optimizer import make_optimizer
@@ -39,6 +41,7 @@ from grpo_jax.update.programs import UpdatePrograms, kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 
 _NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
+_NO_EXAMPLES = Examples(rows=[{}], token_ids=[[]], dropped=[], masks=[[]], blocks=[[0]])
 _STEPS = 1000
 """Optimizer steps of a plan's schedule: no array depends on them."""
 
@@ -48,14 +51,14 @@ class Account:
     """A run by the shapes of its arrays, each with its place on the mesh, and what they come to.
 
     Attributes:
-      run: as `prepare` derives it.
+      run: as `prepare` derives it, or `prepare_sft`.
       mesh: of one device or several.
       state: as training begins with it.
       base: of adapters, frozen; None where all params are trained.
       batch: of one update.
     """
 
-    run: Run
+    run: BaseRun
     mesh: Mesh
     state: TrainState
     base: Params | None
@@ -65,15 +68,16 @@ class Account:
     def of(
         cls,
         raw: Json,
-        config: GRPOConfig,
-        prompt_length: int,
+        config: Config,
+        prompt_length: int | None,
         loaded: Loaded,
         devices: Sequence[jax.Device] | None = None,
         memory: float | None = None,
     ) -> Account:
         """The account of a config.json and a config, on the first of some devices, each with so many bytes.
 
-        Without them, activations are recomputed where the config leaves that to the memory.
+        Without them, activations are recomputed where the config leaves that to the memory. `prompt_length` is that of
+        a `GRPOConfig`'s run; examples of SFT are `max_length` tokens long.
         """
         mesh = make_mesh(config.mesh or {}, devices)
         on = list(mesh.devices.flat)
@@ -84,15 +88,18 @@ class Account:
         params, base = loaded.params(decoder.config, raw)
         params, base = placed((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
-        run = derive_run(
-            Policy(model, params, config=raw),
-            config,
-            _NO_ROWS,
-            prompt_length=prompt_length,
-            mesh=mesh,
-            optimizer=make_optimizer(config, _STEPS),
-        )
-        run = decide_checkpointing(run, memory, tokens=_tokens(run))
+        policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, _STEPS)
+        run: BaseRun
+        if isinstance(config, SFTConfig):
+            longest, context = _example_length(config), decoder.config.max_position_embeddings
+            run = derive_sft(
+                policy, config, _NO_EXAMPLES, mesh=mesh, longest=longest, context=context, optimizer=optimizer
+            )
+        else:
+            if prompt_length is None:
+                raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
+            made = derive_run(policy, config, _NO_ROWS, prompt_length=prompt_length, mesh=mesh, optimizer=optimizer)
+            run = decide_checkpointing(made, memory, tokens=_tokens(made))
 
         def make_state(params: Params) -> TrainState:
             return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -103,7 +110,7 @@ class Account:
         return cls(run, mesh, state, base, placed(batch, split_sharding(batch, mesh)))
 
     @property
-    def config(self) -> GRPOConfig:
+    def config(self) -> Config:
         """The settings, with the dtype that the devices have decided."""
         return self.run.config
 
@@ -113,8 +120,10 @@ class Account:
         return self.run.sizes
 
     @functools.cached_property
-    def rollout(self) -> RolloutShapes:
-        """The programs of the rollout."""
+    def rollout(self) -> RolloutShapes | None:
+        """The programs of the rollout; None where nothing is sampled."""
+        if not isinstance(self.run, Run):
+            return None
         shapes = rollout_programs(self.run, self.state.params)
         assert shapes is not None, "a decoder has a cache"
         return shapes
@@ -126,14 +135,16 @@ class Account:
 
     def largest(self) -> dict[str, Program]:
         """The largest program of each phase: a burst of the decode, scoring by the reference, an update."""
+        rollout = {} if self.rollout is None else {"rollout": self.rollout.largest()}
         reference = {"reference": self.updates.score} if self.config.beta > 0 else {}
-        return {"rollout": self.rollout.largest(), "update": self.updates.update, **reference}
+        return {**rollout, "update": self.updates.update, **reference}
 
     def names(self) -> tuple[str, ...]:
         """The names of all programs that the policy's lengths choose from."""
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
-        return tuple(program.name for program in (*self.rollout.programs(), *updates.by_length))
+        rollout = () if self.rollout is None else self.rollout.programs()
+        return tuple(program.name for program in (*rollout, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
         """Bytes that stay on each device, by part; with `donate` the caller holds no params beside the run's."""
@@ -176,15 +187,16 @@ class Account:
             self.sizes.prompts,
             self.config.num_generations,
             self.run.prompt_length,
-            self.config.max_completion_length,
+            self.run.updater.config.max_completion_length,
             jnp.dtype(self.config.compute_dtype).itemsize,
         )
 
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""
         update = self.work.update_operations
+        rollout = {} if self.rollout is None else {"rollout": update / 3}
         reference = {"reference": update / 3} if self.config.beta > 0 else {}
-        return {"rollout": update / 3, **reference, "update": update * self.config.num_iterations}
+        return {**rollout, **reference, "update": update * self.config.num_iterations}
 
     def bounds(self) -> dict[str, float]:
         """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
@@ -193,7 +205,8 @@ class Account:
             return {}
         operations, bandwidth = (peak * self.mesh.size for peak in found)
         seconds = {phase: count / operations for phase, count in self.operations().items()}
-        seconds["rollout"] = max(seconds["rollout"], self.decode_bytes / bandwidth)
+        if self.rollout is not None:
+            seconds["rollout"] = max(seconds["rollout"], self.decode_bytes / bandwidth)
         return seconds
 
     @property
@@ -204,12 +217,19 @@ class Account:
         shards, group = shard_count(self.mesh), self.config.num_generations
         at_once = places(self.sizes.prompts, group, self.config.rollout_batch_size, shards)
         times = shards * math.ceil(self.sizes.prompts / at_once)
-        weights = self.config.max_completion_length * count_weights(self.work.shape) * self.work.itemsize
+        weights = self.work.completion_length * count_weights(self.work.shape) * self.work.itemsize
         return self.work.decode_bytes + (times - 1) * weights
 
 
-def _tokens(run: Run) -> int:
+def _example_length(config: SFTConfig) -> int:
+    """Tokens of the longest example of a run that is only planned."""
+    if config.max_length is None:
+        raise ValueError("max_length = None: give the tokens of the longest example, by which the run is planned.")
+    return config.max_length
+
+
+def _tokens(run: BaseRun) -> int:
     """Tokens of a packed sequence on one accelerator at most."""
     micro = max(1, run.sizes.micro_prompts // shard_count(run.mesh)) * run.sizes.micro_completions
-    longest = run.config.max_completion_length
+    longest = run.updater.config.max_completion_length
     return sequence_tokens(micro * longest, longest, cpu=False)

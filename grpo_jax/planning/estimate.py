@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.models.bounds import state_bytes
 from grpo_jax.planning.account import Account
 from grpo_jax.planning.compiled import collectives, compile_program, kernels, last_error
@@ -43,8 +43,8 @@ class PlanRequest:
     """
 
     model: Json
-    config: GRPOConfig
-    prompt_length: int
+    config: Config
+    prompt_length: int | None
     loaded: Loaded
     memory: float | None = None
     device: str | None = None
@@ -53,9 +53,9 @@ class PlanRequest:
 
 def plan(
     model: Model,
-    config: GRPOConfig,
+    config: Config,
     *,
-    prompt_length: int,
+    prompt_length: int | None = None,
     memory: float | None = None,
     param_dtype: str = "float32",
     device: str | None = None,
@@ -69,8 +69,8 @@ def plan(
 
     Args:
       model: name of a model on the hub, a directory, a config.json, or what one holds.
-      config: the settings, with `mesh` for several devices.
-      prompt_length: P, tokens that prompts are padded to.
+      config: the settings, those of `train` or of `sft`, with `mesh` for several devices.
+      prompt_length: P, tokens that prompts are padded to; not needed by `sft`, whose examples have `max_length` tokens.
       memory: bytes of a device, for what fits; None: those of `device`, if it is given.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
       device: whose compiler is asked, such as "H100", "H100-8" or "v5e-8" (`targets`); needs the package that it comes
@@ -118,9 +118,9 @@ def plan(
 
 def programs(
     model: Model,
-    config: GRPOConfig,
+    config: Config,
     *,
-    prompt_length: int,
+    prompt_length: int | None = None,
     devices: Sequence[jax.Device],
     param_dtype: str = "float32",
     lora: int | Json | None = None,
@@ -134,8 +134,9 @@ def programs(
 
     Args:
       model: as in `plan`.
-      config: the settings. Its mesh takes as many of the devices as it needs; without one, the first.
-      prompt_length: P, tokens that prompts are padded to.
+      config: the settings, those of `train` or of `sft`. Its mesh takes as many of the devices as it needs; without
+        one, the first.
+      prompt_length: as in `plan`.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the params as they are loaded.
       lora: as in `plan`.
@@ -143,7 +144,8 @@ def programs(
       quantize_embeddings: likewise.
 
     Returns:
-      "rollout", a burst of the decode; "update"; and with `beta` "reference". All for completions that are T long.
+      "rollout", a burst of the decode (not of `sft`); "update"; and with `beta` "reference". All for completions that
+      are T long.
 
     Raises:
       ValueError: a model or settings that make no sense, or too few devices.
@@ -163,7 +165,7 @@ def programs(
     return {phase: program.lower() for phase, program in account.largest().items()}
 
 
-def _environment(config: GRPOConfig) -> dict[str, str]:
+def _environment(config: Config) -> dict[str, str]:
     """The variables of a process in which the mesh's devices are pretended."""
     devices = math.prod((config.mesh or {}).values())
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {_FLAGS}"}
@@ -172,7 +174,7 @@ def _environment(config: GRPOConfig) -> dict[str, str]:
 def answer(text: str) -> str:
     """The plan that a request of `plan` asks for, both as JSON."""
     fields = json.loads(text)
-    fields |= {"config": GRPOConfig.from_dict(fields["config"]), "loaded": Loaded(**fields["loaded"])}
+    fields |= {"config": stored_config(fields["config"]), "loaded": Loaded(**fields["loaded"])}
     return json.dumps(dataclasses.asdict(plan_here(PlanRequest(**fields))))
 
 
@@ -196,14 +198,15 @@ def plan_here(request: PlanRequest) -> Plan:
     # The most that fits does so with activations recomputed, unless the config says that they are kept.
     recomputes = request.config.gradient_checkpointing is not False
     config = dataclasses.replace(request.config, gradient_checkpointing=recomputes)
-    size, length, group = config.per_device_train_batch_size, config.max_completion_length, config.num_generations
+    named = "max_length" if isinstance(config, SFTConfig) else "max_completion_length"
+    size, length, group = config.per_device_train_batch_size, getattr(config, named), config.num_generations
 
-    def plan_with(config: GRPOConfig) -> Plan:
+    def plan_with(config: Config) -> Plan:
         return dataclasses.replace(plan_sizes(dataclasses.replace(request, config=config), target), memory=memory)
 
     least = plan_with(config) if here.recomputes != recomputes else here
     larger = dataclasses.replace(config, per_device_train_batch_size=2 * size)
-    longer = dataclasses.replace(config, max_completion_length=2 * length)
+    longer = dataclasses.replace(config, **{named: 2 * length})
     largest, longest = (most_that_fits(least, plan_with(more), now) for more, now in ((larger, size), (longer, length)))
     return dataclasses.replace(
         here,

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config.checks import device_problems
-from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.checks import device_problems, mesh_problems
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint
 from grpo_jax.hub.quantize import Quantization, check_method, held_shape, quantized_shape, without_quantization
@@ -49,14 +49,16 @@ class Loaded:
     quantize_embeddings: bool = False
     donate: bool = False
 
-    def check(self, raw: Json, config: GRPOConfig) -> None:
+    def check(self, raw: Json, config: Config) -> None:
         """Raise unless this is a run of that config.json.
 
         Raises:
           ValueError: settings that `train` would refuse on the devices of the mesh, a model that is not supported, or
             one that is quantized and not frozen.
         """
-        raise_all("this plan", list(device_problems(config, math.prod((config.mesh or {}).values()))))
+        devices = math.prod((config.mesh or {}).values())
+        problems = mesh_problems(config, devices) if isinstance(config, SFTConfig) else device_problems(config, devices)
+        raise_all("this plan", list(problems))
         check_method(self.quantize, self.quantize_embeddings)
         read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:

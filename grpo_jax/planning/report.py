@@ -20,7 +20,8 @@ class Plan:
       held: bytes on each device, by part: "base" (frozen, under adapters), "params", "master params", "optimizer",
         "reference", "old params", "initial params" (what the config keeps of them), "policy" (the caller's own params,
         which training leaves alone, unless they are donated).
-      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update".
+      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update"; of
+        `sft` the last alone.
       parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
         temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them
         to the last backward pass), ….
@@ -28,7 +29,8 @@ class Plan:
       sizes: prompts and completions of an iteration, and tokens.
       largest_batch: the largest `per_device_train_batch_size` whose peak stays in `memory`; None where no memory was
         given, 0 where nothing fits.
-      longest_completion: the largest `max_completion_length` whose peak stays in `memory`, likewise.
+      longest_completion: the largest `max_completion_length` whose peak stays in `memory`, likewise; of `sft`, the
+        largest `max_length`.
       device: whose compiler made the programs; None: that of this machine's CPU.
       memory: bytes of a device, if they are known.
       collectives: bytes that a device gets from others in each phase, by kind; of a loop, one turn.
@@ -84,8 +86,10 @@ class Plan:
         recurrent = short_number(self.state, "B")
         sizes = self.sizes
         devices = many(self.devices, "device") if self.device is None else f"{self.devices} {self.device}"
+        examples = f"{sizes['prompts']} examples"
+        batch = f"{sizes['prompts']} prompts × {sizes['group']} completions" if "rollout" in self.peaks else examples
         lines = [
-            f"{devices}, each of an iteration's {sizes['prompts']} prompts × {sizes['group']} completions",
+            f"{devices}, each of an iteration's {batch}",
             f"held on each device: {line(self.held, 'B')}",
             f"added by the phases, activations {'recomputed' if self.recomputes else 'kept'}: {line(self.parts, 'B')}",
             *([f"recurrent state: {recurrent} of each prompt and completion"] if self.state else []),
@@ -108,7 +112,8 @@ class Plan:
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {short_number(self.memory, 'B')} a device")
         if self.longest_completion is not None:
-            lines.append(f"longest max_completion_length that fits: {self.longest_completion or 'none'}")
+            field = "max_completion_length" if "rollout" in self.peaks else "max_length"
+            lines.append(f"longest {field} that fits: {self.longest_completion or 'none'}")
         if self.largest_batch is not None:
             lines.append(f"largest per_device_train_batch_size that fits: {self.largest_batch or 'none'}")
         return "\n".join([*([self.note] if self.note else []), *lines])

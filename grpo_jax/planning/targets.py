@@ -14,7 +14,7 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,10 +28,29 @@ CHIPS = {
 
 _SLICES = {8: {"v5e": "2x4", "v6e": "2x4", "v4": "2x2x2", "v5p": "2x2x2"}, 16: {"v5e": "4x4", "v6e": "4x4"}}
 
+
+class GPU(NamedTuple):
+    """An NVIDIA GPU, from the vendor's data sheets: bandwidth in bytes a second, memories in bytes.
+
+    Each core has float32 lanes, threads and shared memory, of which a block may ask for `opt_in` bytes.
+    """
+
+    cores: int
+    bandwidth: int
+    l2: int
+    ghz: float
+    memory: float
+    capability: tuple[int, int]
+    lanes: int = 128
+    threads: int = 2048
+    shared: int = 233472
+    opt_in: int = 232448
+
+
 GPUS = {
-    # cores, bytes a second, bytes of L2, GHz, bytes, compute capability: from the vendor's data sheets
-    "H100": (132, 3352320000000, 52428800, 1.98, 80e9, (9, 0)),
-    "A100": (108, 2039000000000, 41943040, 1.41, 80e9, (8, 0)),
+    "H100": GPU(132, 3352320000000, 52428800, 1.98, 80e9, (9, 0)),
+    "A100": GPU(108, 2039000000000, 41943040, 1.41, 80e9, (8, 0), lanes=64, shared=167936, opt_in=166912),
+    "T4": GPU(40, 320064000000, 4194304, 1.59, 15.6e9, (7, 5), lanes=64, threads=1024, shared=65536, opt_in=65536),
 }
 """NVIDIA GPUs that the compiler can be told of."""
 
@@ -51,7 +70,7 @@ class Target:
     """A kind of device, and how many.
 
     Attributes:
-      kind: "H100", "A100", "v4", "v5e", "v5p" or "v6e".
+      kind: "H100", "A100", "T4", "v4", "v5e", "v5p" or "v6e".
       count: devices, chips of a TPU.
     """
 
@@ -85,7 +104,7 @@ class Target:
     @property
     def memory(self) -> float:
         """Bytes of one device."""
-        return CHIPS[self.kind][1] if self.kind in CHIPS else GPUS[self.kind][4]
+        return CHIPS[self.kind][1] if self.kind in CHIPS else GPUS[self.kind].memory
 
     @property
     def missing(self) -> str | None:
@@ -115,11 +134,13 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
     for step in (xla_bridge._discover_and_register_pjrt_plugins, lambda: library._xla.initialize_pjrt_plugin("cuda")):
         with contextlib.suppress(Exception):  # it was done already
             step()
-    cores, bandwidth, l2, ghz, memory, (major, minor) = GPUS[kind]
+    gpu = GPUS[kind]
+    major, minor = gpu.capability
     config = f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-      shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
-      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
-      l2_cache_size: {l2} clock_rate_ghz: {ghz} device_memory_size: {int(memory)} shared_memory_per_block_optin: 232448
+      shared_memory_per_core: {gpu.shared} threads_per_core_limit: {gpu.threads} core_count: {gpu.cores}
+      fpus_per_core: {gpu.lanes} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {gpu.bandwidth} l2_cache_size: {gpu.l2} clock_rate_ghz: {gpu.ghz}
+      device_memory_size: {int(gpu.memory)} shared_memory_per_block_optin: {gpu.opt_in}
       cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
       registers_per_block_limit: 65536 }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
       device_description_str: "NVIDIA {kind}" """

@@ -136,21 +136,26 @@ def prepare_sft(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
-    return _derive(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
+    return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
 
 
-def _derive(
+def derive_sft(
     policy: Policy,
     config: SFTConfig,
     data: Examples,
-    eval_data: Examples | None,
+    eval_data: Examples | None = None,
     *,
     mesh: jax.sharding.Mesh | None,
     longest: int,
     context: int | None,
     optimizer: optax.GradientTransformation | None,
 ) -> SFTRun:
-    """The run of arguments that have been checked."""
+    """The run of arguments that have been checked; the policy's params may be shapes.
+
+    Args:
+      longest: tokens of the longest example.
+      context: positions that the model has; None where it has no bound.
+    """
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # A batch has room for the rows of any blocks, in whole micro-batches; over the end of an epoch one comes twice.
     often = -(-sizes.prompts // len(data.blocks)) + 1

@@ -9,6 +9,8 @@ import pytest
 from cli_files import run, write_run
 from tiny import tiny_policy
 
+from grpo_jax import SFTConfig
+from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.cli.stages import read_stages
 from grpo_jax.keep.stored import load_params
@@ -47,6 +49,17 @@ def test_grpo_begins_with_the_params_of_sft_and_both_resume(tmp_path):
     chex.assert_trees_all_equal(load_params(kept, tiny_policy().params)[1], final)
     shutil.rmtree(kept / "sft" / "checkpoints")  # it is no longer needed
     run("resume", kept)
+
+
+def test_a_plan_has_both_stages(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(commands, "plan_run", lambda _, config, **rest: asked.append(config) or "a plan")
+    assert run("plan", write(tmp_path, seed=7)) == "stage sft:\na plan\nstage grpo:\na plan\n"
+    sft, grpo = asked
+    assert (type(sft), sft.learning_rate, sft.seed, grpo.beta) == (SFTConfig, 0.01, 7, 0.1)
+    assert run("plan", write(tmp_path, stages=["sft"], rewards=None, data=None, eval_data=None)) == "a plan\n"
+    with pytest.raises(SystemExit, match=r"sft\.learning_rat: no such field"):
+        run("plan", write(tmp_path, sft={"learning_rat": 1}))
 
 
 def test_sft_alone_needs_no_rewards_and_is_exported(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from grpo_jax import GRPOConfig, plan
+from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.families import read_config
 from grpo_jax.models.bounds import count_weights
 from grpo_jax.planning import programs
@@ -71,6 +71,24 @@ def test_what_is_held_is_what_was_counted_by_hand():
     assert found.parts["KV cache"] >= 4 * 2 * 16 * (8 + 8 * 7)
     assert found.peak == found.peaks["update"] > sum(found.held.values())
     assert found.operations["update"] == pytest.approx(3 * found.operations["rollout"])
+
+
+def test_sft_is_planned_as_it_runs():
+    config = SFTConfig(max_length=32, gradient_accumulation_steps=4, compute_dtype="float32", mesh={"fsdp": 2})
+    found = plan(MODEL, config, memory=1e9)
+    twin = plan(MODEL, config_of(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8, largest=False)
+    assert found.held == twin.held, "params, optimizer and the caller's params, as in GRPO"
+    assert (list(found.peaks), found.sizes) == (["update"], {"prompts": 64, "group": 1, "tokens": 64 * 31})
+    # Forward and backward pass: 6 operations a weight and token, and what attention adds.
+    weights = count_weights(read_config(MODEL))
+    assert found.operations["update"] == pytest.approx(6 * weights * 64 * 32, rel=0.2)
+    assert {name.split()[0] for name in found.programs} == {"update"}, "nothing is sampled"
+    assert "2 devices, each of an iteration's 64 examples" in str(found)
+    assert f"longest max_length that fits: {found.longest_completion}\n" in str(found)
+    with pytest.raises(ValueError, match="max_length = None: give the tokens of the longest example"):
+        plan(MODEL, SFTConfig(max_length=None))
+    with pytest.raises(ValueError, match="prompt_length is missing"):
+        plan(MODEL, config_of())
 
 
 def test_a_base_is_held_in_the_bits_it_is_quantized_to():
