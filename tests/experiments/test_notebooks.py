@@ -72,6 +72,15 @@ def test_gsm8k(tmp_path):
     assert len(pictures(notebook)) == 1
 
 
+def test_kaggle(tmp_path):
+    # The other one, for GPUs, has the same code (test_kit.py).
+    notebook = run(nbformat.read(ROOT / "experiments/notebooks/kaggle_tpu.ipynb", as_version=4), tmp_path)
+    assert lines(tmp_path / "runs/kit/sft/metrics.jsonl")[-1]["step"] == 4
+    assert lines(tmp_path / "runs/kit/grpo/metrics.jsonl")[-1]["step"] == 4
+    assert (tmp_path / "runs/kit/final/model.safetensors").is_file()
+    assert len(pictures(notebook)) == 1
+
+
 def test_agents(tmp_path):
     notebook = run(nbformat.read(ROOT / "experiments/notebooks/agents.ipynb", as_version=4), tmp_path)
     assert len(notebook.cells) == 10
@@ -152,7 +161,7 @@ def make_clone(directory):
 def test_the_first_cell_is_the_same_in_all_notebooks():
     assert len({install_cell(path) for path in NOTEBOOKS}) == 1
     assert [path.stem for path in CHINESE] == ["grpo_from_scratch_zh", "quickstart_zh"]
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 8
 
 
 @pytest.mark.quick

@@ -1,0 +1,352 @@
+"""From SFT to a checkpoint in one session of a free notebook machine: Qwen3-0.6B learns GSM8K, and nothing is lost.
+
+    python -m experiments.kit --out DIRECTORY [--machine v5e-8 | T4-2 | small] [--data DIRECTORY | hub] [--hours H]
+    python -m experiments.kit --compile v5e-8        # memory and programs, by that machine's own compiler
+
+The notebooks kaggle_tpu.ipynb (TPU v5e-8) and kaggle_gpu.ipynb (T4 × 2) are this script with its parts shown: SFT on
+solutions, GRPO on the rewards of `experiments.gsm8k`, greedy accuracy before and after each, and an export in Hugging
+Face's layout. Each stage has a directory in `--out`. The same call after the session was cut off goes on from the last
+checkpoint (one every five minutes), and a stage that is through is not run again. `--hours` ends training before the
+session does, so that evaluation and export still run.
+
+Time and figures on those machines: to be measured. What their compilers say of every stage is in docs/kit.json.
+`--machine small` runs the same path on a CPU in a minute: a tiny checkpoint is made, and what it answers is noise. The
+last line on standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.common import Rates, Stopwatch, report_results
+from experiments.gsm8k import accuracy, load_problems, make_row, make_scratch, well_formed
+from grpo_jax import (
+    GRPOConfig,
+    Policy,
+    SFTConfig,
+    TrainState,
+    add_lora,
+    evaluate,
+    from_pretrained,
+    merge_lora,
+    plan,
+    save_pretrained,
+    sft,
+    train,
+)
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.hub import place_policy
+from grpo_jax.watch.summary import short_number
+from grpo_jax.watch.trackers import Callback
+
+MODEL = "Qwen/Qwen3-0.6B"
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+}
+"""Its config.json, as far as programs depend on it."""
+PROMPT = 256
+"""Tokens that a plan pads prompts to."""
+FIGURES = Path(__file__).parents[1] / "docs" / "kit.json"
+"""What `--compile` found, by machine and stage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A notebook machine and what is asked of it.
+
+    Attributes:
+      sft, grpo: the settings of both stages.
+      lora: rank of adapters; None: all weights are trained.
+      lessons: solutions that SFT learns from.
+      test_rows: test problems that are answered.
+      eval_batch: of them at a time.
+    """
+
+    sft: SFTConfig
+    grpo: GRPOConfig
+    lora: int | None
+    lessons: int
+    test_rows: int
+    eval_batch: int
+
+
+_NO_THINKING = {"enable_thinking": False}  # Qwen3 thinks for a thousand tokens unless it is told not to
+_SFT = functools.partial(SFTConfig, num_train_epochs=1, warmup_steps=10, save_minutes=5, logging_steps=5)
+_GRPO = functools.partial(
+    GRPOConfig,
+    num_generations=8,
+    reward_weights=[1.0, 0.2],
+    lr_scheduler_type="constant_with_warmup",
+    warmup_steps=10,
+    beta=0.0,
+    save_minutes=5,
+    logging_steps=1,
+)
+
+MACHINES = {
+    "v5e-8": Machine(
+        sft=_SFT(
+            max_length=640,
+            per_device_train_batch_size=4,
+            learning_rate=5e-6,
+            mesh={"fsdp": 8},
+            chat_template_kwargs=_NO_THINKING,
+        ),
+        grpo=_GRPO(
+            max_completion_length=384,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=4,
+            max_steps=400,
+            learning_rate=1e-6,
+            mesh={"fsdp": 8},
+            chat_template_kwargs=_NO_THINKING,
+        ),
+        lora=None,
+        lessons=2000,
+        test_rows=1319,
+        eval_batch=512,
+    ),
+    "T4-2": Machine(
+        sft=_SFT(
+            max_length=512,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            learning_rate=1e-4,
+            mesh={"data": 2},
+            chat_template_kwargs=_NO_THINKING,
+        ),
+        grpo=_GRPO(
+            max_completion_length=256,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=4,
+            max_steps=150,
+            learning_rate=2e-5,
+            mesh={"data": 2},
+            chat_template_kwargs=_NO_THINKING,
+        ),
+        lora=16,
+        lessons=1000,
+        test_rows=256,
+        eval_batch=64,
+    ),
+    "small": Machine(
+        sft=_SFT(
+            max_steps=4, warmup_steps=1, max_length=256, per_device_train_batch_size=4, learning_rate=1e-3, save_steps=2
+        ),
+        grpo=_GRPO(
+            max_completion_length=8,
+            num_generations=2,
+            warmup_steps=1,
+            per_device_train_batch_size=4,
+            max_steps=4,
+            learning_rate=1e-3,
+            save_steps=1,
+        ),
+        lora=None,
+        lessons=16,
+        test_rows=8,
+        eval_batch=8,
+    ),
+}
+"""By name; "small" tries the path on whatever there is."""
+
+
+def this_machine() -> str:
+    """The name of this machine in `MACHINES`; "small" for one that is none of them.
+
+    Example:
+      >>> this_machine()
+      'small'
+    """
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    found = {"TPU v5 lite": "v5e", "Tesla T4": "T4"}.get(kind, kind)
+    return f"{found}-{count}" if f"{found}-{count}" in MACHINES else "small"
+
+
+def load_data(data: str, machine: Machine) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Lessons for SFT, rows for GRPO and test rows; no problem is in two of them."""
+    problems = load_problems(data)
+    lessons = [
+        {"prompt": make_row(problem, chat=True)["prompt"], "completion": [_solution(problem["answer"])]}
+        for problem in problems["train"][: machine.lessons]
+    ]
+    rows, tests = (
+        [make_row(problem, chat=True) for problem in some]
+        for some in (problems["train"][machine.lessons :], problems["test"][: machine.test_rows])
+    )
+    return lessons, rows, tests
+
+
+def _solution(answer: str) -> dict[str, str]:
+    """A solution as the assistant's message, without the dataset's marks for a calculator, <<48/2=24>>."""
+    return {"role": "assistant", "content": re.sub(r"<<.*?>>", "", answer)}
+
+
+def load_policy(machine: Machine, source: str | Path = MODEL) -> Policy:
+    """The model on the devices of the machine, with adapters where it asks for them."""
+    policy = from_pretrained(source)
+    if machine.lora is not None:
+        policy = add_lora(policy, jax.random.key(0), rank=machine.lora, alpha=2.0 * machine.lora)
+    return place_policy(policy, make_mesh(machine.grpo.mesh) if machine.grpo.mesh else None)
+
+
+def greedy_accuracy(
+    policy: Policy, state: TrainState | None, rows: Sequence[Mapping[str, Any]], machine: Machine
+) -> Rates:
+    """Share of test problems that are answered right, and in the form that was asked for, by the params of a state."""
+    metrics, _ = evaluate(
+        policy,
+        rows,
+        [accuracy, well_formed],
+        params=None if state is None else state.params,
+        temperature=0.0,
+        max_completion_length=machine.grpo.max_completion_length,
+        batch_size=machine.eval_batch,
+        chat_template_kwargs=machine.grpo.chat_template_kwargs,
+    )
+    return {name: round(metrics[name], 4) for name in ("accuracy", "format")}
+
+
+def once(out: Path, name: str, measure: Callable[[], Rates]) -> Rates:
+    """What a measurement found, which is not made again by a later session.
+
+    Example:
+      >>> import tempfile
+      >>> out = Path(tempfile.mkdtemp())
+      >>> once(out, "before", lambda: {"accuracy": 0.25}), once(out, "before", lambda: {})
+      ({'accuracy': 0.25}, {'accuracy': 0.25})
+    """
+    kept = out / f"{name}.json"
+    if not kept.exists():
+        made = measure()
+        out.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(made), encoding="utf-8")
+    return json.loads(kept.read_text(encoding="utf-8"))
+
+
+def stop_after(hours: float | None) -> Callback:
+    """A callback that ends a run, saved, at the first logged step after so many hours from now.
+
+    Example:
+      >>> stop_after(None)(1, {}), stop_after(0.0)(1, {})
+      (False, True)
+    """
+    end = None if hours is None else time.monotonic() + 3600 * hours
+    return lambda step, metrics: end is not None and time.monotonic() >= end
+
+
+def export(policy: Policy, state: TrainState, machine: Machine, directory: Path) -> None:
+    """Write what was learned as a checkpoint that transformers loads, adapters merged."""
+    trained = policy.replace(params=state.params)
+    save_pretrained(directory, trained if machine.lora is None else merge_lora(trained))
+
+
+def run(out: Path, name: str, data: str, *, source: str | Path = MODEL, hours: float | None = None) -> dict[str, Any]:
+    """Do both stages, or what is left of them, and return the results."""
+    machine, watch, stop = MACHINES[name], Stopwatch(), stop_after(hours)
+    lessons, rows, tests = load_data(data, machine)
+    if name == "small" and not (source := out / "base").exists():
+        make_scratch(source, load_problems(data)["train"], seed=0, lessons=32)
+    policy = load_policy(machine, source)
+
+    def measure(state: TrainState | None) -> Rates:
+        with watch("evaluation"):
+            return greedy_accuracy(policy, state, tests, machine)
+
+    rates = {"before": once(out, "before", lambda: measure(None))}
+    with watch("sft"):
+        taught = sft(policy, lessons, machine.sft, run_dir=out / "sft", callbacks=[stop])
+    rates["sft"] = once(out, f"sft-{int(taught.step)}", lambda: measure(taught))
+    student = policy.replace(params=taught.params)
+    with watch("grpo"):
+        state = train(student, rows, [accuracy, well_formed], machine.grpo, run_dir=out / "grpo", callbacks=[stop])
+    rates["grpo"] = once(out, f"grpo-{int(state.step)}", lambda: measure(state))
+    export(policy, state, machine, out / "final")
+    return report_results(out, {name: rates}, watch)
+
+
+def compile_for(name: str) -> dict[str, dict[str, Any]]:
+    """What each stage of a machine needs, by its own compiler, as `docs/kit.json` keeps it."""
+    machine, found = MACHINES[name], dict[str, dict[str, Any]]()
+    stages: dict[str, SFTConfig | GRPOConfig] = {"SFT": machine.sft, "GRPO": machine.grpo}
+    for stage, config in stages.items():
+        made = plan(QWEN3, config, prompt_length=PROMPT, device=name, lora=machine.lora, largest=False)
+        found[stage] = {
+            "peak_bytes": made.peak,
+            "memory_bytes": made.memory,
+            "programs": len(made.programs),
+            "compile_seconds": {phase: round(seconds) for phase, seconds in made.compile_seconds.items()},
+            "note": made.note,
+        }
+    return found
+
+
+def table(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures of a machine as the table in its notebook.
+
+    Example:
+      >>> figures = {"peak_bytes": 4e9, "memory_bytes": 16e9, "programs": 3, "compile_seconds": {"update": 9}}
+      >>> print(table("v5e-8", {"SFT": figures}))
+      | v5e-8 | peak of a device | of | programs | seconds to compile the largest |
+      |---|---|---|---|---|
+      | SFT | 4 GB | 16 GB | 3 | update 9 |
+    """
+    lines = [f"| {name} | peak of a device | of | programs | seconds to compile the largest |", "|---|---|---|---|---|"]
+    for stage, one in figures.items():
+        seconds = " · ".join(f"{phase} {value}" for phase, value in one["compile_seconds"].items())
+        peak, memory = (short_number(one[key], "B") for key in ("peak_bytes", "memory_bytes"))
+        lines.append(f"| {stage} | {peak} | {memory} | {one['programs']} | {seconds} |")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.kit", description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--out", type=Path, help="directory of the stages, kept from session to session")
+    add("--machine", choices=MACHINES, help="default: this machine, as far as it is known")
+    add("--data", default="hub", help="directory with train.jsonl and test.jsonl of GSM8K (default: fetch them)")
+    add("--model", default=MODEL, help="directory or hub name (default %(default)s)")
+    add("--hours", type=float, help="end training after so many (default: never)")
+    add("--compile", choices=[name for name in MACHINES if name != "small"], help="only compile for that machine")
+    arguments = parser.parse_args(argv)
+    if arguments.out is None and arguments.compile is None:
+        parser.error("--out is missing: give a directory that outlives the session")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the kit, or compile it, and return what its last line says."""
+    arguments = parse(argv)
+    if (name := arguments.compile) is not None:
+        found = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+        found[name] = compile_for(name)
+        FIGURES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(table(name, found[name]))
+        return found
+    name = arguments.machine or this_machine()
+    return run(arguments.out, name, arguments.data, source=arguments.model, hours=arguments.hours)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The kit for notebook machines: a session that is cut off goes on to the same bytes; its figures are the notebooks'."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from experiments import kit
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = {"v5e-8": "kaggle_tpu", "T4-2": "kaggle_gpu"}
+QUESTION = "Tom has {} apples and buys as many again. How many has he?"
+
+
+def read(name):
+    return nbformat.read(ROOT / "experiments" / "notebooks" / f"{NOTEBOOKS[name]}.ipynb", as_version=4)
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [
+        {"question": QUESTION.format(n), "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
+        for n in range(24)
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_a_session_that_is_cut_off_goes_on_to_the_same_bytes(data):
+    command = ["--machine", "small", "--data", str(data), "--out"]
+    left_alone = kit.main([*command, str(data / "left_alone")])
+    killed = data / "killed"
+    with open(data / "log", "w") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "experiments.kit", *command, str(killed)],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        while not any(path.name.isdigit() for path in killed.glob("grpo/checkpoints/*")):  # others are half written
+            assert running.poll() is None, (data / "log").read_text()
+            time.sleep(0.01)
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    assert not (killed / "final").exists()
+    went_on = kit.main([*command, str(killed)])
+    assert went_on["arms"] == left_alone["arms"]
+    ours, theirs = (data / name / "final" / "model.safetensors" for name in ("killed", "left_alone"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert [json.loads(line)["step"] for line in (killed / "sft" / "metrics.jsonl").open()] == [1, 4], "not run again"
+
+
+@pytest.mark.quick
+def test_lessons_prompts_and_tests_are_apart(data):
+    machine = kit.MACHINES["small"]
+    lessons, rows, tests = kit.load_data(str(data), machine)
+    assert (len(lessons), len(rows), len(tests)) == (machine.lessons, 24 - machine.lessons, machine.test_rows)
+    assert not [lesson for lesson in lessons if lesson["prompt"] in [row["prompt"] for row in rows]]
+    assert lessons[3]["completion"] == [{"role": "assistant", "content": "3 + 3 = 6\n#### 6"}], "no calculator's marks"
+    assert all(kit.accuracy(completions=[row["answer"] for row in rows], answer=[row["answer"] for row in rows]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_says_what_its_machines_compiler_found(name):
+    figures = json.loads(kit.FIGURES.read_text(encoding="utf-8"))[name]
+    assert kit.table(name, figures) in read(name).cells[0].source
+    assert all(one["peak_bytes"] < one["memory_bytes"] and not one["note"] for one in figures.values())
+    machine = kit.MACHINES[name]
+    devices = int(name.rpartition("-")[2])
+    assert machine.grpo.mesh == machine.sft.mesh
+    assert machine.grpo.sizes(devices).prompts * machine.grpo.max_steps / machine.grpo.sizes(devices).updates > 1000
+
+
+@pytest.mark.quick
+def test_both_notebooks_have_the_same_code_but_for_the_hours():
+    tpu, gpu = ([cell.source for cell in read(name).cells if cell.cell_type == "code"] for name in NOTEBOOKS)
+    assert [
+        one for one, other in zip(tpu, gpu, strict=True) if one != other.replace("HOURS = 10.5", "HOURS = 7.5")
+    ] == []
+
+
+@pytest.mark.quick
+def test_where_to_run_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        kit.main([])
+    assert "--out is missing: give a directory that outlives the session" in capsys.readouterr().err
