@@ -47,7 +47,7 @@ from grpo_jax import (
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import place_policy
 from grpo_jax.watch.summary import short_number
-from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.trackers import Callback, StopRun
 
 MODEL = "Qwen/Qwen3-0.6B"
 QWEN3: dict[str, Any] = {
@@ -248,11 +248,18 @@ def stop_after(hours: float | None) -> Callback:
     """A callback that ends a run, saved, at the first logged step after so many hours from now.
 
     Example:
-      >>> stop_after(None)(1, {}), stop_after(0.0)(1, {})
-      (False, True)
+      >>> stop_after(None)(1, {})
+      >>> stop_after(0.0)(1, {})
+      Traceback (most recent call last):
+      grpo_jax.watch.trackers.StopRun: 0.0 hours are over
     """
     end = None if hours is None else time.monotonic() + 3600 * hours
-    return lambda step, metrics: end is not None and time.monotonic() >= end
+
+    def stop(step: int, metrics: Mapping[str, float]) -> None:
+        if end is not None and time.monotonic() >= end:
+            raise StopRun(f"{hours} hours are over")
+
+    return stop
 
 
 def export(policy: Policy, state: TrainState, machine: Machine, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kit for notebook machines: a session that is cut off goes on to the same bytes; its figures are the notebooks'."""
+"""The kit for notebook machines: cut off, a session goes on to the same bytes; its figures are in the notebooks."""
 
 import json
 import os
