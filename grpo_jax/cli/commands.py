@@ -20,8 +20,8 @@ from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import find, is_reference
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
+from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
 from grpo_jax.cli.teachers import load_teacher
-from grpo_jax.cli.stages import read_sft_config
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
@@ -213,7 +213,8 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
                 donate=True,
             )
     if (into := run.run_dir) is not None:
-        print(f"{_last_dir(run, into)}: report.html shows the run; grpo-jax export {into} OUT writes the model")
+        where = last_dir(run.stages, into)
+        print(f"{where}: report.html shows the run; grpo-jax export {into} OUT writes the model")
 
 
 def _first_stage(
@@ -223,7 +224,7 @@ def _first_stage(
 
     Once GRPO has a checkpoint of its own there is nothing to do: it goes on from there.
     """
-    if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
+    if run.sft is None or (run.run_dir is not None and has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
         policy,
@@ -236,15 +237,6 @@ def _first_stage(
         donate=True,
     )
     return policy.replace(params=state.params), "never" if resume == "never" else "auto"
-
-
-def _has_checkpoints(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("[0-9]*"))
-
-
-def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """The directory of the last stage that has begun, in that of the run."""
-    return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 @contextlib.contextmanager
@@ -323,7 +315,7 @@ def evaluate(arguments: Namespace) -> None:
     run = _run_at(target, arguments.keys, _ALL) if is_run else read_run(target, arguments.keys, wanted=_ALL)
     policy, step = load_policy(run), None
     if target.is_dir():
-        step, params = load_params(_last_dir(run, target), policy.params, arguments.checkpoint)
+        step, params = load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)
         policy = policy.replace(params=params)
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
@@ -351,7 +343,7 @@ def export(arguments: Namespace) -> None:
     policy = load_policy(run)
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
-    step, params = load_params(_last_dir(run, run_dir), policy.params, arguments.checkpoint)
+    step, params = load_params(last_dir(run.stages, run_dir), policy.params, arguments.checkpoint)
     policy = policy.replace(params=params)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
@@ -368,7 +360,9 @@ def chat(arguments: Namespace) -> None:
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, arguments.keys, ("model",))
         policy = load_policy(run)
-        policy = policy.replace(params=load_params(_last_dir(run, target), policy.params, arguments.checkpoint)[1])
+        policy = policy.replace(
+            params=load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)[1]
+        )
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
     else:

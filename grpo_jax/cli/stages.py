@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,3 +100,13 @@ def _read_config(stated: Json) -> tuple[SFTConfig, list[str]]:
         return SFTConfig.from_dict(settings), problems
     except ValueError as error:
         return SFTConfig(), [*problems, *(f"sft.{line}" for line in problems_of(error))]
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return whether a run has begun to keep checkpoints there."""
+    return any((run_dir / "checkpoints").glob("[0-9]*"))
+
+
+def last_dir(stages: Sequence[str], run_dir: Path) -> Path:
+    """Return the directory of the last stage that has begun, in that of the run."""
+    return run_dir if "sft" not in stages or has_checkpoints(run_dir) else run_dir / "sft"

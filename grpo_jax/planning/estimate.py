@@ -198,15 +198,20 @@ def plan_here(request: PlanRequest) -> Plan:
     # The most that fits does so with activations recomputed, unless the config says that they are kept.
     recomputes = request.config.gradient_checkpointing is not False
     config = dataclasses.replace(request.config, gradient_checkpointing=recomputes)
-    named = "max_length" if isinstance(config, SFTConfig) else "max_completion_length"
-    size, length, group = config.per_device_train_batch_size, getattr(config, named), config.num_generations
+    size, group = config.per_device_train_batch_size, config.num_generations
+    longer: Config
+    if isinstance(config, SFTConfig):
+        length = config.max_length or 0  # `plan_sizes` has refused None
+        longer = dataclasses.replace(config, max_length=2 * length)
+    else:
+        length = config.max_completion_length
+        longer = dataclasses.replace(config, max_completion_length=2 * length)
 
     def plan_with(config: Config) -> Plan:
         return dataclasses.replace(plan_sizes(dataclasses.replace(request, config=config), target), memory=memory)
 
     least = plan_with(config) if here.recomputes != recomputes else here
     larger = dataclasses.replace(config, per_device_train_batch_size=2 * size)
-    longer = dataclasses.replace(config, **{named: 2 * length})
     largest, longest = (most_that_fits(least, plan_with(more), now) for more, now in ((larger, size), (longer, length)))
     return dataclasses.replace(
         here,
