@@ -166,7 +166,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "use_transformers_paged": _needless(False, "ended completions leave the decode by themselves"),
     "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
     "use_vllm": _needless(
-        False, 'the sampler is built in, and samples in this process; a server of `vllm serve` by vllm_mode="server"'
+        False,
+        "the sampler is built in; a running vLLM server is sampler=engines.vllm(base_url), in a TRL script"
+        ' vllm_mode="server"',
     ),
     "vllm_mode": _other("colocate", _SERVER + "; in one process with the trainer there is the built-in sampler"),
     "vllm_model_impl": _needless("vllm", _VLLM),

@@ -510,7 +510,11 @@ BAD = [
     (dict(kl_coef=0.1), "kl_coef: no such field; use beta"),
     (dict(output_dir="runs"), "output_dir: no such field; pass run_dir to train"),
     (dict(bf16=True), 'bf16: no such field; use compute_dtype="bfloat16"'),
-    (dict(use_vllm=True), "use_vllm: no such field; leave it out: the sampler is built in"),
+    (
+        dict(use_vllm=True),
+        "use_vllm: no such field; leave it out: the sampler is built in; a running vLLM server is"
+        ' sampler=engines.vllm(base_url), in a TRL script vllm_mode="server"',
+    ),
     (dict(tokenizer=None), "tokenizer: no such field; leave it out"),
     (dict(zzz=1), "zzz: no such field; leave it out"),
 ]
