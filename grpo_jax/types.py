@@ -74,7 +74,7 @@ class Completions(flax.struct.PyTreeNode):
       ended: [B, G] bool; False if the completion was cut off at T, from the sampler's own record.
       present: [B, G, T] bool; True on all tokens of a completion of several turns, the observations too. None: `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
-        False. None: the sampler was `generate`, and `log_probs` are the old log-probs.
+        False. None: the sampler was the built-in one (one turn or several), and `log_probs` are the old log-probs.
     """
 
     tokens: jax.Array
@@ -93,10 +93,10 @@ class Batch(flax.struct.PyTreeNode):
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
-      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which with `generate`
-        `rollout.rollout.Table.record` writes turn by turn. They are the ratio's old log-probs, or if there are
-        `old_log_probs`, those (`update.objective`). Completions that serve a single update by the policy that sampled
-        them need neither: their ratio is exp(l − sg(l)).
+      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which the built-in sampler
+        computes when it draws a token (`rollout.draw.draw_next`), in every turn. They are the ratio's old log-probs, or
+        if there are `old_log_probs`, those (`update.objective`). Where `GRPOConfig.on_policy` (a single update, by the
+        policy that sampled) neither is read: the ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.

@@ -2,13 +2,13 @@
 
 ```
 checkpoints/40/   params   what is exported
-                  rest     old policy, reference, optimizer, key, counters on the device
+                  rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the batch, if some of its updates are still to be made
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`);
                            those that an engine is still at are asked for again by the run that goes on
                   told     of several turns, their transcript, as the bytes of a JSON text
-                  rows     of the dataset that they are of, and
-                  posteriors   of the chance of success of every row (`prompt_selection="beta"`)
+                  rows     the indices of the rows that `ahead` was sampled for, or an engine is sampling for
+                  posteriors   the chance of success of every row, as it is believed (`prompt_selection="beta"`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 

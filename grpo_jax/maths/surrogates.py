@@ -269,9 +269,12 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "clip_cov": (clip_cov, sum_over_normalizer),
     "kl_cov": (kl_cov, sum_over_normalizer),
 }
-"""To add a loss: a function and a row here, its name in `config.fields.LossType`; in `clip_events`, if it clips. Its
-numbers are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; what contradicts it stands in
-`config.contradictions`."""
+"""To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`.
+
+If it clips, `clip_events`; if it chooses tokens by covariance, `covariance.BY_COVARIANCE`; if it takes the sampler's
+weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its numbers are fields of `LossSettings`, `grpo_loss` and
+`GRPOConfig`; what contradicts it stands in `config.contradictions`, and what TRL has of it in `compat.trl_fields`.
+"""
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:

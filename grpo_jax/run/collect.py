@@ -1,18 +1,20 @@
 """One iteration's experience: prompts → completions → rewards → advantages → `Batch`.
 
 The host's part of the loop. What is random or ordered is found by counting prompts since the start of the run: the n-th
-prompt is the n-th entry of the shuffled epochs, and its samples come from the keys of n. So the cursor is one integer.
+prompt is the n-th entry of the epochs, shuffled or not (with `prompt_selection="beta"` the posteriors choose it,
+`run.selection`), and its samples come from the keys of n. So the cursor is one integer.
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
 asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
 completions are sampled in a thread beside (`streams.beside`). While the reward functions work, the device holds
 
 - what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params, with
-  `master_params`; old params if an iteration has several updates; the reference if beta > 0, and the initial policy if
-  it is synced; the frozen base of adapters; and the caller's params, unless `donate`;
+  `master_params`; old params if an iteration has several updates, or an engine samples beside its one; the reference
+  if beta > 0, and the initial policy if it is synced; a teacher's params, if it is the policy as it was;
+- the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
 - while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
   package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
-- with `rollout_ahead`, the caches of the next rollout.
+- with `rollout_ahead`, unless an engine samples, the caches of the next rollout.
 
 The caches of this iteration's rollout are gone; its tokens and sampling log-probs are on the host.
 

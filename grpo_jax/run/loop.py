@@ -1,4 +1,4 @@
-"""The loop of every run: a batch → its updates → reference sync → evaluation → checkpoint.
+"""The loop of every run: a batch → its updates (a reference sync belongs to its update) → evaluation → checkpoint.
 
 `train` samples the batches and scores them (`collect`), `sft` takes them from a dataset (`run.examples`); all else is
 the same code.

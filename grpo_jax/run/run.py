@@ -106,7 +106,7 @@ class Run(BaseRun):
         return self.config.rollout_ahead and follows(self.sampler) and jax.process_count() == 1
 
     def numbers(self, cursor: int, count: int, posteriors: Posteriors | None = None) -> list[int]:
-        """The rows of the dataset that come next, by their indices; all processes ask together."""
+        """The rows of the dataset that come next, by their indices: `selection.next_rows`, by all processes."""
         return next_rows(self.config, posteriors, cursor, count, len(self.data.rows))
 
     @property

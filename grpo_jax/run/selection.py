@@ -3,7 +3,7 @@
 `prompt_selection="beta"` keeps a Beta posterior for each row on the host (MoPPS, arXiv:2507.04632): a group's successes
 and failures are added to those of its row, and all of them fade. Rows are chosen by Thompson sampling: of each row a
 chance p is drawn from its posterior, and those go next whose p(1 − p), the variance of a success, is the largest. Rows
-that were never sampled are believed to have any chance, so some of them are always among the chosen.
+that were never sampled are believed to have any chance, so that they keep being tried.
 
 The table is in every checkpoint, draws depend on the seed and the number of prompts sampled before alone, and process 0
 chooses for all: a run resumes to the same bytes, and is the same on any devices. It has no epochs: it samples as many
@@ -33,7 +33,7 @@ def no_evidence(config: GRPOConfig, num_rows: int) -> Posteriors | None:
 
 
 def next_rows(config: GRPOConfig, posteriors: Posteriors | None, cursor: int, count: int, num_rows: int) -> list[int]:
-    """The rows of the prompts from `cursor` on, by their indices; all processes ask together.
+    """The rows of the prompts from `cursor` on, by their indices; to be called by all processes, which exchange them.
 
     Args:
       posteriors: those to choose by; None: the shuffled epochs.

@@ -138,7 +138,7 @@ class PackedUpdater:
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
 
-        They may still be on their way when this returns: with a single stream the last sequence is.
+        The last sequence may still be at work when this returns; reading the array waits for it.
         """
         shards, shapes = self.shards(prompts), self.shapes(params, mask.shape[2])
         sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=shards.devices)

@@ -25,9 +25,10 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       params: the policy θ, a pytree of float arrays: what samples and what is differentiated.
-      old_params: θ at the start of the iteration, which completions are sampled from (with `rollout_ahead` those of the
-        next one). Their log-probs are kept from the sampler, or computed where another engine samples. None where an
-        iteration is a single update and params themselves serve, unless an engine samples beside that update.
+      old_params: θ at the start of the iteration, which this iteration's completions are sampled from, or with
+        `rollout_ahead` the next iteration's. Their log-probs are kept from the sampler, or computed where another
+        engine samples. None where an iteration is a single update and params themselves serve, unless an engine samples
+        beside that update.
       ref_params: the reference of the KL; None where beta is 0.
       initial_params: the policy that the run began with; None unless the reference moves away from it.
       opt_state: of the optax transformation.
