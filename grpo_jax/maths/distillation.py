@@ -130,7 +130,8 @@ def top_k_divergence(
     Args:
       log_probs: [..., k] float, nats; the policy's, of the k tokens that the teacher names (mostly its most probable).
       teacher_log_probs: [..., k] float, nats; the teacher's, of the same tokens. None stands twice.
-      kind, alpha: as in `divergence`.
+      kind: as in `divergence`.
+      alpha: likewise.
 
     Returns:
       [...] float, nats ≥ 0.

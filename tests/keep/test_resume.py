@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import chex
@@ -74,6 +76,20 @@ def cut_at(step):
             raise Cut
 
     return callback
+
+
+def run_killed(module, run_dir, after, **settings):
+    """Run the `run` of a test module in a process of its own, and kill that when the checkpoint of a step is there."""
+    paths = [*(path for path in sys.path if "tests" in path), str(Path(__file__).parents[1] / "run")]
+    call = f"from {module} import run; run(run_dir={str(run_dir)!r}, **{settings!r})"
+    code = f"import sys; sys.path[:0] = {paths!r}; {call}"
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    begin = time.monotonic()
+    while not (run_dir / "checkpoints" / str(after)).exists() and process.poll() is None:
+        assert time.monotonic() - begin < 500
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def assert_same_run(one, two, directory_of_one, directory_of_two):

@@ -1,15 +1,10 @@
 """Runs whose turns end behind a text: what is heard, learned from and counted, and the same bytes after a kill."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_resume import assert_same_run
+from test_resume import assert_same_run, run_killed
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, train
@@ -124,29 +119,14 @@ def test_an_evaluation_of_one_turn_ends_there_too():
     assert evaluate(policy, rows, length, max_turn_length=5, max_completion_length=64)[0]["mean_length"] == 5
 
 
-CHILD = """
-import sys
-sys.path[:0] = {paths!r}
-from test_stop_run import run
-run(run_dir={run_dir!r}, max_steps=6, save_steps=2, save_total_limit=2)
-"""
-
-
 def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
     """And with other ends it is not gone on with."""
-    expected, _ = run(run_dir=tmp_path / "whole", max_steps=6, save_steps=2, save_total_limit=2)
-    paths = [str(Path(__file__).parent), *(path for path in sys.path if "tests" in path)]
-    code = CHILD.format(paths=paths, run_dir=str(tmp_path / "killed"))
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    begin = time.monotonic()
-    while not (tmp_path / "killed" / "checkpoints" / "2").exists() and process.poll() is None:
-        assert time.monotonic() - begin < 500
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    settings = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2}
+    expected, _ = run(run_dir=tmp_path / "whole", **settings)
+    run_killed("test_stop_run", tmp_path / "killed", 2, **settings)
     with pytest.raises(ValueError, match=r"stop = \['a', 'é'\]: the run has \['a', "):
-        run(run_dir=tmp_path / "killed", max_steps=6, save_steps=2, save_total_limit=2, stop=["a", "é"])
-    state, _ = run(run_dir=tmp_path / "killed", max_steps=6, save_steps=2, save_total_limit=2)
+        run(run_dir=tmp_path / "killed", **settings, stop=["a", "é"])
+    state, _ = run(run_dir=tmp_path / "killed", **settings)
     assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
 
 

@@ -1,11 +1,6 @@
 """Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import chex
@@ -15,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_completions import sentencepiece
-from test_resume import Cut, assert_same_run, cut_at
+from test_resume import Cut, assert_same_run, cut_at, run_killed
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
@@ -303,26 +298,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
         train(POLICY, ROWS, [], GRPOConfig(**SMALL), **both)
 
 
-CHILD = """
-import sys
-sys.path[:0] = {paths!r}
-from test_turns_run import run
-run(run_dir={run_dir!r}, max_steps=8, save_steps=2, save_total_limit=2)
-"""
-
-
 def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
-    expected, _ = run(run_dir=tmp_path / "whole", max_steps=8, save_steps=2, save_total_limit=2)
-    paths = [str(Path(__file__).parent), *(path for path in sys.path if "tests" in path)]
-    code = CHILD.format(paths=paths, run_dir=str(tmp_path / "killed"))
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    begin = time.monotonic()
-    while not (tmp_path / "killed" / "checkpoints" / "4").exists() and process.poll() is None:
-        assert time.monotonic() - begin < 500
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    state, _ = run(run_dir=tmp_path / "killed", max_steps=8, save_steps=2, save_total_limit=2)
+    settings = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
+    expected, _ = run(run_dir=tmp_path / "whole", **settings)
+    run_killed("test_turns_run", tmp_path / "killed", 4, **settings)
+    state, _ = run(run_dir=tmp_path / "killed", **settings)
     assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
 
 
