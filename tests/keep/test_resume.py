@@ -160,7 +160,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
         "update": (grpo_jax.update.packed.PackedUpdater, "update", 1),
         "restore": (grpo_jax.keep.checkpoint.Checkpoints, "restore", 1),
         "rollout": (grpo_jax.run.collect, "sample", 6),
-        "rewards": (grpo_jax.run.scores, "compute_rewards", 12),
+        "rewards": (grpo_jax.run.scores, "compute_parts", 12),
         "save": (grpo_jax.keep.checkpoint.Checkpoints, "save", 14),
         "evaluation": (module, "evaluate_encoded", 15),
     }
