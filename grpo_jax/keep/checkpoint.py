@@ -246,7 +246,10 @@ class Checkpoints:
         """
         steps, where = self.steps(), f"run_dir = {str(self._run_dir)!r}"
         if resume == "must" and not steps:
-            raise ValueError(f'{where} holds no checkpoint to go on from (resume="must"); is it the right directory?')
+            raise ValueError(
+                f'{where} holds no checkpoint to go on from (resume="must"). If the run ended before its first one,'
+                ' begin it again: resume="auto", or grpo-jax train with its RUN.yaml. Else check the directory\'s name.'
+            )
         if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
             raise ValueError(
                 f'{where} holds a run (resume="never"): give this one a directory of its own, move the old one away,'
