@@ -17,7 +17,7 @@ _RUN = """\
 # A run to begin with, in this folder:
 #
 #     grpo-jax train my_run.yaml                       # again: it goes on where it stopped
-#     grpo-jax chat runs/first --say "{cue}"
+#     grpo-jax chat runs/{name} --say "{cue}"
 #
 # Then put your own rows, your own reward and your own model in their places, one after another.
 
@@ -25,7 +25,7 @@ model: {model}
 data: rows.jsonl                  # one JSON object on each line; or a file of CSV or Parquet, or a dataset of the hub
 prompt: {prompt}
 rewards: [rewards.py:{reward}]    # {about_reward}
-run_dir: runs/first               # report.html, metrics.jsonl, completions.jsonl, checkpoints
+run_dir: runs/{name}               # in the folder that grpo-jax is called in: report.html, metrics.jsonl, checkpoints
 
 max_steps: {steps}
 num_generations: 8                # completions of each prompt
@@ -98,6 +98,7 @@ def write_start(folder: str | Path, model: str | None = None) -> list[Path]:
         save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_letters()))
         rows = [{"word": word} for word in _WORDS]
         run = _RUN.format(
+            name=folder.resolve().name,
             model="model                      # a tiny one of fresh weights; or a name on the hub, or a directory",
             cue="cat: ",
             prompt='"{word}: "                # made of a row\'s columns; or a list of messages, for an instruct model',
@@ -110,6 +111,7 @@ def write_start(folder: str | Path, model: str | None = None) -> list[Path]:
     else:
         rows = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in _PAIRS]
         run = _RUN.format(
+            name=folder.resolve().name,
             model=json.dumps(model),
             cue="What is 12 + 30? Answer with the number only.",
             prompt='[{role: user, content: "What is {question}? Answer with the number only."}]',

@@ -115,6 +115,11 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # it has been told by wait
                 self._checkpointer.close()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a run directory to write checkpoints to."""
+        return self._checkpointer is not None
+
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
         if self.scheduled(step):

@@ -18,6 +18,7 @@ from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
 from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.keep.run_dir import keep_policy, locked
+from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state
@@ -124,6 +125,9 @@ def run_loop(
                     collect_batch(loop, state)
                 except Interrupted:
                     break
+                except Exception:
+                    save_after_error(loop, state)
+                    raise
             index, minibatch = next_minibatch(loop)
             state = make_update(loop, state, minibatch, index)
             log_if_due(loop)
@@ -297,6 +301,23 @@ def save_if_due(loop: _Loop, state: TrainState) -> None:
             loop.publisher.saved(step, state.params, last=loop.run.total_steps)
 
 
+def save_after_error(loop: _Loop, state: TrainState) -> None:
+    """Save a run that a reward function, an environment or an engine is about to end; the first error is what is seen.
+
+    Of several processes the others may be anywhere, and a checkpoint is written by all together: there is none.
+    """
+    step = loop.progress.step
+    if step == 0 or not loop.checkpoints.enabled or jax.process_count() > 1:
+        return
+    try:
+        loop.save(state)
+        loop.checkpoints.wait()
+    except Exception as failed:
+        loop.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
+    else:
+        loop.monitor.say(f"step {step} is saved: once the cause is fixed, the same call goes on from there")
+
+
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
     """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
     run, progress, config = loop.run, loop.progress, loop.run.config
@@ -309,6 +330,9 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
             metrics = _evaluate(loop, run, state)
     except Interrupted:  # the run that goes on makes it again
         return
+    except Exception:
+        save_after_error(loop, state)
+        raise
     progress.evaluated = step
     measured = {f"eval/{name}": value for name, value in metrics.items()}
     if best is not None and best.startswith("eval/") and best not in measured:

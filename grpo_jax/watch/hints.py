@@ -22,6 +22,7 @@ from grpo_jax.watch.standstill import hardly_moved
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line
 
+_NO_REWARD = "have no reward, and nothing is learned from them: rewards/*/errors says which function failed"
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
 WINDOW = 10
@@ -71,9 +72,11 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
       >>> equal_rewards([{"frac_reward_zero_std": 1.0}] * 10, GRPOConfig()).split(":")[0]
       '100 % of the groups of the last 10 logged steps had equal rewards and taught nothing'
     """
-    share = _now(history, "frac_reward_zero_std")
+    share, unscored = _now(history, "frac_reward_zero_std"), _now(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
+    if unscored > 0.5:  # NaN counts as equal, and the cause is another one
+        return f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps {_NO_REWARD}"
     further = "" if config.dynamic_sampling else ", or set dynamic_sampling=True, which samples other prompts instead"
     return (
         f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and taught nothing:"

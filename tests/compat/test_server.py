@@ -52,7 +52,7 @@ def test_without_a_server_the_built_in_sampler_samples_and_says_so():
     for values in ({"use_vllm": True}, {"use_vllm": True, "vllm_mode": "colocate"}):
         moved = from_trl(values)
         assert (moved.sampler, moved.missing) == (None, {})
-        assert 'a server of `vllm serve` by vllm_mode="server"' in moved.left_out["use_vllm"]
+        assert 'in a TRL script vllm_mode="server"' in moved.left_out["use_vllm"]
     moved = from_trl({"use_vllm": True, "vllm_server_base_url": "http://a:1"})
     assert moved.left_out["vllm_server_base_url"] == "vllm_mode is 'colocate': \"server\" lets a server of vLLM sample"
     assert from_trl({"vllm_mode": "server"}).left_out == {"vllm_mode": "use_vllm is False"}

@@ -22,6 +22,7 @@ from grpo_jax.keep.resume import describe, differences, source_of, warn_of_chang
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.rewards.contract import RewardError
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.turns.tools import environment_tools, read_tools
@@ -112,6 +113,36 @@ def assert_same_run(one, two, directory_of_one, directory_of_two):
 def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     return run(directory), directory
+
+
+def fails_from(step):
+    """`vowels`, until so many steps are made."""
+
+    def function(completions, trainer_state, **columns):
+        if trainer_state.global_step >= step:
+            raise RuntimeError("the service is down")
+        return vowels(completions)
+
+    function.__name__ = "vowels"
+    return function
+
+
+@pytest.mark.parametrize(
+    "step", [6, 10]
+)  # in the rewards of the second iteration, and in an evaluation amid its updates
+def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_path, capfd, step):
+    unsaved = {"save_steps": None, "save_minutes": None}
+    with pytest.raises(RewardError, match="the service is down"):
+        run(tmp_path, reward_fn=fails_from(step), **unsaved)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert f"step {step} is saved: once the cause is fixed, the same call goes on from there" in capfd.readouterr().err
+    assert_same_run(whole[0], run(tmp_path, **unsaved), whole[1], tmp_path)
+
+
+def test_a_run_that_its_first_rewards_end_has_nothing_to_save(tmp_path):
+    with pytest.raises(RewardError, match="the service is down"):
+        run(tmp_path, reward_fn=fails_from(0))
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_the_run_has_all_that_could_go_wrong(whole):

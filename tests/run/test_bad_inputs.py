@@ -210,7 +210,7 @@ BAD = [
     # The config by itself (every field and contradiction: test_config.py).
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(lr=1e-5), "lr: no such field; use learning_rate"),
-    (dict(vllm_mode="colocate"), "vllm_mode: no such field; leave it out"),
+    (dict(vllm_mode="colocate"), "vllm_mode: no such field; with use_vllm=True"),
     (dict(model_init_kwargs={}), "model_init_kwargs: no such field; pass dtype to from_pretrained"),
     (dict(learning_rate="1e-5"), "learning_rate = '1e-5': must be a number, not str"),
     (

@@ -137,6 +137,15 @@ def test_a_hint_speaks_at_its_sign_and_once(name, lines, at, parts):
 
 
 @pytest.mark.quick
+def test_groups_without_any_reward_are_not_said_to_be_learned():
+    lines = series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40, **{"rewards/unscored": 0.9})
+    ((at, message),) = said(lines, GRPOConfig())
+    assert at == 14
+    assert message.startswith("90 % of the completions of the last 10 logged steps have no reward")
+    assert "learned;" not in message
+
+
+@pytest.mark.quick
 def test_every_hint_has_a_sign_here_and_names_fields_that_there_are():
     assert [sign[0] for sign in SIGNS] == list(HINTS)
     fields = set(GRPOConfig.__dataclass_fields__)
