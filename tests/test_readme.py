@@ -169,9 +169,10 @@ def test_the_map_has_every_room():
 def test_train_generate_and_a_step_are_read_in_four_files_each():
     _, trails = tables_of_the_house()
     runs = ["`train`", "the arguments of `train`"]
-    rollouts = ["`generate`", "completions of several turns"]
+    rollouts = ["`generate`", "completions of several turns", "where a turn ends"]
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model"]
-    questions = ["the ratio exp(new − old)", "a loss of your own", "advantages of turns and tokens"]
+    questions = ["old log-probs, of any turn", "the ratio exp(new − old)", "which rows come next", "a new `loss_type`"]
+    questions += ["`advantage_fn`, `surrogate` of the caller's", "advantages of turns and tokens"]
     questions += ["a teacher", "what the device holds", "a checkpoint"]
     assert [what for what, _ in trails] == [*runs, "`sft`", *rollouts, *steps, *questions, "a GGUF file"]
     for _, files in trails:

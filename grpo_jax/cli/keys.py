@@ -72,11 +72,17 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 _FIRST = {
     "num_generations": "Sampling",
     "per_device_train_batch_size": "Batches",
-    "reward_weights": "Rewards and objective",
-    "learning_rate": "Optimizer, memory and devices",
-    "eval_steps": "Evaluation, logging, checkpoints, hub",
+    "reward_weights": "Rewards and advantages",
+    "loss_type": "The policy loss",
+    "entropy_coef": "Entropy bonus",
+    "beta": "KL and the reference",
+    "distillation_coef": "A teacher",
+    "learning_rate": "Optimizer",
+    "gradient_checkpointing": "Memory and devices",
+    "eval_steps": "Evaluation, logging, checkpoints",
+    "report_to": "Trackers and the hub",
 }
-# As the comments of `GRPOConfig` have them: the first field of each group, and its title.
+# The first field of each group, and its title.
 
 _TITLES = itertools.accumulate(FIELDS, lambda title, name: _FIRST.get(name, title), initial="")
 GROUPS = dict.fromkeys(OWN, "The run") | dict(zip(FIELDS, itertools.islice(_TITLES, 1, None), strict=True))

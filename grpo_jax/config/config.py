@@ -1,8 +1,7 @@
 """`GRPOConfig`: every setting of a run, its default stated once, wrong values refused before anything runs.
 
 A field that TRL 1.16's `GRPOConfig` (or `transformers.TrainingArguments` under it) has keeps its name, meaning and
-default here; the docs below say where not, and "ours" where there is none. A run's defaults live in this file only;
-the functions of the library take plain arguments, which the loop reads from a config and hands on.
+default here; the docs below say where not, and "ours" where there is none. A run's defaults live in this file only.
 """
 
 import dataclasses
@@ -22,8 +21,7 @@ from grpo_jax.config.sizes import Sizes, most_prompts_of, sizes_of
 class GRPOConfig(Settings):
     """Settings of a GRPO run, checked when they are made.
 
-    All errors are found at once, at construction: unknown field names, wrong types, values out of range and fields
-    that contradict each other. What depends on the data or the devices is checked when a run begins.
+    All errors are found at once; what depends on the data or the devices is checked when a run begins.
 
     Raises:
       ValueError: with one line per error, each with the field, the value that came and what to do.
@@ -36,8 +34,6 @@ class GRPOConfig(Settings):
       Traceback (most recent call last):
       ValueError: GRPOConfig has 1 error:
         num_generation: no such field; did you mean num_generations?
-      >>> GRPOConfig.from_dict(config.to_dict()) == config
-      True
     """
 
     # Sampling.
@@ -118,7 +114,7 @@ class GRPOConfig(Settings):
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
     """Seed of every key of the run: of sampling and of shuffling."""
 
-    # Rewards and objective.
+    # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, readers.weights] = None
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
@@ -139,6 +135,7 @@ class GRPOConfig(Settings):
     """What is to go is compared with the group's completions at the same turn, or with all of their turns. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
+    # The policy loss.
     loss_type: LossType = "dapo"
     """Surrogate and reduction: a row of `LOSS_TYPES` in `maths.surrogates`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
@@ -189,7 +186,7 @@ class GRPOConfig(Settings):
     router_aux_loss_coef: NotNegative | None = None
     """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
     The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
-
+    # Entropy bonus.
     entropy_coef: NotNegative = 0.0
     """Weight of the mean token entropy (nats) that is subtracted from the loss; the first one if adaptive."""
     use_adaptive_entropy: bool = False
@@ -202,6 +199,7 @@ class GRPOConfig(Settings):
     """Step of the adaptive coefficient."""
     entropy_target: NotNegative = 0.2
     """Nats per token; the bonus acts at and below it. Set it near the entropy of the first steps."""
+    # KL and the reference.
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference; 0: no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -225,6 +223,7 @@ class GRPOConfig(Settings):
     ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
     """α of a sync: ref ← α·policy + (1 − α)·ref. Of adapters too it is the weights A·B that are mixed, and not the
     factors: the reference then holds those of the last 16 syncs (α = 0.6; 6 for 0.9, 1 for 1.0), side by side."""
+    # A teacher.
     distillation_coef: NotNegative = 0.0
     """Weight of the divergence from the teacher, which is added to the policy loss. Ours."""
     distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
@@ -247,7 +246,7 @@ class GRPOConfig(Settings):
     """α of that average, as in TRL's SDPO: teacher ← α·policy + (1 − α)·teacher; of adapters, the products' average."""
     teacher_sync_steps: Count = 1
     """Optimizer steps between two moves of the average, as in TRL's SDPO."""
-    # Optimizer, memory and devices.
+    # Optimizer.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
@@ -264,7 +263,7 @@ class GRPOConfig(Settings):
     """Added to the root of the second moment."""
     max_grad_norm: NotNegative = 1.0
     """Bound of the global gradient norm; 0: no clipping."""
-
+    # Memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
     """Recompute a layer's activations in the backward pass, a fifth slower; None: if they would not fit (TRL: True)."""
     gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
@@ -283,7 +282,7 @@ class GRPOConfig(Settings):
     keep_programs: bool = setting(True, resume="free")
     """Keep compiled programs in the user's cache, up to 2 GiB, unless JAX has a directory for them already. Ours."""
 
-    # Evaluation, logging, checkpoints, hub.
+    # Evaluation, logging, checkpoints.
     eval_steps: Count | None = setting(None, resume="free")
     """Optimizer steps between two evaluations; None: before the first and after the last only."""
     per_device_eval_batch_size: Count = setting(8, resume="free")
@@ -322,6 +321,7 @@ class GRPOConfig(Settings):
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
     """Let `train` return the state of the checkpoint with the best `metric_for_best_model`, not of the last step."""
+    # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, readers.trackers] = setting("none", resume="free")
     """Trackers that `train` opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
     installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
