@@ -130,7 +130,7 @@ def test_log_probs_can_be_differentiated_forwards(settings, monkeypatch):
 def test_entropy_is_that_of_the_distribution():
     model, params = tiny_model()
     rows = completions()
-    _, entropy, _ = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(temperature=0.8))
+    _, entropy, *_ = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(temperature=0.8))
     b, g = 1, 2
     row = jnp.concatenate([PROMPTS.tokens[b, :1], rows.tokens[b, g]])
     p = jax.nn.softmax(model.apply({"params": params}, row[None])[0, :-1] / 0.8)
@@ -142,7 +142,7 @@ def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
     rows = completions()
 
     def total(params):
-        l, h, _ = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(top_k=3))
+        l, h, *_ = score_completions(model, params, PROMPTS, rows.tokens, rows.mask, Sampling(top_k=3))
         return l.sum() + h.sum()
 
     grads = jax.jit(jax.grad(total))(params)
