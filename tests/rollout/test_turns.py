@@ -204,7 +204,7 @@ def test_those_that_wait_keep_their_slots():
     full = jax.tree.map(lambda x: x + 1.0, stream.cache)
     active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
     given = (jax.tree.map(jnp.copy, full), stream.replace(cache=(), ended=~active), 10, jnp.full((4, 3), 99))
-    (cache, _, _), _ = rollout.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
+    (cache, *_), _ = rollout.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
     changed = [
         np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
     ]

@@ -84,7 +84,10 @@ def test_a_sampler_is_given_what_its_signature_takes():
     for sampler in (few, all_of_them):
         check_sampler(sampler)
         run(sampler, max_steps=1)
-    assert seen[1] == set(ARGUMENTS)
+    ends = {"stop", "stop_token_ids", "max_turn_length", "tokenizer"}
+    assert seen[1] == set(ARGUMENTS) - ends, "a sampler from before there were such ends is not given them"
+    run(all_of_them, max_steps=1, max_turn_length=T)
+    assert seen[2] == set(ARGUMENTS)
     assert set(ARGUMENTS) >= {"model", "params", "prompts", "key", "prompt_indices", "batch_size", "interrupt", "min_p"}
 
 
