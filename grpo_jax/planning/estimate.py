@@ -88,6 +88,7 @@ def plan(
       ValueError: a model or settings that make no sense.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> tiny = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
       ...         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
       >>> found = plan(tiny, GRPOConfig(max_completion_length=8, mesh={"fsdp": 2}), prompt_length=8)
@@ -151,6 +152,7 @@ def programs(
       ValueError: a model or settings that make no sense, or too few devices.
 
     Example:
+      >>> from grpo_jax import GRPOConfig
       >>> tiny = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
       ...         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
       >>> found = programs(tiny, GRPOConfig(max_completion_length=8), prompt_length=8, devices=jax.devices("cpu"))
