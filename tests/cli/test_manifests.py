@@ -36,7 +36,7 @@ def job(**changes):
     asked = {
         "name": "sums",
         "hosts": 2,
-        "workdir": "/work/my run",
+        "workdir": "/srv/my run",
         "storage": "/mnt/it's",
         "image": "i:1",
         "claim": "c",
@@ -252,13 +252,13 @@ def test_tpu_vms_are_made_once_and_given_the_same_command_again(tmp_path):
     described, made, folder, copied, *attempts = [call[3:-2] for call in calls]
     assert described == ["describe", "sums"]
     assert made == ["create", "sums", "--accelerator-type=v5p-32", "--version=v2-alpha-tpuv5"]  # v5p counts cores
-    assert folder == ["ssh", "sums", "--worker=all", "--command=mkdir -p '/work/my run'"]
+    assert folder == ["ssh", "sums", "--worker=all", "--command=mkdir -p '/srv/my run'"]
     assert copied[:3] == ["scp", "--recurse", "--worker=all"]
     assert "./a.yaml" in copied
-    assert copied[-1] == "sums:/work/my run"
+    assert copied[-1] == "sums:/srv/my run"
     assert len(attempts) == 2
     assert attempts[0] == attempts[1]
-    command = attempts[0][-1].removeprefix("--command=. venv/bin/activate; cd '/work/my run' && ")
+    command = attempts[0][-1].removeprefix("--command=. venv/bin/activate; cd '/srv/my run' && ")
     assert shlex.split(command)[:3] == ["grpo-jax", "train", "a $b.yaml"]
     assert command.endswith(" --distributed auto")
 
