@@ -74,11 +74,9 @@ _FIRST = {
     "per_device_train_batch_size": "Batches",
     "reward_weights": "Rewards and advantages",
     "loss_type": "The policy loss",
-    "entropy_coef": "Entropy bonus",
-    "beta": "KL and the reference",
+    "entropy_coef": "Entropy, KL and the reference",
     "distillation_coef": "A teacher",
-    "learning_rate": "Optimizer",
-    "gradient_checkpointing": "Memory and devices",
+    "learning_rate": "Optimizer, memory and devices",
     "eval_steps": "Evaluation, logging, checkpoints",
     "report_to": "Trackers and the hub",
 }

@@ -79,6 +79,7 @@ def _add_command(
         add_help=False,
         allow_abbrev=False,
     )
+    parser._positionals.title, parser._optionals = "arguments", parser._positionals  # one list: it has to fit a screen
     parser.add_argument("-h", "--help", action=_Help, nargs="?", help=argparse.SUPPRESS)
     for key in keys:
         parser.add_argument(

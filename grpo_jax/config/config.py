@@ -186,7 +186,7 @@ class GRPOConfig(Settings):
     router_aux_loss_coef: NotNegative | None = None
     """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
     The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
-    # Entropy bonus.
+    # Entropy, KL and the reference.
     entropy_coef: NotNegative = 0.0
     """Weight of the mean token entropy (nats) that is subtracted from the loss; the first one if adaptive."""
     use_adaptive_entropy: bool = False
@@ -199,7 +199,6 @@ class GRPOConfig(Settings):
     """Step of the adaptive coefficient."""
     entropy_target: NotNegative = 0.2
     """Nats per token; the bonus acts at and below it. Set it near the entropy of the first steps."""
-    # KL and the reference.
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference; 0: no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -246,7 +245,7 @@ class GRPOConfig(Settings):
     """α of that average, as in TRL's SDPO: teacher ← α·policy + (1 − α)·teacher; of adapters, the products' average."""
     teacher_sync_steps: Count = 1
     """Optimizer steps between two moves of the average, as in TRL's SDPO."""
-    # Optimizer.
+    # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
@@ -263,7 +262,6 @@ class GRPOConfig(Settings):
     """Added to the root of the second moment."""
     max_grad_norm: NotNegative = 1.0
     """Bound of the global gradient norm; 0: no clipping."""
-    # Memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
     """Recompute a layer's activations in the backward pass, a fifth slower; None: if they would not fit (TRL: True)."""
     gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (

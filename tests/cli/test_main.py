@@ -16,7 +16,7 @@ from grpo_jax.cli.main import _parse, keys_of, main, make_parser
 from grpo_jax.devices import distributed
 
 ROOT = Path(__file__).parents[2]
-WIDTH, HEIGHT = 100, 50
+WIDTH, HEIGHT = 100, 45
 
 
 KEYS = "\n\nkeys of RUN.yaml, each as --KEY VALUE too"

@@ -33,14 +33,7 @@ SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os
 
 
 def job(**changes):
-    asked = {
-        "name": "sums",
-        "hosts": 2,
-        "workdir": "/srv/my run",
-        "storage": "/mnt/it's",
-        "image": "i:1",
-        "claim": "c",
-    }
+    asked = {"name": "sums", "hosts": 2, "workdir": "/srv/my run", "storage": "/mnt/it's", "image": "i:1", "claim": "c"}
     return Job(Launch(**(asked | changes)), ["train", "a $b.yaml", "--run_dir", "/mnt/it's/runs"])
 
 
