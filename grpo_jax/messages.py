@@ -6,7 +6,8 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -117,7 +118,7 @@ class Faults(list[Exception]):
         raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])
 
 
-def import_extra(module: str, package: str) -> Any:
+def import_extra(module: str, package: str) -> ModuleType:
     """Import a module of a package that is an extra of this one.
 
     Raises:

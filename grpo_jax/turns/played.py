@@ -51,7 +51,7 @@ class Played(NamedTuple):
     counts: EpisodeCounts
     lengths: Sequence[int] = ()
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Return it as lists and dicts."""
         return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), [*self.lengths]]
 
