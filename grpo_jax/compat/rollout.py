@@ -11,9 +11,9 @@ from grpo_jax.rewards.contract import (
     EXTRAS,
     SAMPLED,
     arguments_of,
+    call_selected,
     function_name,
     own_copy,
-    select_inputs,
     split_inputs,
 )
 from grpo_jax.text.prompts import EncodedPrompts
@@ -127,11 +127,11 @@ def with_fields(fn: Callable[..., Any], sampler: RolloutSampler, columns: Iterab
 
     def score(**inputs: Any) -> Any:
         lists, extras = split_inputs(inputs)
-        chosen = select_inputs(fn, {**lists, **sampler.fields(lists["completion_ids"])}, extras)
-        missing = [name for name, required in arguments.items() if required and name not in chosen]
+        columns_and_fields = lists | sampler.fields(lists["completion_ids"])
+        missing = [name for name, required in arguments.items() if required and name not in columns_and_fields | extras]
         if missing:
             raise ValueError(f"it needs {', '.join(missing)}, which rollout_func did not return for these completions")
-        return fn(**chosen)
+        return call_selected(fn, columns_and_fields, extras)
 
     wrapped: Any = score
     wrapped.__name__ = function_name(fn)

@@ -100,8 +100,9 @@ class Model:
 
     def __init__(self, policy: Policy, base_name: str | None = None):
         self._policy, self._base_name = policy, base_name
-        self.config = SimpleNamespace(**policy.config)
-        self.generation_config = SimpleNamespace(**policy.generation_config)
+        self.config, self.generation_config = (
+            SimpleNamespace(**values) for values in (policy.config, policy.generation_config)
+        )
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy in Hugging Face's layout, adapters in PEFT's."""

@@ -34,12 +34,12 @@ from grpo_jax.rewards.contract import (
     Faults,
     RewardError,
     as_list,
+    call_selected,
     check_reward_fns,
     describe_fault,
     own_frames,
     read_outcome,
     reward_names,
-    select_inputs,
 )
 from grpo_jax.rewards.extras import NameTaken
 from grpo_jax.rewards.parts import PartReader, RewardParts
@@ -223,7 +223,7 @@ def _call_all(
     for fn in fns:
         started = time.perf_counter()
         try:
-            outcomes.append(fn(**select_inputs(fn, inputs, extras)))
+            outcomes.append(call_selected(fn, inputs, extras))
         except (Exception, SystemExit) as error:
             outcomes.append(error)
         seconds.append(time.perf_counter() - started)

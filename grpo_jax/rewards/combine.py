@@ -18,13 +18,13 @@ from grpo_jax.rewards.contract import (
     PartialRewards,
     RewardError,
     arguments_of,
+    call_selected,
     check_rows,
     describe_fault,
     function_name,
     give_scores,
     is_async,
     read_outcome,
-    select_inputs,
     split_inputs,
 )
 from grpo_jax.rewards.shipped import completion_text
@@ -264,7 +264,7 @@ def _scores_then(
     lists, extras = split_inputs(inputs)
     outcome: object
     try:
-        outcome = fn(**select_inputs(fn, lists, extras))
+        outcome = call_selected(fn, lists, extras)
     except PartialRewards as partial:
         outcome = partial
     return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ ON_ERROR = ("raise", "none")
 
 
 # As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
+_Returned = TypeVar("_Returned")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -286,7 +287,7 @@ def own_copy(value: Any) -> Any:
 
 
 def select_inputs(
-    fn: Callable[..., Any], inputs: Mapping[str, Sequence[Any]], extras: Json | None = None
+    fn: Callable[..., object], inputs: Mapping[str, Sequence[object]], extras: Json | None = None
 ) -> dict[str, Any]:
     """Return the keywords to call a function with: `own_copy` of each, which the next function never sees."""
     named = arguments_of(fn)
@@ -298,6 +299,13 @@ def select_inputs(
         if name in named or (everything and name not in bound)
     }
     return chosen | {name: value for name, value in (extras or {}).items() if name in named}
+
+
+def call_selected(
+    fn: Callable[..., _Returned], inputs: Mapping[str, Sequence[object]], extras: Json | None = None
+) -> _Returned:
+    """Call a function with what it takes of them (`select_inputs`)."""
+    return fn(**select_inputs(fn, inputs, extras))
 
 
 def split_inputs(inputs: Json) -> tuple[dict[str, list[Any] | tuple[Any, ...]], dict[str, Any]]:

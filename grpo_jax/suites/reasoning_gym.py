@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from grpo_jax.messages import import_extra, nearest, show
-from grpo_jax.rewards.contract import Faults, PartialRewards, arguments_of, give_scores, select_inputs
+from grpo_jax.rewards.contract import Faults, PartialRewards, arguments_of, call_selected, give_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite
@@ -235,7 +235,7 @@ class _ByTask:
     ) -> Rewards:
         fault = None
         try:
-            scores = self.score(**select_inputs(self.score, {"task": task, **columns}))
+            scores = call_selected(self.score, {"task": task, **columns})
         except PartialRewards as partial:
             scores, fault = partial.values, partial
         for name, value in zip(task, scores, strict=True):
