@@ -72,7 +72,8 @@ class _Loop:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this moment."""
         ahead, told, rows = (None, None, None) if self.ahead is None else self.ahead
-        if self.posteriors is not None and self.engine is not None and self.engine.busy:
+        # Not `engine.busy`: it may have given up, or have begun already what a failed iteration will ask for again.
+        if self.posteriors is not None and self.engine is not None and self.progress.asked:
             rows = np.array(self.engine.rows, np.int32)
         self.checkpoints.save(state, self.progress, self.batch, ahead, told, rows, self.posteriors)
 
