@@ -91,10 +91,11 @@ class Machine:
     eval_batch: int
 
 
-_NO_THINKING: dict[str, object] = {
-    "enable_thinking": False
-}  # Qwen3 thinks for a thousand tokens unless it is told not to
-_SFT = functools.partial(SFTConfig, num_train_epochs=1, warmup_steps=10, save_minutes=5, logging_steps=5)
+# Qwen3 thinks for a thousand tokens unless it is told not to.
+_NO_THINKING: dict[str, object] = {"enable_thinking": False}
+_SFT = functools.partial(
+    SFTConfig, num_train_epochs=1, warmup_steps=10, save_minutes=5, logging_steps=5, chat_template_kwargs=_NO_THINKING
+)
 _GRPO = functools.partial(
     GRPOConfig,
     num_generations=8,
@@ -104,17 +105,12 @@ _GRPO = functools.partial(
     beta=0.0,
     save_minutes=5,
     logging_steps=1,
+    chat_template_kwargs=_NO_THINKING,
 )
 
 MACHINES = {
     "v5e-8": Machine(
-        sft=_SFT(
-            max_length=640,
-            per_device_train_batch_size=4,
-            learning_rate=5e-6,
-            mesh={"fsdp": 8},
-            chat_template_kwargs=_NO_THINKING,
-        ),
+        sft=_SFT(max_length=640, per_device_train_batch_size=4, learning_rate=5e-6, mesh={"fsdp": 8}),
         grpo=_GRPO(
             max_completion_length=384,
             per_device_train_batch_size=16,
@@ -122,7 +118,6 @@ MACHINES = {
             max_steps=400,
             learning_rate=1e-6,
             mesh={"fsdp": 8},
-            chat_template_kwargs=_NO_THINKING,
         ),
         lora=None,
         lessons=2000,
@@ -136,7 +131,6 @@ MACHINES = {
             gradient_accumulation_steps=4,
             learning_rate=1e-4,
             mesh={"data": 2},
-            chat_template_kwargs=_NO_THINKING,
         ),
         grpo=_GRPO(
             max_completion_length=256,
@@ -145,7 +139,6 @@ MACHINES = {
             max_steps=150,
             learning_rate=2e-5,
             mesh={"data": 2},
-            chat_template_kwargs=_NO_THINKING,
         ),
         lora=16,
         lessons=1000,
