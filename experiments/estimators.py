@@ -44,6 +44,7 @@ from grpo_jax import (
 )
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.text.completions import reward_inputs
+from grpo_jax.watch.writer import read_lines
 
 LESSONS = 400
 """Supervised steps of the base of sort_digits; that of Countdown makes three quarters of them."""
@@ -207,8 +208,7 @@ def steps_to(curve: Sequence[tuple[int, float]], bar: float) -> int | None:
 
 def read_results(directory: Path) -> list[dict[str, Any]]:
     """The lines of earlier runs."""
-    path = directory / "results.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return list(read_lines(directory / "results.jsonl"))
 
 
 def table(results: Sequence[Mapping[str, Any]], task: str) -> str:
@@ -259,7 +259,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run what is missing, print the tables and return all results."""
-    arguments, results = parse(argv), []
+    arguments = parse(argv)
     directory: Path = arguments.run_dir
     directory.mkdir(parents=True, exist_ok=True)
     use_compile_cache()

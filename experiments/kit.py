@@ -17,6 +17,7 @@ last line on standard output is one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -282,10 +283,13 @@ def run(out: Path, name: str, data: str, *, source: str | Path = MODEL, hours: f
     with watch("sft"):
         taught = sft(policy, lessons, machine.sft, run_dir=out / "sft", callbacks=[stop])
     rates["sft"] = once(out, f"sft-{int(taught.step)}", lambda: measure(taught))
-    student = policy.replace(params=taught.params)
-    with watch("grpo"):
-        state = train(student, rows, [accuracy, well_formed], machine.grpo, run_dir=out / "grpo", callbacks=[stop])
-    rates["grpo"] = once(out, f"grpo-{int(state.step)}", lambda: measure(state))
+    state = taught
+    with contextlib.suppress(StopRun):
+        stop(0, {})  # GRPO begins with what SFT has made of all its lessons, or in a later session
+        student = policy.replace(params=taught.params)
+        with watch("grpo"):
+            state = train(student, rows, [accuracy, well_formed], machine.grpo, run_dir=out / "grpo", callbacks=[stop])
+        rates["grpo"] = once(out, f"grpo-{int(state.step)}", lambda: measure(state))
     export(policy, state, machine, out / "final")
     return report_results(out, {name: rates}, watch)
 
@@ -349,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if (name := arguments.compile) is not None:
         found = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
         found[name] = compile_for(name)
-        FIGURES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(table(name, found[name]))
         return found
     name = arguments.machine or this_machine()

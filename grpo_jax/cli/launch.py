@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -275,9 +276,7 @@ def _accelerator_problems(launch: Launch, platform: Platform) -> list[str]:
 
 def _mesh_problems(run: RunFile, launch: Launch) -> list[str]:
     """Return an error line if the run's mesh is not of all devices of the launch."""
-    total, used = launch.hosts * launch.device.per_host, 1
-    for size in (run.config.mesh or {}).values():
-        used *= size
+    total, used = launch.hosts * launch.device.per_host, math.prod((run.config.mesh or {}).values())
     if used == total:
         return []
     used_by = (

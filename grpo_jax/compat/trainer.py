@@ -104,7 +104,6 @@ class GRPOTrainer(Trainer):
         if isinstance(eval_dataset, Mapping):
             raise ValueError("eval_dataset is a dict: give one dataset; evaluate() takes the others.")
         args = _as_args(args)
-        engine = None if args.sampler is None else vllm(args.sampler.base_url, patience=args.sampler.patience)
         super().__init__(args, as_list(reward_funcs or []), None if isinstance(model, Policy) else str(model))
         quantize = quantized_as(quantization_config, adapted=peft_config is not None)
         self._begin = functools.partial(self._begun_with, model, args, processing_class, peft_config, quantize)
@@ -115,7 +114,9 @@ class GRPOTrainer(Trainer):
             self.add_callback(callback)
         self._optimizer = optimizers[0]
         self._tools, self._environment_factory = tools, environment_factory
-        self._sampler = engine if sampler is None and rollout_func is None else sampler
+        self._sampler = sampler
+        if sampler is None and rollout_func is None and args.sampler is not None:
+            self._sampler = vllm(args.sampler.base_url, patience=args.sampler.patience)
         self._rollout_func = rollout_func
         if rollout_func is not None:
             self._check_rollout(corrected=args.use_vllm)

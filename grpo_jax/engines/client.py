@@ -65,10 +65,11 @@ class Client:
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
-        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
-            shown = base_url if not (url.username or url.query) else f"an address of {url.hostname} with more in it"
+        if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
+            secret = "@" in base_url or url.query
+            shown = "an address with more than a host in it" if secret else show(base_url)
             raise ValueError(
-                f"base_url is {show(shown)}: give http://host:port, as the server says when it starts, and a key by the"
+                f"base_url is {shown}: give http://host:port, as the server says when it starts, and a key by the"
                 " environment (api_key_env)"
             )
         for name, value in (("timeout", timeout), ("patience", patience)):

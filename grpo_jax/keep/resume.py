@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import textwrap
 import warnings
 from array import array
@@ -61,8 +62,8 @@ def describe(
 
     Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of tools and
     environments, the names and what the policy is told of them; of a model of this library, its settings and the first
-    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes; of the caller's own
-    functions, by the names of their arguments, `source_of`.
+    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes; of each function of the
+    caller's own, under the name of its argument, what `source_of` returns.
     """
     frozen = hashlib.sha256()
     for leaf in jax.tree.leaves(as_argument(model)):
@@ -116,6 +117,7 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
         source = inspect.getsource(function)
         with contextlib.suppress(SyntaxError):  # of a lambda in the middle of a line
             source = ast.unparse(ast.parse(textwrap.dedent(source)))
+        bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # an address, which is of this process alone
         found = hashlib.sha256((source + bound).encode()).hexdigest()
     except (OSError, TypeError):
         found = None

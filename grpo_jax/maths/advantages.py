@@ -133,7 +133,7 @@ def compute_advantages(
     | remax | Σ_k w_k (R_k − b_k), b the rewards of a greedy completion of the prompt; without the k that miss one |
 
     A NaN reward means "not scored by this function" and is left out of sums, means and stds; a completion without any
-    score gets A = 0. A group of equal rewards gets exactly 0, but by remax.
+    score gets A = 0. A group of equal rewards gets exactly 0, except with remax.
 
     Args:
       rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not looked for: refuse them

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from grpo_jax.maths.checks import clean, floating, like_log_probs, read_mask, row_or_token, sg
 from grpo_jax.maths.metrics import token_totals
-from grpo_jax.maths.surrogates import RATIOS, LossSettings
+from grpo_jax.maths.surrogates import RATIOS, LossSettings, ppo_stops
 
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 """The loss types that choose tokens by their covariance, among all tokens of a minibatch."""
@@ -72,8 +72,8 @@ def covariance_share(
     if settings.loss_type == "clip_cov":
         old = l if old_log_probs is None else sg(clean(like_log_probs("old_log_probs", old_log_probs, l), mask))
         w = RATIOS[settings.importance_sampling_level](l, l - old, mask)
-        stopped = ((w > 1 + settings.upper_epsilon) & (A > 0)) | ((w < 1 - settings.epsilon) & (A < 0))
-        band = mask & ~stopped & (c > settings.clip_cov_lb) & (c < settings.clip_cov_ub)
+        low, high, capped = ppo_stops(w, A, settings)
+        band = mask & ~(low | high | capped) & (c > settings.clip_cov_lb) & (c < settings.clip_cov_ub)
         return jnp.where(band, jnp.minimum(chosen / jnp.maximum(jnp.sum(band), 1), 1), 0)
     ordered = jnp.sort(jnp.where(mask, c, -jnp.inf), axis=None)[::-1]
     least = ordered[jnp.minimum(chosen.astype(int), ordered.size) - 1]

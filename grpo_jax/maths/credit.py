@@ -48,7 +48,7 @@ def turn_advantages(
       scale_rewards: likewise.
       multi_objective_aggregation: likewise.
       epsilon: likewise.
-      estimator: likewise, any but "opo".
+      estimator: likewise, any but "opo" and "remax".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage
@@ -95,8 +95,8 @@ def turn_advantages(
         raise ValueError(
             f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
         )
-    if estimator == "opo":
-        raise ValueError('estimator="opo" weighs whole completions by their length, and turns have no such baseline.')
+    if estimator in ("opo", "remax"):
+        raise ValueError(f'estimator="{estimator}" has a baseline for whole completions, and none for a turn.')
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]
@@ -120,7 +120,8 @@ def turn_advantages(
     advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2) if by_turn else advantages.reshape(b, g, t)
     found = jnp.take_along_axis(advantages, owner, axis=2)
     if in_units_of_rewards(scale_rewards, estimator):
-        weighed = rewards @ (jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype))
+        of_each = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
+        weighed = (rewards * of_each[None, None, None]).sum(axis=-1)
         found = found - _earlier_in_turn(weighed, owner)
     return jnp.where(turns >= 0, found, 0)
 

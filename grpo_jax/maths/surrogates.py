@@ -277,6 +277,12 @@ weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its numbers are field
 """
 
 
+def ppo_stops(w: jax.Array, A: jax.Array, settings: LossSettings) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where `ppo` has no gradient, [..., T] bool: below the range of the clip, above it, and beyond `delta`."""
+    capped = jnp.zeros(w.shape, bool) if settings.delta is None else (w > settings.delta) & (A < 0)
+    return (w < 1 - settings.epsilon) & (A < 0), (w > 1 + settings.upper_epsilon) & (A > 0), capped
+
+
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
     """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool; and the
     share of tokens that are chosen by covariance, where some are.
@@ -287,9 +293,7 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
     if surrogate in (ppo, clip_cov):
-        low = (w < 1 - settings.epsilon) & (A < 0)
-        high = (w > 1 + settings.upper_epsilon) & (A > 0)
-        capped = never if settings.delta is None else (w > settings.delta) & (A < 0)
+        low, high, capped = ppo_stops(w, A, settings)
     elif surrogate is cispo:
         high = w > settings.upper_epsilon
     elif surrogate is gmpo:

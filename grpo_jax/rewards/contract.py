@@ -28,8 +28,8 @@ EXTRAS = ("trainer_state", "log_metric", "log_extra")
 ON_ERROR = ("raise", "none")
 
 
-# As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
 _Returned = TypeVar("_Returned")
+# As a Python float: against NumPy's own scalar a greater number would be rounded to float32 first, and overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 

@@ -103,5 +103,5 @@ def place_rewards(
             at = np.array([np.flatnonzero(row == n)[-1] for n in range(len(part.values))])
         placed[part.completion, :, part.function] = 0
         placed[part.completion, at, part.function] = part.values
-    placed[np.isnan(flat)[:, None] & np.ones((1, t, 1), bool)] = np.nan
+    placed = np.where(np.isnan(flat)[:, None], np.float32(np.nan), placed)
     return placed.reshape(b, g, t, -1)

@@ -27,8 +27,8 @@ class DecodeSettings(NamedTuple):
       eos_token_ids: token ids that end a completion, or a turn of it: EOS and stop ids.
       pad_token_id: what stands after the end.
       sampling: the distribution that tokens are drawn from.
-      stops: the automaton of the texts that end it too; None where there are none. A constant of the programs, of one
-        byte for each token of the vocabulary.
+      stops: the automaton of the texts that end it too; None where there are none. A constant of the programs: one
+        byte for each token of the vocabulary, two where tokens are of more than 255 kinds, and a small table.
     """
 
     eos_token_ids: tuple[int, ...] = ()

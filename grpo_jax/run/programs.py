@@ -46,7 +46,7 @@ def _with_teacher(batch: Batch, run: BaseRun) -> Batch:
         return batch
     log_probs, k = batch.sampling_log_probs, run.config.distillation_topk
     batch = batch.replace(distillation_weights=batch.mask[:, :, 0] * 1.0)
-    if run.teaching.prompt is not None:
+    if run.teaching.prompt is not None and run.config.distillation_mode == "full_logits":
         tokens = jnp.zeros((*batch.mask.shape[:2], run.prompt_length), jnp.int32)
         batch = batch.replace(teacher_prompts=Prompts(tokens, tokens[:, :, 0]))
     if k is not None:

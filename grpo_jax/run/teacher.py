@@ -280,18 +280,24 @@ def with_teacher(
     if config.distillation_weighting == "pass_rate":
         weights *= np.asarray(pass_rate_weights(passed))[:, None]
     metrics = {"teacher/share": float((weights > 0).mean())}
-    if asked is not None:
-        batch = batch.replace(teacher_prompts=own_prompts(asked, batch.prompts, config))
+    own = None if asked is None else own_prompts(asked, batch.prompts, config)
     batch = batch.replace(distillation_weights=weights)
     if config.distillation_mode == "full_logits":
-        return batch, metrics
-    return _told(teaching, state, batch, completions, config), metrics
+        return batch.replace(teacher_prompts=own), metrics
+    return _told(teaching, state, batch, completions, own, config), metrics
 
 
-def _told(teaching: Teaching, state: TrainState, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
-    """The batch with the log-probs that a teacher tells."""
+def _told(
+    teaching: Teaching,
+    state: TrainState,
+    batch: Batch,
+    completions: Completions,
+    own: Prompts | None,
+    config: GRPOConfig,
+) -> Batch:
+    """The batch with the log-probs that a teacher tells, behind prompts of its `own`; the update reads none of them."""
     b, g, t = batch.mask.shape
-    own, prompts = batch.teacher_prompts, batch.prompts
+    prompts = batch.prompts
     if own is not None:
         prompts = Prompts(own.tokens.reshape(b * g, -1), own.lengths.reshape(-1))
 
@@ -304,7 +310,7 @@ def _told(teaching: Teaching, state: TrainState, batch: Batch, completions: Comp
         params = teaching.teacher.held(state).params
         l = teaching.updater.score(params, prompts, shaped(batch.tokens), shaped(batch.mask))
         return batch.replace(teacher_log_probs=fetch(l).reshape(b, g, t))
-    laid_out = jax.tree.map(lambda x: None if x is None else shaped(np.asarray(x)), completions)
+    laid_out = jax.tree.map(lambda x: shaped(np.asarray(x)), completions)
     told = _read_told(teaching.scorer.score(prompts, laid_out), np.asarray(completions.mask), config)
     log_probs, ids, top = (None if x is None else x[:, :, :t] for x in told)
     if config.distillation_mode == "sampled_token":
@@ -320,7 +326,7 @@ def _read_told(told: Told | np.ndarray, mask: np.ndarray, config: GRPOConfig) ->
     arrays: dict[str, np.ndarray] = {}
     for name, shape in wanted.items():
         x = np.asarray(getattr(told, name))
-        if x.size != np.prod(shape):
+        if x.shape not in (shape, (shape[0] * shape[1], 1, *shape[2:])):  # [B·G, 1, …] where prompts are its own
             raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(shape)}")
         x = x.reshape(shape)
         seen = x[mask]

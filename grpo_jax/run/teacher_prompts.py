@@ -88,7 +88,8 @@ def ask(
       ValueError: `teacher_prompt` returned no prompt of the dataset's kind, or one that leaves the teacher no room.
     """
     b, g = heard.rewards.shape
-    asked = [_prompt_of(prompt, heard, i, g) for i in range(b * g)]
+    totals = [None if np.isnan(x) else float(x) for x in heard.rewards.reshape(-1)]
+    asked = [_prompt_of(prompt, heard, totals, i, g) for i in range(b * g)]
     talks = is_conversation(heard.sampled.rows[0]["prompt"])
     name = prompt if isinstance(prompt, str) else function_name(prompt)
     for one in asked:
@@ -120,12 +121,13 @@ def ask(
     return found.reshape(b, g)
 
 
-def _prompt_of(prompt: TeacherPrompt, heard: Heard, i: int, g: int) -> str | Messages | None:
-    """Ask a `TeacherPrompt` about the completion i."""
+def _prompt_of(
+    prompt: TeacherPrompt, heard: Heard, totals: Sequence[float | None], i: int, g: int
+) -> str | Messages | None:
+    """Ask a `TeacherPrompt` about the completion i; `totals` are the rewards of all."""
     row = heard.sampled.rows[i // g]
     if isinstance(prompt, str):
         return row[prompt]
-    totals = [None if np.isnan(x) else float(x) for x in heard.rewards.reshape(-1)]
     group = range(i // g * g, i // g * g + g)
     known = {name: [value] for name, value in row.items() if name not in GIVEN} | {
         "prompt": [row["prompt"]],

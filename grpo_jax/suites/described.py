@@ -46,14 +46,15 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
     if len(names) != 1:
         raise ValueError(f"{argument} names {' and '.join(names)}: give one suite")
     function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
-    known = inspect.signature(function).parameters
+    (first, _), *others = inspect.signature(function).parameters.items()
+    known = dict(others)
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for name in keywords:
-        if not isinstance(name, str) or not (anything or name in known):
+        if not isinstance(name, str) or name == first or not (anything or name in known):
             near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join([*known][1:])}"
+            hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join(known)}"
             raise ValueError(f"{argument}.{name}: no such key; {hint}")
-    for name, parameter in [*known.items()][1:]:
+    for name, parameter in known.items():
         if (
             parameter.default is parameter.empty
             and parameter.kind is not parameter.VAR_KEYWORD

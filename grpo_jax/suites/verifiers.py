@@ -123,8 +123,10 @@ class VerifiersEnv:
 
     async def _next(self) -> str | None:
         said = await self._heard.get()
-        if said is None and self._episode is not None and self._episode.done():
-            self._episode.result()  # raises what it has
+        if said is None:
+            self._heard.put_nowait(None)  # it is over, however often it is asked
+            if self._episode is not None and self._episode.done():
+                self._episode.result()  # raises what it has
         return said
 
     async def _play(self, task: Foreign) -> None:
@@ -143,7 +145,10 @@ class VerifiersEnv:
     async def _turn(self, message: str | None) -> str | None:
         """Say something to the policy, and return its turn; None when it says no more."""
         await self._heard.put(message or "")
-        return await self._said.get()
+        text = await self._said.get()
+        if text is None:
+            self._said.put_nowait(None)  # the policy says no more, however often it is asked
+        return text
 
 
 class _Agent:

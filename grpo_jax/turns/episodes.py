@@ -140,9 +140,15 @@ class Episode:
         """Ask the environment for the completion's reward, or those of its turns; None for "not scored"."""
         if self._lost or not hasattr(self.environment, "get_reward"):
             return None
-        last = _plain_number(self._guarded("get_reward", self.environment.get_reward)[1])
-        if not self.turn_rewards or not isinstance(last, float | None):
+        done, last = self._guarded("get_reward", self.environment.get_reward)
+        last = _plain_number(last)
+        if not done or not self.turn_rewards or isinstance(last, str):
             return last
+        if isinstance(last, list):
+            self._fail(
+                "get_reward", f"returned {show(last)}, and respond has rewarded the turns; give a number, or None"
+            )
+            return None
         by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.lengths))]
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 

@@ -21,7 +21,7 @@ class EpisodeCounts:
       errors: of the environment.
       seconds: of both.
       clipped: 1 if the last turn called where no more calls are made.
-      cut_short: turns that were as long as a turn may be; None: there is no such limit.
+      cut_short: turns that were cut at the longest length of a turn; None: there is no such limit.
     """
 
     turns: int = 0

@@ -22,7 +22,7 @@ from grpo_jax.watch.standstill import hardly_moved
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line
 
-_NO_REWARD = "have no reward, and nothing is learned from them: rewards/*/errors says which function failed"
+_NO_REWARD = "have no reward, and teach nothing: see rewards/*/missing, and rewards/*/errors for functions that failed"
 KL_WINDOW = 50
 """Logged steps over which a KL has to go on rising."""
 WINDOW = 10

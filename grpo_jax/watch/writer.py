@@ -250,11 +250,14 @@ def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "ru
     """
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
     if found:
-        copy = {"gs": "gcloud storage rsync -r DIR", "s3": "aws s3 sync DIR"}.get(found[1].lower(), "copy it to")
+        address = re.sub(":/+", "://", str(run_dir), count=1)
+        copy = {"gs": "gcloud storage rsync -r DIR", "s3": "aws s3 sync DIR"}.get(
+            found[1].lower(), "the store's tool, to"
+        )
         raise ValueError(
-            f"{argument} = {str(run_dir)!r}: is in an object store, which can neither lock, append to nor rename the"
+            f"{argument} = {address!r}: is in an object store, which can neither lock, append to nor rename the"
             " files of a run; give a directory (a disk, NFS, a PersistentVolumeClaim), and when the run is over copy"
-            f" it: {copy} {run_dir}"
+            f" it there: {copy} {address}"
         )
 
 

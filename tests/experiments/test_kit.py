@@ -53,10 +53,14 @@ def test_a_session_that_is_cut_off_goes_on_to_the_same_bytes(data):
         running.send_signal(signal.SIGKILL)
         running.wait()
     assert not (killed / "final").exists()
+    ended = data / "ended"  # by its hours, in the middle of SFT
+    assert "grpo" not in kit.main([*command, str(ended), "--hours", "0"])["arms"]["small"]
+    assert not (ended / "grpo").exists(), "it would go on from a half-taught policy"
+    kit.main([*command, str(ended)])
     went_on = kit.main([*command, str(killed)])
     assert went_on["arms"] == left_alone["arms"]
-    ours, theirs = (data / name / "final" / "model.safetensors" for name in ("killed", "left_alone"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    written = {(data / name / "final" / "model.safetensors").read_bytes() for name in ("killed", "ended", "left_alone")}
+    assert len(written) == 1
     assert [line["step"] for line in read_lines(killed / "sft" / "metrics.jsonl")] == [1, 4], "not run again"
 
 

@@ -89,6 +89,7 @@ def run_killed(module, run_dir, after, **settings):
     while not (run_dir / "checkpoints" / str(after)).exists() and process.poll() is None:
         assert time.monotonic() - begin < 500
         time.sleep(0.01)
+    assert process.poll() is None, "it has ended by itself"
     process.send_signal(signal.SIGKILL)
     process.wait()
 
@@ -576,6 +577,12 @@ def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_pat
     assert source_of(one)["name"] == "made.f"
     assert source_of(Scaled(1.0)) == source_of(Scaled(1.0)) != source_of(Scaled(2.0))
     assert source_of(Scaled(1.0))["name"] == "test_resume.Scaled"
+
+    class Fresh:  # one object, at another address in each process
+        pass
+
+    bound = [source_of(functools.partial(differences, other=Fresh())) for _ in range(2)]
+    assert bound[0] == bound[1]
     assert source_of(len) == {"name": "builtins.len", "source": None}
     assert source_of([lambda x: x][0])["source"] is not None
 

@@ -92,6 +92,11 @@ def test_what_the_clip_has_stopped_is_not_left_out_again():
     moved[i, t], moved[tuple(other)] = np.sign(A[i]) * 0.5, -np.sign(A[other[0]]) * 0.5
     got = share(old=jnp.asarray(L - moved), **settings)
     assert (got[i, t], got[tuple(other)]) == (0, 1), "of two that have moved, the one that the clip has not stopped"
+    at = tuple(np.argwhere(MASK & (cov > 0.1) & (cov < 2.5) & (A < 0)[:, None])[0])
+    up = np.zeros(L.shape)
+    up[at] = 0.5  # a bad completion's token that has become likelier: `delta` alone has stopped it
+    first, second = (share(old=jnp.asarray(L - up), delta=cap, **settings)[at] for cap in (None, 1.1))
+    assert first > second == 0
 
 
 @pytest.mark.quick

@@ -50,6 +50,9 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     first, second = 7.5 - 2.5, 4 - 2.0
     np.testing.assert_allclose(found[0, 0], [first, first - 0.5, 0, second], atol=1e-6)
     np.testing.assert_allclose(found[0, 1], [-2.5, 0, -2, -2], atol=1e-6)
+    two = jnp.concatenate([rewards, 3 * rewards], axis=-1)
+    weighed = turn_advantages(two, TURNS, scale_rewards="none", weights=[2.0, 1.0])
+    np.testing.assert_allclose(weighed[0, 0], 5 * np.array([first, first - 0.5, 0, second]), atol=1e-5)
     # Divided by a std, which has another unit, a turn is credited as a whole.
     divided = turn_advantages(rewards, TURNS)
     assert divided[0, 0, 0] == divided[0, 0, 1]
@@ -174,7 +177,8 @@ def test_a_discount_is_no_gradient_of_the_discounted_sum():
     ("change", "message"),
     [
         ({"baseline": "turns"}, "baseline='turns' is not known; use one of 'turn', 'all'"),
-        ({"estimator": "opo"}, "weighs whole completions"),
+        ({"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
+        ({"estimator": "remax"}, 'estimator="remax" has a baseline for whole completions'),
         ({"estimator": "maxrl"}, "has a scale of its own"),
     ],
 )

@@ -42,11 +42,11 @@ def score(fn, *, completions=COMPLETIONS, on_error="raise", **columns):
 
 def is_alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between open and read
         return False
     # A zombie that its new parent has not collected yet has ended too.
-    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] != "Z"
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def wait_for(condition, seconds=5.0):

@@ -245,10 +245,11 @@ def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
     ("told", "complaint"),
     [
         (np.zeros(3), r"its log_probs are \(3,\); give \[1, 4, 4\]"),
+        (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"its log_probs are \(4, 4, 1\); give \[1, 4, 4\]"),
         (lambda shape: np.full(shape, 0.5), "not all finite and at most 0"),
         (lambda shape: Told(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))), "are not ids of tokens"),
     ],
-    ids=["shape", "positive", "ids"],
+    ids=["shape", "transposed", "positive", "ids"],
 )
 def test_what_a_scorer_says_is_checked(told, complaint):
     class Wrong:

@@ -244,6 +244,25 @@ def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("end", [[1.0, 2.0, 3.0], LookupError("gone")])
+def test_rewards_of_turns_do_not_score_an_episode_whose_get_reward_fails(end):
+    class Fails(Scored):
+        def get_reward(self):
+            if isinstance(end, Exception):
+                raise end
+            return end
+
+    def play(on_error):
+        episode = begun(interaction_of(Fails, on_error=on_error))
+        episode.answer(np.array([5, 1]), 50)
+        return episode.reward(), episode.counts.errors
+
+    assert play("end") == (None, 1)
+    with pytest.raises(EnvironmentFault, match=r"get_reward (raised LookupError|returned .* respond has rewarded)"):
+        play("raise")
+
+
+@pytest.mark.quick
 def test_get_reward_may_say_it_of_all_turns_at_once():
     class Whole(Guess):
         def get_reward(self):
