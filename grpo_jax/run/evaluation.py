@@ -1,4 +1,14 @@
-"""The settings of an evaluation: those of a call of `evaluate`, or of a run."""
+"""The settings of an evaluation: those of a call of `evaluate`, or of a run.
+
+A run's evaluation (`run.evaluate.evaluate_encoded`, called by `run.loop`) has the reward functions and weights of its
+training. Its `reward`, in the log `eval/reward`, is the same mean of weighted sums (`rewards.calls.total_rewards`) as
+the `reward` of a rollout (`run.groups.rollout_metrics`), of other completions:
+
+- prompts: all of `eval_dataset`, once each; a rollout has the next ones of the dataset;
+- policy: the present one; where iterations overlap (`rollout_ahead`) a rollout's is older;
+- samples: `num_generations_eval` of each prompt at `temperature_eval`, with the same random numbers in each evaluation
+  of a run, and by `generate` also where another engine samples for the training.
+"""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
 
 
 def _evaluate(loop: _Loop, run: Run | SFTRun, state: TrainState) -> dict[str, float]:
-    """The metrics of an evaluation: of examples their loss, of prompts the rewards of sampled completions."""
+    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`run.evaluation`)."""
     if isinstance(run, SFTRun):
         return evaluate_examples(run, state.params, interrupt=loop.signals.interrupt)
     assert run.eval_data is not None, "asked by the caller"

@@ -9,6 +9,10 @@ The table is in every checkpoint, draws depend on the seed and the number of pro
 chooses for all: a run resumes to the same bytes, and is the same on any devices. It has no epochs: it samples as many
 prompts as the epochs would, some rows often and some never. With `rollout_ahead` rows are chosen before the rewards of
 the iteration before are known.
+
+After a kill the newest whole checkpoint decides (`run.loop.begin_or_resume`): the updates that its batch still waits
+for come first, then the completions that it holds for the next iteration, or the rows that an engine was at, and then
+the rows from its `Progress.cursor` on, which counts all prompts that were sampled before.
 """
 
 from __future__ import annotations

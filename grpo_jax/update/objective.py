@@ -106,7 +106,11 @@ def cov_share(batch: Batch, log_probs: jax.Array | None, config: GRPOConfig) -> 
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Those of the policy that sampled: the trainer's own, or else the sampler's."""
+    """Log-probs [..., T] of the policy that sampled, by which the ratio divides, those of later turns like the first's.
+
+    The sampler keeps each when it draws the token (`rollout.draw.draw_next`). Where another engine samples, the trainer
+    has computed them (`run.sampler.with_old_log_probs`).
+    """
     return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
 
 
