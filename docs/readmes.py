@@ -155,7 +155,8 @@ def on_files(files, config):
             head = f"title: {name.rpartition('.')[2]}\ndescription: {first_line(name)!r}\nhide: [{hide}]"
             text = f"---\n{head}\n---\n\n::: {name}\n    options:\n      heading_level: 1\n"
             if name == CONFIG:
-                methods = "      members: [from_dict, to_dict, sizes, total_steps]\n      show_signature: false\n"
+                methods = "      members: [from_dict, to_dict, sizes, total_steps]\n      inherited_members: true\n"
+                methods += "      show_signature: false\n"
                 text = text.replace("hide: [toc]", "hide: []") + methods + "\n" + settings()
             files.append(File.generated(config, page, content=text))
     return files

@@ -50,10 +50,13 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
-def imports(name: str) -> frozenset[str]:
-    """Modules that a module imports at its top: what a function imports when it runs is no dependency of the module."""
-    found = set()
-    for node in ast.parse(modules()[name].read_text()).body:
+def imports(name: str, *, anywhere: bool = False) -> frozenset[str]:
+    """Modules that a module imports at its top: what a function imports when it runs is no dependency of the module.
+
+    With `anywhere` also those that a function imports, and a type checker.
+    """
+    found, tree = set(), ast.parse(modules()[name].read_text())
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +92,7 @@ def test_no_module_imports_itself_by_way_of_others():
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join((*path[path.index(name) :], name))
         if name not in done and name in modules():
-            for module in imports(name):
+            for module in imports(name, anywhere=True):
                 visit(module, (*path, name))
             done.add(name)
 
@@ -282,6 +285,7 @@ TESTED_ELSEWHERE = {
     "config.sft": "run/test_sft.py",
     "run.examples": "run/test_sft.py",
     "run.loop": "run/test_train.py",
+    "config.batches": "config/test_config.py",
     "config.checks": "config/test_config.py",
     "config.contradictions": "config/test_config.py",
     "config.fields": "config/test_config.py",

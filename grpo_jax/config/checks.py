@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from grpo_jax.config.contradictions import shown
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import nearest_sizes
-
-if TYPE_CHECKING:  # which reads these rules
-    from grpo_jax.config.config import GRPOConfig
-    from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.config.settings import Settings, shown
+from grpo_jax.config.sft import SFTConfig
 
 
 def run_problems(
@@ -76,7 +73,7 @@ def run_problems(
 def device_problems(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     """Yield the error lines of batches and of a mesh that do not fit the devices."""
     shards, group = config.data_shards(num_devices), config.num_generations
-    yield from split_problems(config, shards)
+    yield from config.split_problems(shards)
     if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
         yield (
             f"{shown(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
@@ -97,51 +94,6 @@ def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
         yield (
             f"{shown(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
             f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
-        )
-
-
-def batch_problems(config: GRPOConfig, wrong: Container[str]) -> Iterator[str]:
-    """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
-    sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
-    if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
-        return
-    group, micro = config.num_generations, config.per_device_train_batch_size
-    accumulated = config.gradient_accumulation_steps
-
-    def whole_groups(size: int) -> bool:
-        return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
-
-    if not whole_groups(micro):
-        yield (
-            f"{shown(config, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
-            f" it makes {micro * accumulated} completions per device and update, which cannot be cut into whole"
-            f" groups of num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
-        )
-    steps = config.steps_per_generation
-    if steps is not None and steps % accumulated:
-        yield (
-            f"{shown(config, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
-            f" {accumulated}; {nearest_sizes(steps, lambda size: size % accumulated == 0)}"
-        )
-    if steps is not None and config.generation_batch_size is not None:
-        yield (
-            f"{shown(config, 'generation_batch_size')}: steps_per_generation = {steps} says the same in another way;"
-            " set one of the two"
-        )
-    elif whole_groups(micro):
-        yield from split_problems(config, shards=1)
-
-
-def split_problems(config: GRPOConfig, shards: int) -> Iterator[str]:
-    """Yield the error line of a generation batch that does not split into the minibatches of so many shards."""
-    micro, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    update = micro * accumulated * shards
-    if config.generation_batch_size is not None and config.generation_batch_size % update:
-        devices = f" × {shards} devices" if shards > 1 else ""
-        product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
-        yield (
-            f"{shown(config, 'generation_batch_size')}: does not split into minibatches of {update}"
-            f" completions ({product}); {nearest_sizes(config.generation_batch_size, lambda size: size % update == 0)}"
         )
 
 
@@ -176,7 +128,7 @@ def sft_problems(
     return problems
 
 
-def mesh_problems(config: Config, num_devices: int) -> Iterator[str]:
+def mesh_problems(config: Settings, num_devices: int) -> Iterator[str]:
     """Yield the error line of a mesh that does not fit the devices."""
     if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
         product = " × ".join(str(size) for size in config.mesh.values())
@@ -186,7 +138,7 @@ def mesh_problems(config: Config, num_devices: int) -> Iterator[str]:
         )
 
 
-def missing_evaluation(config: Config, function: str) -> Iterator[str]:
+def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
     """Yield the error line of a setting that asks for an evaluation where `function` was given nothing for one."""
     missing = f"there is nothing to evaluate on; pass eval_dataset to {function}"
     if config.eval_steps is not None:
@@ -195,7 +147,7 @@ def missing_evaluation(config: Config, function: str) -> Iterator[str]:
         yield f"{shown(config, 'metric_for_best_model')}: {missing}"
 
 
-def router_problems(config: Config, num_experts: int | None) -> Iterator[str]:
+def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:
     """Yield the error line of a router's loss where there is no router."""
     if config.router_aux_loss_coef and num_experts == 0:
         yield (

@@ -5,20 +5,17 @@ default here; the docs below say where not, and "ours" where there is none. A ru
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_jax.config import readers
-from grpo_jax.config.checks import batch_problems
+from grpo_jax.config.batches import Batches
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
-from grpo_jax.config.settings import Settings
-from grpo_jax.config.sizes import Sizes, most_prompts_of, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig(Settings):
+class GRPOConfig(Batches):
     """Settings of a GRPO run, checked when they are made.
 
     All errors are found at once; what depends on the data or the devices is checked when a run begins.
@@ -341,51 +338,8 @@ class GRPOConfig(Settings):
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
         """Yield the error lines of batch sizes that don't divide, and of fields that don't go together."""
-        yield from batch_problems(self, wrong)
+        yield from self.batch_problems(wrong)
         yield from contradictions(self, wrong)
-
-    def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes that the fields come to.
-
-        Args:
-          num_devices: devices of the run; None: those of `mesh`, 1 without one.
-
-        Raises:
-          ValueError: if `generation_batch_size` does not split evenly over that many devices.
-
-        Example:
-          >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
-          (8, 64, 1, 3)
-        """
-        return sizes_of(self, num_devices)
-
-    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
-
-        Batches run on over the end of an epoch, so that no row is left out: ceil(epochs × rows / B) iterations.
-
-        Example:
-          >>> GRPOConfig(num_train_epochs=2, num_iterations=3).total_steps(num_rows=10)
-          60
-        """
-        if self.max_steps > 0:
-            return self.max_steps
-        sizes = self.sizes(num_devices)
-        return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
-
-    def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the prompts that a run of `max_steps` samples at most, refills among them; None without `max_steps`.
-
-        Example:
-          >>> GRPOConfig(max_steps=5, per_device_train_batch_size=16, num_iterations=2).most_prompts()
-          6
-        """
-        return most_prompts_of(self, num_devices)
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether every update begins with the very policy that sampled its completions: the ratio is 1 then."""
-        return self.sizes().updates == 1 and not self.rollout_ahead
 
     @property
     def eval_temperature(self) -> float:

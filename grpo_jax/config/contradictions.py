@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
 
-from grpo_jax.messages import show
-
-if TYPE_CHECKING:  # which reads these rules
-    from grpo_jax.config.config import GRPOConfig
-    from grpo_jax.config.sft import Config
-
-
-def shown(config: Config, name: str) -> str:
-    """Return "name = value", the head of an error line."""
-    return f"{name} = {show(getattr(config, name))}"
-
+from grpo_jax.config.settings import Settings, shown
 
 _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
 
 # Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
-_CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
+_CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
@@ -241,11 +230,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[GRPOConfig], bool], str], ...] = (
 )
 
 
-def contradictions(config: Config, wrong: Container[str]) -> Iterator[str]:
+def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
     """Yield an error line for each contradiction between fields that are right by themselves, of those it has."""
-    known = {field.name for field in dataclasses.fields(config)}
+    right = SimpleNamespace()
+    vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
     for names, holds, mend in _CONTRADICTIONS:
         fields = names.split()
-        read = known.issuperset(fields) and not any(field in wrong for field in fields)
-        if read and holds(cast("GRPOConfig", config)):  # it has all the fields that are read
+        if vars(right).keys() >= {*fields} and holds(right):
             yield f"{shown(config, fields[0])}: {mend}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from grpo_jax.config.fields import read, unknown_field
+from grpo_jax.config.sizes import Sizes
 from grpo_jax.messages import names_from_elsewhere, raise_all, show
 
 if TYPE_CHECKING:  # which imports jax
@@ -39,12 +40,18 @@ class Settings:
 
     if TYPE_CHECKING:  # fields that each of these classes has, and that the methods below read
         mesh: dict[str, int] | None
+        max_steps: int
+        num_train_epochs: float
         warmup_steps: float
         pad_to_multiple_of: int | Literal["auto"] | None
         logging_steps: int
         logging_first_step: bool
+        eval_steps: int | None
         metric_for_best_model: str | None
         greater_is_better: bool | None
+        router_aux_loss_coef: float | None
+
+        def sizes(self, num_devices: int | None = None) -> Sizes: ...
 
     def __new__(cls, *args: object, **values: object) -> Self:
         """Refuse names that are no fields, together with all else that is wrong."""
@@ -73,8 +80,8 @@ class Settings:
 
     def _read(self) -> list[str]:
         """Put the plain Python type of each value in its place, and return the error lines."""
-        kinds = type(self).__mro__
-        first: type[Settings] = kinds[kinds.index(Settings) - 1]  # what a subclass of that one adds is not read
+        # What a subclass adds to the first class with fields is not read.
+        first = next(kind for kind in reversed(type(self).__mro__) if getattr(kind, "__dataclass_fields__", None))
         problems, wrong = [], set()
         for field in dataclasses.fields(first):
             came = getattr(self, field.name)
@@ -107,6 +114,22 @@ class Settings:
         devices = math.prod(mesh.values()) if num_devices is None else num_devices
         return max(devices // mesh.get("tensor", 1), 1)
 
+    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
+        """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
+
+        Of an SFT run rows are examples, or blocks of them. Batches run on over the end of an epoch, so that no row is
+        left out: ceil(epochs × rows / B) iterations.
+
+        Example:
+          >>> from grpo_jax import GRPOConfig
+          >>> GRPOConfig(num_train_epochs=2, num_iterations=3).total_steps(num_rows=10)
+          60
+        """
+        if self.max_steps > 0:
+            return self.max_steps
+        sizes = self.sizes(num_devices)
+        return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
+
     def total_warmup_steps(self, total_steps: int) -> int:
         """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
@@ -128,3 +151,8 @@ class Settings:
         if self.greater_is_better is not None:
             return self.greater_is_better
         return not (self.metric_for_best_model or "").endswith("loss")
+
+
+def shown(config: Settings, name: str) -> str:
+    """Return "name = value", the head of an error line."""
+    return f"{name} = {show(getattr(config, name))}"

@@ -5,7 +5,6 @@ the loop read those of either config by one name.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -183,12 +182,6 @@ class SFTConfig(Settings):
             micro_prompts=micro,
             micro_completions=1,
         )
-
-    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps: `max_steps`, or what `num_train_epochs` of so many examples or blocks take."""
-        if self.max_steps > 0:
-            return self.max_steps
-        return math.ceil(round(self.num_train_epochs * num_rows / self.sizes(num_devices).prompts, 9))
 
 
 Config = GRPOConfig | SFTConfig

@@ -1,15 +1,6 @@
 """The batch sizes that the fields of a config come to on a number of devices."""
 
-from __future__ import annotations
-
-import math
-from typing import TYPE_CHECKING, NamedTuple
-
-from grpo_jax.config.checks import split_problems
-from grpo_jax.messages import raise_all
-
-if TYPE_CHECKING:  # whose method `sizes` this is
-    from grpo_jax.config.config import GRPOConfig
+from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
@@ -42,35 +33,3 @@ class Sizes(NamedTuple):
     micro_batches: int
     micro_prompts: int
     micro_completions: int
-
-
-def sizes_of(config: GRPOConfig, num_devices: int | None) -> Sizes:
-    """Return the sizes that `GRPOConfig.sizes` documents."""
-    shards, group = config.data_shards(num_devices), config.num_generations
-    raise_all("GRPOConfig", list(split_problems(config, shards)))
-    micro = config.per_device_train_batch_size * shards
-    steps = config.steps_per_generation or config.gradient_accumulation_steps
-    if config.generation_batch_size is not None:
-        steps = config.generation_batch_size // micro
-    minibatches = steps // config.gradient_accumulation_steps
-    micro_completions = min(group, config.per_device_train_batch_size)
-    return Sizes(
-        prompts=micro * steps // group,
-        completions=micro * steps,
-        minibatches=minibatches,
-        updates=config.num_iterations * minibatches,
-        prompts_per_update=micro * config.gradient_accumulation_steps // group,
-        micro_batches=config.gradient_accumulation_steps,
-        micro_prompts=micro // micro_completions,
-        micro_completions=micro_completions,
-    )
-
-
-def most_prompts_of(config: GRPOConfig, num_devices: int | None) -> int | None:
-    """Return what `GRPOConfig.most_prompts` documents."""
-    if config.max_steps <= 0:
-        return None
-    sizes = sizes_of(config, num_devices)
-    # With max_kl_old an iteration may end after its first update.
-    iterations = math.ceil(config.max_steps / (sizes.updates if config.max_kl_old is None else 1))
-    return iterations * sizes.prompts * (1 + config.max_refills if config.dynamic_sampling else 1)
