@@ -56,8 +56,11 @@ class VLLM:
                 f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
             )
         # Cut to one token, the distribution that is drawn from gives it the log-prob 0, and the model's own less.
-        plain = sampling == Sampling() or sampling.temperature == 0
-        if not plain and self._draw([1, 2, 3], 1, 0, Sampling(top_k=1), [], lambda: False).log_probs[0] < -1e-6:
+        if sampling == Sampling() or sampling.temperature == 0:
+            return
+        cut = Sampling(top_k=1)
+        drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=cut, stop=[], stops=None, stopped=lambda: False)
+        if drawn.log_probs[0] < -1e-6:
             raise EngineError(
                 f"{self.base_url} gives the log-probs of the model, and not those that temperature, top_k, top_p and"
                 " min_p leave: start it with --logprobs-mode processed_logprobs"
@@ -102,34 +105,6 @@ class VLLM:
         stopped: Callable[[], bool],
     ) -> Drawn:
         """One request of /v1/completions."""
-        return self._draw(ids, most, seed, sampling, stop, stopped, stops)
-
-    def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-probs of a prompt, beside one token that nobody reads."""
-        choice = self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}, lambda: False)
-        scored = choice.get("prompt_logprobs") or []
-        if len(scored) != len(ids):
-            raise EngineError(f"{self.base_url} scored {len(scored)} of {len(ids)} tokens: prompt_logprobs is needed")
-        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], scored[1:], strict=True)]
-
-    def alive(self) -> bool:
-        """Ask /health."""
-        return self._client.alive()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def _draw(
-        self,
-        ids: Sequence[int],
-        most: int,
-        seed: int,
-        sampling: Sampling,
-        stop: Sequence[int],
-        stopped: Callable[[], bool],
-        stops: Stops | None = None,
-    ) -> Drawn:
         body = {
             "prompt": list(ids),
             "max_tokens": most,
@@ -172,6 +147,22 @@ class VLLM:
                 " --max-model-len long enough, and its tokenizer the policy's?"
             )
         return Drawn(tokens, log_probs, ended)
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt, beside one token that nobody reads."""
+        choice = self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}, lambda: False)
+        scored = choice.get("prompt_logprobs") or []
+        if len(scored) != len(ids):
+            raise EngineError(f"{self.base_url} scored {len(scored)} of {len(ids)} tokens: prompt_logprobs is needed")
+        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], scored[1:], strict=True)]
+
+    def alive(self) -> bool:
+        """Ask /health."""
+        return self._client.alive()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
     def _complete(self, body: Json, stopped: Callable[[], bool]) -> Json:
         """The only choice of a completion; an adapter that is not there any more is a server started again."""

@@ -230,23 +230,30 @@ class _NumberReward:
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if there are rows that this function cannot judge."""
-        truths = [row.get(self.column) for row in rows]
-        bad = [i for i, truth in enumerate(truths) if truth is not None and sole_number(str(truth)) is None]
-        if bad:
-            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
-            others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
-            others = f"; also rows {others}" if others else ""
-            raise ValueError(
-                f"reward function {self.__name__!r} compares numbers, and {len(bad)} of {len(rows)} rows of {argument}"
-                f" have no single one in the column {self.column!r}: {shown}{others}."
-                f" {_JUDGES}"
-            )
+        who = f"{self.__name__!r} compares numbers"
+        refuse_rows(rows, self.column, _truth_of, argument, who=who, without="no single one", mend=_JUDGES)
 
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
             raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
         return truth
+
+
+def refuse_rows(
+    rows: Sequence[Row], column: str, read: Callable[[str], object], argument: str, *, who: str, without: str, mend: str
+) -> None:
+    """Raise ValueError if there are rows in whose column `read` finds nothing; `who` names the judge and what it compares."""
+    truths = [row.get(column) for row in rows]
+    bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
+    if bad:
+        shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
+        others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
+        others = f"; also rows {others}" if others else ""
+        raise ValueError(
+            f"reward function {who}, and {len(bad)} of {len(rows)} rows of {argument} have {without} in the column"
+            f" {column!r}: {shown}{others}. {mend}"
+        )
 
 
 # A group has one truth for all of its completions.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
+from grpo_jax.rewards.answers import refuse_rows
 from grpo_jax.rewards.contract import Faults, give_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.types import Messages, RewardFn, Rewards, Row
 
 _GSM8K = "####"
+_MEND = "Leave such rows out, or set the column to None for them and judge them by another reward function"
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
@@ -66,7 +69,7 @@ class _FormulaReward:
         for index, (completion, truth) in enumerate(zip(completions, columns[self.column], strict=True)):
             if truth is None:
                 continue
-            gold = self._truth(truth)
+            gold = _truth_of(self.parse, str(truth))
             if gold:
                 # Its own limits of time are signals, which only a main thread has.
                 found = self.parse(completion_text(completion), parsing_timeout=None)
@@ -77,19 +80,15 @@ class _FormulaReward:
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if there are rows that this function cannot judge."""
-        truths = [row.get(self.column) for row in rows]
-        bad = [i for i, truth in enumerate(truths) if truth is not None and not self._truth(truth)]
-        if bad:
-            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
-            raise ValueError(
-                f"reward function {self.__name__!r} compares formulas, and math-verify reads none in the column"
-                f" {self.column!r} of {len(bad)} of {len(rows)} rows of {argument}: {shown}{', …' * (len(bad) > 5)}."
-                " Leave such rows out, or set the column to None for them and judge them by another reward function"
-            )
+        who, without = f"{self.__name__!r} compares formulas", "none that math-verify reads"
+        read = functools.partial(_truth_of, self.parse)
+        refuse_rows(rows, self.column, read, argument, who=who, without=without, mend=_MEND)
 
-    def _truth(self, value: object) -> list[object]:
-        """Return what math-verify reads in a truth, [] for nothing."""
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every limit that is not set
-        text = str(value).rpartition(_GSM8K)[2].strip()
-        marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-        return self.parse(marked, parsing_timeout=None) or self.parse(text, parsing_timeout=None)
+
+@functools.lru_cache(1024)  # a group has one truth for all of its completions
+def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
+    """Return what math-verify reads in a truth, [] for nothing."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every limit that is not set
+    text = text.rpartition(_GSM8K)[2].strip()
+    marked = text if "$" in text or "\\boxed" in text else f"${text}$"
+    return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)

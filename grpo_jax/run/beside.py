@@ -37,7 +37,7 @@ class Beside:
       run: whose `sampler` is an engine that follows (`Run.samples_beside`).
 
     Attributes:
-      rows: of the dataset, those of the batch that was begun last.
+      rows: of the dataset, those of the batch that was begun last; of a run that goes on, those of its checkpoint.
     """
 
     def __init__(self, run: Run):

@@ -58,7 +58,6 @@ class _Loop:
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
     engine: Beside | None = None  # where an engine samples it
-    asked: list[int] | None = None  # rows that the engine of the run before was at, where a cursor does not say them
     posteriors: Posteriors | None = None  # of the rows' chances of success, where rows are chosen by them
 
     def stopping(self) -> bool:
@@ -161,7 +160,8 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
     state, found, loop.batch, completions, transcript, rows, loop.posteriors = loop.checkpoints.restore(state, resume)
     loop.ahead = None if completions is None else Ahead(completions, transcript, rows)
-    loop.asked = None if rows is None else rows.tolist()
+    if loop.engine is not None and rows is not None:
+        loop.engine.rows = rows.tolist()
     loop.progress = found or loop.progress
     data = loop.run.data
     if found is None and isinstance(loop.run, Run):
@@ -201,7 +201,7 @@ def ask_again(loop: _Loop, state: TrainState) -> None:
     if loop.engine is not None and progress.asked:
         assert isinstance(run, Run), "which has an engine"
         key, cursor = jax.random.fold_in(state.key, 0), progress.cursor
-        rows = loop.asked or run.numbers(cursor, run.sizes.prompts)
+        rows = loop.engine.rows or run.numbers(cursor, run.sizes.prompts)
         loop.engine.begin(state.old_params, key, cursor, rows, request_of(run), loop.signals.interrupt)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from grpo_jax.messages import import_extra, one_line, show
-from grpo_jax.suites.suite import Foreign, Suite
+from grpo_jax.suites.suite import Foreign, Suite, check_whole_number
 from grpo_jax.turns.tools import as_text
 from grpo_jax.types import Json, Messages
 
@@ -67,9 +67,10 @@ def openenv(
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url = {show(base_url)}: begin with http:// or https://")
-    for name, value, least in (("size", size, 1), ("seed", seed, 0), ("max_turns", max_turns, 1)):
-        if (value is not None or name != "max_turns") and (not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} = {show(value)}: give a whole number from {least} up")
+    check_whole_number("size", size, 1)
+    check_whole_number("seed", seed, 0)
+    if max_turns is not None:
+        check_whole_number("max_turns", max_turns, 1)
     for name, seconds in (("timeout", timeout), ("wait", wait)):
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} = {show(seconds)}: give a positive number of seconds")

@@ -13,7 +13,7 @@ from grpo_jax.messages import import_extra, nearest, show
 from grpo_jax.rewards.contract import Faults, PartialRewards, arguments_of, call_selected, give_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.suites.suite import Foreign, Suite
+from grpo_jax.suites.suite import Foreign, Suite, check_whole_number
 from grpo_jax.types import Json, Messages, Rewards
 
 _PACKAGE = "reasoning-gym"
@@ -70,9 +70,8 @@ def reasoning_gym(
         raise ValueError(
             f"{name}: several tasks have their settings behind their names: {{chain_sum: {{{name}: ...}}}}"
         )
-    for name, value, least in (("size", size, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} = {show(value)}: give a whole number from {least} up")
+    check_whole_number("size", size, 1)
+    check_whole_number("seed", seed, 0)
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:
         answer_tag = "answer"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from grpo_jax.messages import show
 from grpo_jax.types import Environments, RewardFn, Row
 
 Foreign = Any
@@ -35,3 +36,9 @@ class Suite:
     reward_weights: list[float] | None = None
     tools: list[Callable[..., object]] | None = None
     environment_factory: Environments | None = None
+
+
+def check_whole_number(name: str, value: object, least: int) -> None:
+    """Raise a ValueError unless the value of a suite's argument is a whole number from `least` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} = {show(value)}: give a whole number from {least} up")

@@ -63,7 +63,9 @@ def test_scores_are_math_verifys_own():
 @pytest.mark.quick
 def test_truths_that_cannot_be_read_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
-    with pytest.raises(ValueError, match=r"reads none in the column 'answer' of 1 of 2 rows of data: row 1 has ''"):
+    with pytest.raises(
+        ValueError, match=r"1 of 2 rows of data have none that math-verify reads in the column 'answer': row 1 has ''"
+    ):
         check_rows([judge], [{"answer": "18"}, {"answer": ""}], argument="data")
     with pytest.raises(PartialRewards, match="completion 0 cannot compare with ''") as caught:
         judge(completions=["1", "2"], answer=["", "2"])
