@@ -264,7 +264,7 @@ def test_no_two_files_of_tests_have_one_name():
 TESTED_ELSEWHERE = {
     "__main__": "cli/test_main.py",
     "cli.chat": "cli/test_commands.py",
-    "cli.teachers": "cli/test_commands.py",
+    "cli.policies": "cli/test_commands.py",
     "update.micro": "update/test_step.py",
     "config.readers": "config/test_config.py",
     "config.settings": "config/test_config.py",

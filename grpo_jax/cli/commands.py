@@ -17,22 +17,17 @@ from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.manifests import launch
-from grpo_jax.cli.named import find, is_reference
+from grpo_jax.cli.named import is_reference
 from grpo_jax.cli.pictures import compare, report
+from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
-from grpo_jax.cli.teachers import load_teacher
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.scripts import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices import distributed
-from grpo_jax.devices.platform import compute_dtype
-from grpo_jax.devices.sharding import make_mesh
-from grpo_jax.hub.files import read_json
-from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
-from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
-from grpo_jax.hub.policy import init_policy, place_policy
-from grpo_jax.keep.kept_programs import keep_programs
+from grpo_jax.hub.huggingface import save_pretrained
+from grpo_jax.hub.peft import merge_lora, write_policy
 from grpo_jax.keep.run_dir import POLICY
 from grpo_jax.keep.stored import load_params
 from grpo_jax.messages import some
@@ -118,51 +113,6 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) ->
     stated["param_dtype"] = settings.get("param_dtype", "float32")
     texts = {name: json.dumps(value) for name, value in stated.items()}
     return read_run(None, {**texts, **keys}, wanted=wanted)
-
-
-def load_policy(run: RunFile) -> Policy:
-    """Load the policy that a run begins with."""
-    config = run.config
-    keep_programs(keep=config.keep_programs)
-    mesh = make_mesh(config.mesh) if config.mesh else None
-    if run.model is None:
-        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
-    if isinstance(run.model, Mapping):
-        policy = _new_policy(run.model, run.folder, run.param_dtype)
-    else:
-        found = find(run.model, run.folder) if is_reference(run.model) else in_folder(run.model, run.folder)
-        found = found() if callable(found) else found
-        if isinstance(found, Policy):
-            if run.quantize is not None:
-                raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
-            policy = found
-        else:
-            policy = from_pretrained(
-                found,
-                dtype=compute_dtype(config.compute_dtype),
-                param_dtype=run.param_dtype,
-                mesh=mesh,
-                quantize=run.quantize,
-                quantize_embeddings=run.quantize_embeddings,
-            )
-    if run.lora is not None:
-        policy = add_lora(
-            policy,
-            jax.random.key(config.seed),
-            rank=run.lora.rank,
-            alpha=run.lora.alpha,
-            targets=run.lora.targets,
-            dropout=run.lora.dropout,
-        )
-    return place_policy(policy, mesh)
-
-
-def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
-    """Make a policy with fresh weights."""
-    key = jax.random.key(model.get("seed") or 0)
-    tokenizer, stated = load_tokenizer(in_folder(model["tokenizer"], folder)), model["config"]
-    beside = read_json((folder / stated).with_name("generation_config.json")) if isinstance(stated, str) else None
-    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, generation_config=beside, dtype=dtype)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:

@@ -243,7 +243,7 @@ class _NumberReward:
 def refuse_rows(
     rows: Sequence[Row], column: str, read: Callable[[str], object], argument: str, *, who: str, without: str, mend: str
 ) -> None:
-    """Raise ValueError if there are rows in whose column `read` finds nothing; `who` names the judge and what it compares."""
+    """Raise ValueError if there are rows in whose column `read` finds nothing; `who` judges, and what it compares."""
     truths = [row.get(column) for row in rows]
     bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
     if bad:

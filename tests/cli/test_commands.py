@@ -361,3 +361,12 @@ def test_a_run_learns_from_a_teacher_that_its_file_names(tmp_path):
     told = [line["distillation"] for line in metrics_of(tmp_path / "run") if "distillation" in line]
     assert len(told) == 2
     assert all(value > 0 for value in told), "it is the policy, rounded"
+
+
+@pytest.mark.quick
+def test_a_teacher_that_scores_is_not_called_and_a_class_or_function_is(tmp_path):
+    code = "class Told:\n    score = None\n    __call__ = None\n\nhere = Told()\n\ndef made():\n    return here\n"
+    (tmp_path / "told.py").write_text(code)
+    for name in ("here", "made", "Told"):
+        found = commands.load_teacher(read_run(write_run(tmp_path, teacher=f"told.py:{name}")))
+        assert type(found).__name__ == "Told"
