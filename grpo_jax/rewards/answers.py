@@ -14,14 +14,13 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_jax.messages import show
-from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.rewards.shipped import ColumnReward, completion_text
 from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
 """Characters of a number at most; what is longer is no answer, and would be slow to read."""
 
 _LONGEST_ANSWER = 200  # characters in which the number of an answer is looked for
-_MOST_ROWS = 30  # that a message names
 _JUDGES = (
     "Leave such rows out, set the column to None for them and judge them by another reward function: accuracy_reward"
     " compares text, and formula_reward compares formulas by math_verify."
@@ -211,16 +210,8 @@ def number_reward(column: str = "answer") -> RewardFn:
 
 
 @dataclasses.dataclass(frozen=True)
-class _NumberReward:
+class _NumberReward(ColumnReward):
     """The reward function that `number_reward` returns."""
-
-    column: str
-    __name__ = "accuracy"
-
-    @property
-    def reward_arguments(self) -> dict[str, bool]:
-        """The column hides behind `**columns`."""
-        return {self.column: True}
 
     def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
         return [
@@ -230,30 +221,13 @@ class _NumberReward:
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if there are rows that this function cannot judge."""
-        who = f"{self.__name__!r} compares numbers"
-        refuse_rows(rows, self.column, _truth_of, argument, who=who, without="no single one", mend=_JUDGES)
+        self.refuse_rows(rows, _truth_of, argument, compares="numbers", without="no single one", mend=_JUDGES)
 
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
             raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
         return truth
-
-
-def refuse_rows(
-    rows: Sequence[Row], column: str, read: Callable[[str], object], argument: str, *, who: str, without: str, mend: str
-) -> None:
-    """Raise ValueError if there are rows in whose column `read` finds nothing; `who` judges, and what it compares."""
-    truths = [row.get(column) for row in rows]
-    bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
-    if bad:
-        shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
-        others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
-        others = f"; also rows {others}" if others else ""
-        raise ValueError(
-            f"reward function {who}, and {len(bad)} of {len(rows)} rows of {argument} have {without} in the column"
-            f" {column!r}: {shown}{others}. {mend}"
-        )
 
 
 # A group has one truth for all of its completions.

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.answers import refuse_rows
 from grpo_jax.rewards.contract import Faults, give_scores
-from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.rewards.shipped import ColumnReward, completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.types import Messages, RewardFn, Rewards, Row
 
@@ -51,18 +50,12 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 
 @dataclasses.dataclass(frozen=True)
-class _FormulaReward:
+class _FormulaReward(ColumnReward):
     """The reward function that `formula_reward` returns; its functions take the package along to a worker."""
 
-    column: str
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]
     __name__ = "formula"
-
-    @property
-    def reward_arguments(self) -> dict[str, bool]:
-        """The column hides behind `**columns`."""
-        return {self.column: True}
 
     def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Rewards:
         values, faults = np.full(len(completions), np.nan), Faults()
@@ -80,9 +73,8 @@ class _FormulaReward:
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         """Raise ValueError if there are rows that this function cannot judge."""
-        who, without = f"{self.__name__!r} compares formulas", "none that math-verify reads"
-        read = functools.partial(_truth_of, self.parse)
-        refuse_rows(rows, self.column, read, argument, who=who, without=without, mend=_MEND)
+        read, without = functools.partial(_truth_of, self.parse), "none that math-verify reads"
+        self.refuse_rows(rows, read, argument, compares="formulas", without=without, mend=_MEND)
 
 
 @functools.lru_cache(1024)  # a group has one truth for all of its completions

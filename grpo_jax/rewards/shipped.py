@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.types import Messages, RewardFn
+from grpo_jax.messages import show
+from grpo_jax.types import Messages, RewardFn, Row
+
+_MOST_ROWS = 30  # that a message names
 
 
 def completion_text(completion: str | Messages) -> str:
@@ -52,17 +55,45 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
 
 @dataclasses.dataclass(frozen=True)
-class _Accuracy:
-    """The reward function that `accuracy_reward` returns."""
+class ColumnReward:
+    """A reward function that compares completions with a column of the dataset."""
 
     column: str
-    extract: re.Pattern[str] | Callable[[str], str | None] | None
     __name__ = "accuracy"
 
     @property
     def reward_arguments(self) -> dict[str, bool]:
         """The column hides behind `**columns`."""
         return {self.column: True}
+
+    def refuse_rows(
+        self,
+        rows: Sequence[Row],
+        read: Callable[[str], object],
+        argument: str,
+        *,
+        compares: str,
+        without: str,
+        mend: str,
+    ) -> None:
+        """Raise ValueError if there are rows whose column is neither None nor a text in which `read` finds anything."""
+        truths = [row.get(self.column) for row in rows]
+        bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
+        if bad:
+            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
+            others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
+            others = f"; also rows {others}" if others else ""
+            raise ValueError(
+                f"reward function {self.__name__!r} compares {compares}, and {len(bad)} of {len(rows)} rows of"
+                f" {argument} have {without} in the column {self.column!r}: {shown}{others}. {mend}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Accuracy(ColumnReward):
+    """The reward function that `accuracy_reward` returns."""
+
+    extract: re.Pattern[str] | Callable[[str], str | None] | None
 
     def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
         return [

@@ -44,7 +44,7 @@ from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argume
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import Reading, Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.step import PaddedUpdater, apply_gradients, dropout_key, zeros_like
+from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key, zeros_like
 from grpo_jax.update.teaching import Reader, Teacher, apart, compare_packed, teacher_prompts
 
 CPU_TOKENS = 512
@@ -105,28 +105,13 @@ class Minibatch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedUpdater:
+class PackedUpdater(BaseUpdater):
     """How a run scores completions and makes its updates with a model of this package, one packed sequence at a time.
 
-    Attributes:
-      model: a `types.CachedModel`, as an argument of a compiled function.
-      config: the settings.
-      micro: (prompts, completions per prompt) of a micro-batch, whose tokens a packed sequence is made for at most.
-      optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
-      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
-      mesh: where params are; None for one device.
-      surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
-      teacher: a model whose distributions the policy's are compared with; None for none, or one that tells log-probs.
+    A packed sequence is made for the tokens of a micro-batch at most.
     """
 
     model: CachedModel
-    config: Config
-    micro: tuple[int, int]
-    optimizer: optax.GradientTransformation | None = None
-    on_policy: bool = True
-    mesh: jax.sharding.Mesh | None = None
-    surrogate: Surrogate | None = None
-    teacher: Teacher | None = None
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.

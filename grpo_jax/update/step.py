@@ -250,10 +250,18 @@ def score_batch(
 
 
 @dataclasses.dataclass(frozen=True)
-class PaddedUpdater:
-    """How a run scores completions and makes its updates with any model: `train_step`, compiled.
+class BaseUpdater:
+    """The choices by which a run scores completions and makes its updates.
 
-    Attributes as of `packed.PackedUpdater`.
+    Attributes:
+      model: as an argument of a compiled function.
+      config: the settings.
+      micro: (prompts, completions per prompt) of a micro-batch.
+      optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
+      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
+      mesh: where params are; None for one device.
+      surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
+      teacher: a model whose distributions the policy's are compared with; None for none, or one that tells log-probs.
     """
 
     model: Model
@@ -264,6 +272,10 @@ class PaddedUpdater:
     mesh: jax.sharding.Mesh | None = None
     surrogate: Surrogate | None = None
     teacher: Teacher | None = None
+
+
+class PaddedUpdater(BaseUpdater):
+    """How a run scores completions and makes its updates with any model: `train_step`, compiled."""
 
     def columns(self, longest: int) -> int:
         """Length of a batch's arrays when its longest completion has `longest` tokens.
