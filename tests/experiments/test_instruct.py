@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from experiments import instruct
+from experiments import instruct, problems
 from grpo_jax import from_pretrained, save_pretrained
 
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
@@ -33,8 +33,8 @@ def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
     test, learnt = instruct.held_out(size=20), instruct.train_problems(seed=3, size=30)
     questions = [row["prompt"][-1]["content"] for row in (*test, *learnt)]
     assert len(questions) == len(set(questions))
-    assert {row["task"] for row in test} == {row["task"] for row in learnt} == set(instruct.TASKS)
-    assert [row["task"] for row in test[:3]] == list(instruct.TASKS)
+    assert {row["task"] for row in test} == {row["task"] for row in learnt} == set(problems.TASKS)
+    assert [row["task"] for row in test[:3]] == list(problems.TASKS)
     assert [turn["role"] for turn in test[0]["prompt"]] == ["user", "assistant", "user"]
     assert instruct.train_problems(seed=3, size=30) == learnt != instruct.train_problems(seed=4, size=30)
 
@@ -45,7 +45,7 @@ def test_the_rewards_are_the_suites():
     rows = instruct.held_out(size=5)
     columns = {name: [row[name] for row in rows] for name in ("task", "problem")}
     same = {"seed": instruct.HELD_OUT, "size": 5}
-    made = [gym.create_dataset(row["task"], **same, **instruct.TASKS[row["task"]]) for row in rows]
+    made = [gym.create_dataset(row["task"], **same, **problems.TASKS[row["task"]]) for row in rows]
     entries = [data[row["problem"][2]] for data, row in zip(made, rows, strict=True)]
     right = [[{"role": "assistant", "content": f" {entry['answer']}\n"}] for entry in entries]
     assert instruct.score(right, **columns) == instruct.right(right, **columns) == [1.0] * len(rows)
@@ -63,10 +63,10 @@ def test_the_script_runs_from_a_checkpoint_to_a_picture(model, tmp_path, capsys)
     arms = results["arms"]
     assert list(arms) == ["seed_0", "control"]
     for arm in arms.values():
-        assert set(arm["before"]) == set(arm["after"]) == {*instruct.TASKS, "all", "kl", instruct.GENERAL}
+        assert set(arm["before"]) == set(arm["after"]) == {*problems.TASKS, "all", "kl", instruct.GENERAL}
         assert arm["before"]["kl"] == pytest.approx(0, abs=1e-3)
         assert arm["before"]["all"]["greedy"] == pytest.approx(
-            np.mean([arm["before"][task]["greedy"] for task in instruct.TASKS]), abs=1e-2
+            np.mean([arm["before"][task]["greedy"] for task in problems.TASKS]), abs=1e-2
         )
     assert instruct.curve(tmp_path / "run" / "seed_0")[0] == [0, 1, 2]
     assert (tmp_path / "run" / "instruct.png").stat().st_size > 10_000

