@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Any
 """A pytree of arrays: nested dicts for the models of this package."""
@@ -83,6 +84,20 @@ class Completions(flax.struct.PyTreeNode):
     ended: jax.Array
     present: jax.Array | None = None
     old_log_probs: jax.Array | None = None
+
+
+class Told(NamedTuple):
+    """The log-probs that a teacher tells which is no model here (`run.teacher.Scorer`), arrays on the host.
+
+    Attributes:
+      log_probs: [B, G, T] floats ≤ 0, nats, of the drawn tokens; what stands where the mask is False is not looked at.
+      top_ids: [B, G, T, k] integers, k different tokens, mostly the most probable; None where the drawn ones are all.
+      top_log_probs: [B, G, T, k] floats ≤ 0, nats, of these tokens.
+    """
+
+    log_probs: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
 
 
 class Batch(flax.struct.PyTreeNode):

@@ -141,6 +141,7 @@ def test_names_are_those_of_the_code(page):
 def test_fields_that_are_set_are_fields(page):
     functions = [importlib.import_module("grpo_jax.rewards.workers").isolated]
     functions += [getattr(grpo_jax, name) for name in FUNCTIONS]
+    functions += [importlib.import_module("grpo_jax.engines").vllm_scorer]
     known = {field.name for config in (GRPOConfig, SFTConfig) for field in dataclasses.fields(config)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
     known |= set(importlib.import_module("grpo_jax.compat.trl_fields").ELSEWHERE)  # what TRL has, on its page

@@ -37,8 +37,9 @@ OWN = {
     "surrogate": "a function of your own that makes the loss of each token, as `module:function`, in the place of that "
     "of `loss_type`",
     "teacher": "who the policy learns from beside its rewards, by `distillation_coef`: a name on the hub, a directory, "
-    "`module:name` of a Policy or a scorer, a mapping of one of these as `model` and of `quantize`, or `self`; with it "
-    "`rewards` may be []",
+    "`module:name` of a Policy or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
+    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`, or `self`; with it `rewards` "
+    "may be []",
     "teacher_prompt": "what the teacher reads in the place of the prompt: a column, or `module:function`",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from grpo_jax import rewards
-from grpo_jax.engines import Engine, vllm
+from grpo_jax.engines import Engine, EngineScorer, vllm, vllm_scorer
 from grpo_jax.messages import nearest
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import is_suite, suite_of
@@ -174,12 +174,33 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
         return found
     if not isinstance(entry, dict) or len(entry) != 1 or not {*entry} <= {"vllm"}:
         raise ValueError("write {vllm: {base_url: http://HOST:PORT}}, or module:name")
+    made = _call(vllm, "vllm", _server_arguments(entry))
+    assert isinstance(made, Engine)
+    return made
+
+
+def scorer_of(entry: object) -> EngineScorer | None:
+    """Return the server that an entry of `teacher` names, None if it names a model.
+
+    Example:
+      >>> scorer_of({"vllm": {"base_url": "http://127.0.0.1:8000", "top_k": 16}}), scorer_of("Qwen/Qwen3-8B")
+      (EngineScorer(VLLM('http://127.0.0.1:8000')), None)
+    """
+    if not isinstance(entry, dict) or "vllm" not in entry:
+        return None
+    if len(entry) != 1:
+        raise ValueError("vllm stands alone: a server decides how its model is held")
+    made = _call(vllm_scorer, "vllm_scorer", _server_arguments(entry))
+    assert isinstance(made, EngineScorer)
+    return made
+
+
+def _server_arguments(entry: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments under `vllm`, which may be the address alone."""
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
     if "api_key" in arguments:
         raise ValueError("a key does not belong into a file: put it into the environment, VLLM_API_KEY or api_key_env")
-    made = _call(vllm, "vllm", arguments)
-    assert isinstance(made, Engine)
-    return made
+    return arguments
 
 
 def teacher_model(given: object) -> tuple[object, str | None]:
@@ -192,7 +213,7 @@ def teacher_model(given: object) -> tuple[object, str | None]:
     if not isinstance(given, Mapping):
         return given, None
     if "model" not in given or not given.keys() <= {"model", "quantize"}:
-        raise ValueError("a mapping has model, and may have quantize, and nothing else")
+        raise ValueError("a mapping has model and may have quantize, or has vllm alone")
     return given["model"], given.get("quantize")
 
 

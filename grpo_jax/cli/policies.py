@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from grpo_jax.cli.named import find, is_reference, teacher_model
+from grpo_jax.cli.named import find, is_reference, scorer_of, teacher_model
 from grpo_jax.cli.runfile import RunFile, config_of, in_folder
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import make_mesh
@@ -53,6 +53,8 @@ def load_teacher(run: RunFile) -> Policy | Scorer | Literal["self"] | None:
         return None
     if run.teacher == "self":
         return "self"
+    if (server := scorer_of(run.teacher)) is not None:
+        return server
     model, quantize = teacher_model(run.teacher)
     found = _named(model, run.folder)
     return _read(found, run, quantize) if isinstance(found, str) else found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of, teacher_model
+from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of, scorer_of, teacher_model
 from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
@@ -121,13 +121,14 @@ class _Problems(list[str]):
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
         """Return a function's result; None, and its fault noted, with the key and value in front, if it refuses.
 
-        The value is the first argument; without a key the message names its own. The value of `sampler` is not
+        The value is the first argument; without a key the message names its own. That of a server is not
         repeated, since somebody may have written a password into it.
         """
         try:
             return function(*args, **keywords)
         except (ValueError, OSError) as error:
-            head = "" if not key else "sampler: " if key == "sampler" else f"{key} = {show(args[0])}: "
+            server = key == "sampler" or (key == "teacher" and isinstance(args[0], dict) and "vllm" in args[0])
+            head = "" if not key else f"{key}: " if server else f"{key} = {show(args[0])}: "
             self.extend(head + line for line in problems_of(error))
             return None
 
@@ -352,7 +353,7 @@ def _check_model(given: object, folder: Path) -> None:
 
 def _check_teacher(given: object, folder: Path) -> None:
     """Refuse a teacher that is asked for in no form that there is."""
-    if given != "self":
+    if given != "self" and scorer_of(given) is None:
         model, method = teacher_model(given)
         check_method(method)
         _check_model(model, folder)

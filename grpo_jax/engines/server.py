@@ -64,3 +64,23 @@ class Server(Protocol):
 
     def close(self) -> None:
         """Break off what is being asked."""
+
+
+class ScoringServer(Protocol):
+    """The part of a server's client that an `EngineScorer` calls, from many threads; all of it raises `EngineError`."""
+
+    base_url: str
+
+    def look_up(self, longest: int) -> None:
+        """Raise an `EngineError` unless it has the model, and room for sequences of so many tokens."""
+
+    def tell(
+        self, ids: Sequence[int], k: int = 0, *, stopped: Callable[[], bool] = lambda: False
+    ) -> list[dict[int, float]]:
+        """For each of ids[1:], log-probs by token: its own and those of the k most probable ones, at temperature 1."""
+
+    def alive(self) -> bool:
+        """Whether it answers."""
+
+    def close(self) -> None:
+        """Break off what is being asked."""

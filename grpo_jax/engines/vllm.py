@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from grpo_jax.engines.client import Client, EngineError, Lost, Refused
-from grpo_jax.engines.engine import Engine
+from grpo_jax.engines.engine import MOST, Engine
+from grpo_jax.engines.scorer import EngineScorer
 from grpo_jax.engines.server import Drawn
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import some
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Tokenizer
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
@@ -24,7 +25,7 @@ START = (
 
 
 class VLLM:
-    """The requests of `engines.server.Server`, as vLLM understands them.
+    """The requests of `engines.server.Server` and of a `ScoringServer`, as vLLM understands them.
 
     Args:
       client: HTTP to the server.
@@ -41,20 +42,7 @@ class VLLM:
 
     def check(self, sampling: Sampling, longest: int) -> None:
         """Look for the model, its room, and the mode of its log-probs."""
-        models = self._client.get("/v1/models")["data"]
-        bases = {one["id"]: one for one in models if one.get("parent") is None}
-        if self._asked_for and self._asked_for not in bases:
-            raise EngineError(f"{self.base_url} serves {some(list(bases))}, and model = {self._asked_for!r}: name one")
-        if not self._asked_for and len({one.get("root") for one in bases.values()}) != 1:
-            raise EngineError(f"{self.base_url} serves {some(list(bases))}: say which one by model")
-        self._base = self._asked_for or next(iter(bases))
-        self._name = self._name or self._base
-        room = bases[self._base].get("max_model_len")
-        if room is not None and longest > room:
-            raise EngineError(
-                f"{self.base_url} takes {room} tokens, and a prompt with its completion may have {longest}: start it"
-                f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
-            )
+        self._find(longest, adapters=False)
         # Cut to one token, the distribution that is drawn from gives it the log-prob 0, and the model's own less.
         if sampling == Sampling() or sampling.temperature == 0:
             return
@@ -64,6 +52,30 @@ class VLLM:
             raise EngineError(
                 f"{self.base_url} gives the log-probs of the model, and not those that temperature, top_k, top_p and"
                 " min_p leave: start it with --logprobs-mode processed_logprobs"
+            )
+
+    def look_up(self, longest: int) -> None:
+        """Look for the model, which may be adapters that somebody has loaded, and its room."""
+        self._find(longest, adapters=True)
+        self._asked_for = self._base  # one that is started again has to be the same
+
+    def _find(self, longest: int, *, adapters: bool) -> None:
+        """Decide on a model, of those that it serves with adapters or without."""
+        models = self._client.get("/v1/models")["data"]
+        bases = {one["id"]: one for one in models if one.get("parent") is None}
+        served = {one["id"]: one for one in models} if adapters else bases
+        if self._asked_for and self._asked_for not in served:
+            raise EngineError(f"{self.base_url} serves {some(list(served))}, and model = {self._asked_for!r}: name one")
+        if not self._asked_for and len({one.get("root") for one in bases.values()}) != 1:
+            raise EngineError(f"{self.base_url} serves {some(list(bases))}: say which one by model")
+        self._base = self._asked_for or next(iter(bases))
+        self._name = self._name or self._base
+        found = served[self._base]
+        room = bases.get(found.get("parent"), found).get("max_model_len")
+        if room is not None and longest > room:
+            raise EngineError(
+                f"{self.base_url} takes {room} tokens, and a prompt with its completion may have {longest}: start it"
+                f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
             )
 
     def load(self, version: str, directory: Path, adapters: bool) -> None:
@@ -149,12 +161,30 @@ class VLLM:
         return Drawn(tokens, log_probs, ended)
 
     def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt."""
+        return [place[token] for token, place in zip(ids[1:], self.tell(ids), strict=True)]
+
+    def tell(
+        self, ids: Sequence[int], k: int = 0, *, stopped: Callable[[], bool] = lambda: False
+    ) -> list[dict[int, float]]:
         """Log-probs of a prompt, beside one token that nobody reads."""
-        choice = self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}, lambda: False)
-        scored = choice.get("prompt_logprobs") or []
-        if len(scored) != len(ids):
-            raise EngineError(f"{self.base_url} scored {len(scored)} of {len(ids)} tokens: prompt_logprobs is needed")
-        return [float(one[str(token)]["logprob"]) for token, one in zip(ids[1:], scored[1:], strict=True)]
+        body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
+        try:
+            told = self._complete(body, stopped).get("prompt_logprobs") or []
+        except Refused as refused:
+            if "max allowed" not in str(refused):
+                raise
+            raise EngineError(f"{refused}; start it with --max-logprobs {k}, or lower distillation_topk") from refused
+        if len(told) != len(ids):
+            raise EngineError(f"{self.base_url} scored {len(told)} of {len(ids)} tokens: prompt_logprobs is needed")
+        places = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in told[1:]]
+        for token, place in zip(ids[1:], places, strict=True):
+            if token not in place or len(place) < k:
+                raise EngineError(
+                    f"{self.base_url} told {len(place)} log-probs in the place of the token {token}, and"
+                    f" prompt_logprobs = {k} asks for as many, and for its own"
+                )
+        return places
 
     def alive(self) -> bool:
         """Ask /health."""
@@ -232,3 +262,55 @@ def vllm(
     """
     client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
     return Engine(VLLM(client, model), directory=directory, tolerance=tolerance, patience=patience)
+
+
+def vllm_scorer(
+    base_url: str,
+    *,
+    top_k: int | None = None,
+    model: str = "",
+    at_once: int = MOST,
+    tokenizer: Tokenizer | None = None,
+    timeout: float = 600.0,
+    patience: float = 300.0,
+    api_key_env: str = "VLLM_API_KEY",
+) -> EngineScorer:
+    """A running vLLM server as the `teacher` of `train`: its model tells the log-probs of the policy's completions.
+
+    The server is started by whoever runs it, with the teacher, which may be larger than the policy, quantized, or on
+    many devices:
+
+        vllm serve MODEL --max-model-len 2048 --max-logprobs 64
+
+    It keeps its weights. Each completion is one request with its prompt, by vLLM's `prompt_logprobs`: the log-probs of
+    the model at temperature 1, also under `--logprobs-mode processed_logprobs`. A run at another temperature is
+    refused: what the rest of the vocabulary weighs there does not follow from a few log-probs at temperature 1.
+
+    Args:
+      base_url: "http://host:port".
+      top_k: tokens whose log-probs are asked for in every place, `distillation_topk` of a run with
+        `distillation_mode="topk_logits"`; None: the drawn ones alone, for "sampled_token". More than 20 need
+        `--max-logprobs`.
+      model: the name that it serves the teacher under, which may be that of adapters; "" for the only model.
+      at_once: requests in flight, at most. 1 for a server with `--enable-lora`: vLLM 0.32 ends at the prompt_logprobs
+        of two texts in one batch there.
+      tokenizer: of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which the run compares with the
+        policy's; None: they are taken to be the same.
+      timeout: seconds for one completion.
+      patience: seconds for which a busy server is asked again, and a lost one waited for.
+      api_key_env: name of the environment variable with the key of a server that asks for one; the key itself is kept
+        nowhere.
+
+    Returns:
+      `EngineScorer`, a `run.teacher.Scorer`.
+
+    Raises:
+      ValueError: an argument that makes no sense.
+
+    Example:
+      >>> vllm_scorer("http://127.0.0.1:8000", top_k=16)
+      EngineScorer(VLLM('http://127.0.0.1:8000'))
+    """
+    client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
+    server = VLLM(client, model)
+    return EngineScorer(server, top_k=top_k, at_once=at_once, tokenizer=tokenizer, patience=patience)

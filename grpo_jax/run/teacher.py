@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import function_name
 from grpo_jax.run.teacher_prompts import Heard, TeacherPrompt, ask, check_teacher_prompt, own_prompts
 from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Batch, Completions, Model, Params, Prompts, Tokenizer, as_argument
+from grpo_jax.types import Batch, Completions, Model, Params, Prompts, Tokenizer, Told, as_argument
 from grpo_jax.update.packed import Updater
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
@@ -38,27 +38,14 @@ ROUNDING = 1e-2
 """Nats by which a scorer's log-prob may be above 0."""
 
 
-class Told(NamedTuple):
-    """The log-probs that a scorer tells, arrays on the host.
-
-    Attributes:
-      log_probs: [B, G, T] floats ≤ 0, nats, of the drawn tokens; what stands where the mask is False is not looked at.
-      top_ids: [B, G, T, k] integers, k different tokens, mostly the most probable; None where the drawn ones are all.
-      top_log_probs: [B, G, T, k] floats ≤ 0, nats, of these tokens.
-    """
-
-    log_probs: np.ndarray
-    top_ids: np.ndarray | None = None
-    top_log_probs: np.ndarray | None = None
-
-
 class Scorer(Protocol):
     """A teacher that only tells log-probs, such as an engine with a model that is not here.
 
     `prompts` are [B, P], the completions [B, G, T], both NumPy's; with a `teacher_prompt` they are B·G groups of one.
     The log-probs are those of the distribution at the run's temperature, of each token given its prompt and the tokens
     before it: a `Told`, or the array of `log_probs` alone. If it has an attribute `tokenizer`, that has to be the
-    policy's; if not, its tokens are taken to be.
+    policy's; if not, its tokens are taken to be. If it has a method `check(config)`, that is called before anything is
+    sampled, and raises what stands against a run with these settings. `engines.vllm_scorer` makes one.
     """
 
     def score(self, prompts: Prompts, completions: Completions) -> Told | np.ndarray: ...
@@ -140,6 +127,9 @@ def check_teacher(
     if isinstance(teacher, Policy):
         teacher.check_held()
     check_same_tokenizer(policy.tokenizer, getattr(teacher, "tokenizer", policy.tokenizer))
+    own_check = getattr(teacher, "check", None) if kind == "scorer" else None
+    if callable(own_check):
+        own_check(config)
 
 
 def _contradictions(kind: str, prompt: object, config: GRPOConfig) -> Iterator[str]:

@@ -141,11 +141,13 @@ def test_a_teacher_may_be_the_only_one_to_learn_from(folder):
     asked = read_run(write_run(folder, teacher="model", teacher_prompt="judging.py:early"), wanted=ALL).teacher_prompt
     assert asked.__name__ == "early"
     for teacher, said in (
-        ({"model": "model", "size": 3}, "a mapping has model, and may have quantize, and nothing else"),
+        ({"model": "model", "size": 3}, "a mapping has model and may have quantize, or has vllm alone"),
+        ({"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}, "vllm_scorer refuses its arguments .*k"),
+        ({"vllm": "http://127.0.0.1:1", "quantize": "int8"}, "vllm stands alone"),
         ({"model": "model", "quantize": "int3"}, "int3"),
         (7, "give a name on the hub, a directory"),
     ):
-        with pytest.raises(ValueError, match=rf"teacher = .*{said}"):
+        with pytest.raises(ValueError, match=rf"teacher( = |: ).*{said}"):
             read_run(write_run(folder, teacher=teacher), wanted=("model",))
 
 

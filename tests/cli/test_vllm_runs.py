@@ -1,4 +1,4 @@
-"""A vLLM server as the sampler of the command line: of a RUN.yaml, and of `evaluate`; its key is nowhere."""
+"""A vLLM server of the command line: it samples for a RUN.yaml and for `evaluate`, or teaches; its key is nowhere."""
 
 import json
 
@@ -42,10 +42,23 @@ def test_a_server_samples_for_a_run_in_a_file_and_its_key_is_nowhere(server, tmp
     assert found == expected
 
 
-def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path):
+def test_a_server_teaches_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    teacher = {"vllm": {"base_url": server.url, "top_k": 5}}
+    top = {"distillation_coef": 1.0, "distillation_mode": "topk_logits", "distillation_topk": 5}
+    printed = run("train", write_run(tmp_path, rewards=[], eval_data=None, teacher=teacher, **top))
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert all(line["teacher/share"] == 1.0 for line in lines)
+    assert {body["prompt_logprobs"] for _, body in server.drawn} == {5}
+    assert KEY not in printed + "".join(capsys.readouterr())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("key", ["sampler", "teacher"])
+def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path, key):
     for engine in ({"base_url": server.url, "api_key": KEY}, {"base_url": f"http://me:{KEY}@127.0.0.1:1"}):
         with pytest.raises((SystemExit, ValueError)) as refused:
-            run("train", write_run(tmp_path, sampler={"vllm": engine}))
+            run("train", write_run(tmp_path, **{key: {"vllm": engine}}))
         assert "environment" in str(refused.value)
         assert KEY not in str(refused.value)
     assert not server.requests

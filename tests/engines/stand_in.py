@@ -37,10 +37,11 @@ class StandIn:
     Attributes:
       fault: `fault(path, body, n)` of the n-th request of all says what goes wrong with it: None, a status, "hang",
         "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary), "early"
-        (an end without a reason).
+        (an end without a reason), "untold" (log-probs of a prompt without those of its last token).
       late: tokens that it draws behind a stop string, as a server does that draws several at a time.
       deaf_head: a head that no reload reaches.
       base: the policy whose weights it starts with.
+      max_logprobs: of a place of a prompt, beside that of its token.
       drawn: (version of the weights, body) of each completion, in the order of their requests.
     """
 
@@ -48,7 +49,7 @@ class StandIn:
         self.base, self.key, self.room, self.raw = base, key, room, raw
         self.deaf_head, self.says_version = deaf_head, version
         self.requests, self.fault, self.port, self.most = [], lambda path, body, n: None, 0, 0
-        self.drawn, self.late = [], 0
+        self.drawn, self.late, self.max_logprobs = [], 0, 20
         self._at_once, self._lock = 0, threading.Lock()
 
     def __enter__(self):
@@ -132,6 +133,9 @@ class StandIn:
         ids, drawn, log_probs = list(body["prompt"]), [], []
         if max(ids) >= self.base.config["vocab_size"]:
             return 400, {"error": {"message": "Token id is out of vocabulary"}}
+        if (asked := body.get("prompt_logprobs", 0)) > self.max_logprobs:
+            said = f"Requested prompt logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
+            return 400, {"error": {"message": said}}
         with self._lock:
             self._at_once += 1
             self.most = max(self.most, self._at_once)
@@ -159,9 +163,12 @@ class StandIn:
         choice = {"token_ids": drawn, "finish_reason": "stop" if ended else "length"}
         choice["logprobs"] = {"token_logprobs": log_probs}
         if given is not None:
-            l = np.asarray(jax.nn.log_softmax(jnp.asarray(given), axis=-1))
-            scored = [{str(t): {"logprob": float(l[i, t])}} for i, t in enumerate(ids[1:])]
-            choice["prompt_logprobs"] = [None, *scored]
+            l, k = np.asarray(jax.nn.log_softmax(jnp.asarray(given), axis=-1)), body["prompt_logprobs"]
+            told = [[t, *np.argsort(-l[i])[:k].tolist()] for i, t in enumerate(ids[1:])]  # the token's own first
+            choice["prompt_logprobs"] = [
+                None,
+                *({str(t): {"logprob": float(l[i, t])} for t in tokens} for i, tokens in enumerate(told)),
+            ]
         return 200, {"choices": [choice]}
 
     def logits(self, model, params, head, ids):
@@ -211,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
             choice = content["choices"][0]
             choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "stop"
             choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:1]
+        if fault == "untold" and "prompt_logprobs" in body:
+            content["choices"][0]["prompt_logprobs"][-1] = {}
         if fault == "alien":
             content["choices"][0]["token_ids"][0] = 10**6
         return self.send(status, content)

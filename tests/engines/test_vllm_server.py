@@ -22,8 +22,18 @@ import pytest
 
 from experiments import stories
 from experiments.llama2c import widen_heads
-from grpo_jax import GRPOConfig, add_lora, evaluate, from_pretrained, train
-from grpo_jax.engines import EngineError, vllm
+from grpo_jax import (
+    Completions,
+    GRPOConfig,
+    add_lora,
+    completion_log_probs,
+    evaluate,
+    from_pretrained,
+    make_prompts,
+    train,
+)
+from grpo_jax.engines import EngineError, vllm, vllm_scorer
+from grpo_jax.types import join_rows
 
 PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
@@ -139,6 +149,27 @@ def test_adapters_follow(server):
     for line in lines:
         assert line["sampler/probe_gap_max"] < 1e-4
         assert line["sampler/log_prob_difference_max"] < 1e-3  # where a token is at the edge of the 50, both may differ
+
+
+def test_it_tells_a_teachers_log_probs(server):
+    """Of texts of several lengths, as its weights have them here; one at a time, as the server has `--enable-lora`."""
+    teacher = from_pretrained(server.model)
+    prompts = make_prompts(teacher.tokenizer([row["prompt"] for row in ROWS])["input_ids"], on_host=True)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 512, (4, 2, 24)).astype(np.int32)
+    mask = np.arange(24) < rng.integers(1, 25, (4, 2, 1))
+    completions = Completions(tokens, mask, np.zeros(mask.shape, np.float32), ~mask[..., -1])
+    ours = np.asarray(completion_log_probs(teacher.model, teacher.params, prompts, completions))
+    rows, begins = join_rows(prompts, tokens)
+    l = np.asarray(jax.nn.log_softmax(teacher.model.apply({"params": teacher.params}, rows)))
+    at = np.asarray(begins)[:, None] - 1 + np.arange(24)
+    l = np.take_along_axis(l, at[..., None], 1).reshape(4, 2, 24, -1)
+    told = vllm_scorer(server.url, top_k=5, at_once=1).score(prompts, completions)
+    np.testing.assert_allclose(told.log_probs[mask], ours[mask], atol=1e-4)
+    np.testing.assert_array_equal(told.top_ids[mask], np.argsort(-l, -1)[mask][:, :5])
+    np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-4)
+    with pytest.raises(EngineError, match=r"max allowed: 20.*--max-logprobs 21"):
+        vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
 
 
 def test_three_turns(server):

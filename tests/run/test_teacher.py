@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import GRPOConfig, Policy, rehearse, train
 from grpo_jax.maths.distillation import divergence
-from grpo_jax.run.teacher import Told, check_same_tokenizer
+from grpo_jax.run.teacher import check_same_tokenizer
+from grpo_jax.types import Told
 
 
 class Pairs:

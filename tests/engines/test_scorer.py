@@ -1,0 +1,234 @@
+"""A server as the teacher of a run: its log-probs are those of its weights, and no fault of it is learned from."""
+
+import dataclasses
+import threading
+import warnings
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from stand_in import StandIn
+from test_engine import nth
+from tiny import tiny_policy
+
+from grpo_jax import Completions, GRPOConfig, Prompts, completion_log_probs, train
+from grpo_jax.engines import EngineError, vllm_scorer
+
+POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+TEACHER = POLICY.replace(params=jax.tree.map(lambda x: 1.5 * x, POLICY.params))
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
+CONFIG = GRPOConfig(
+    num_generations=4,
+    per_device_train_batch_size=8,
+    max_completion_length=8,
+    gradient_checkpointing=False,
+    max_steps=2,
+    logging_steps=1,
+    distillation_coef=1.0,
+    distillation_mode="sampled_token",
+)
+TOP = dataclasses.replace(CONFIG, distillation_mode="topk_logits", distillation_topk=5)
+
+
+@pytest.fixture
+def server():
+    with StandIn(TEACHER) as one:
+        yield one
+
+
+def texts():
+    """Prompts and completions of several lengths; the last completion has three observed tokens in it."""
+    rng = np.random.default_rng(0)
+    lengths, counts = np.array([2, 4], np.int32), np.array([[3, 6, 1], [6, 2, 5]])
+    present = np.arange(6) < counts[..., None]
+    mask = present.copy()
+    mask[1, 2, 1:4] = False
+    tokens = rng.integers(2, 60, (2, 3, 6)).astype(np.int32)
+    prompts = Prompts(rng.integers(2, 60, (2, 4)).astype(np.int32), lengths)
+    return prompts, Completions(tokens, mask, np.zeros(mask.shape, np.float32), counts < 6, present)
+
+
+def whole(prompts, completions):
+    """[B, G, T, V] log-probs of every place that is present, one text at a time."""
+    b, g, t = completions.tokens.shape
+    found = np.zeros((b, g, t, POLICY.config["vocab_size"]), np.float32)
+    for i, j in np.ndindex(b, g):
+        n = int(completions.present[i, j].sum())
+        ids = [*prompts.tokens[i, : prompts.lengths[i]], *completions.tokens[i, j, :n]]
+        logits = TEACHER.model.apply({"params": TEACHER.params}, np.array([ids]))[0]
+        found[i, j, :n] = jax.nn.log_softmax(logits)[prompts.lengths[i] - 1 : -1]
+    return found
+
+
+def learned(server, config, **given):
+    """The final state of a run, and its lines."""
+    lines = []
+    k = config.distillation_topk
+    given = {"teacher": vllm_scorer(server.url, top_k=k), "optimizer": optax.sgd(0.1)} | given
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*It is waited for")
+        state = train(POLICY, ROWS, [], config, callbacks=[lambda step, line: lines.append(line)], **given)
+    return state, lines
+
+
+# What it tells --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
+    prompts, completions = texts()
+    l = whole(prompts, completions)
+    alone = vllm_scorer(server.url).score(prompts, completions)
+    told = vllm_scorer(server.url, top_k=5).score(prompts, completions)
+    mask, own = completions.mask, np.take_along_axis(l, completions.tokens[..., None], -1)[..., 0]
+    assert alone.top_ids is None
+    assert server.most > 1  # in flight together
+    for one in (alone, told):
+        assert one.log_probs.dtype == np.float32
+        np.testing.assert_allclose(one.log_probs[mask], own[mask], atol=1e-5)
+    np.testing.assert_array_equal(told.top_ids[mask], np.argsort(-l, -1)[mask][:, :5])
+    np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-5)
+    other = completion_log_probs(TEACHER.model, TEACHER.params, prompts, completions)
+    np.testing.assert_allclose(alone.log_probs[mask], np.asarray(other)[mask], atol=1e-5)
+
+
+def test_a_run_learns_by_it_what_it_learns_from_the_policy_that_is_served(server):
+    state, lines = learned(server, CONFIG)
+    expected, others = learned(server, CONFIG, teacher=TEACHER)
+    chex.assert_trees_all_close(state.params, expected.params, atol=1e-5)
+    assert lines[0]["distillation"] == pytest.approx(others[0]["distillation"], abs=1e-4)
+    # All tokens but one, and that one as the rest, are the whole distribution.
+    server.max_logprobs = POLICY.config["vocab_size"]
+    state, _ = learned(server, dataclasses.replace(TOP, distillation_topk=POLICY.config["vocab_size"] - 1))
+    expected, _ = learned(server, dataclasses.replace(CONFIG, distillation_mode="full_logits"), teacher=TEACHER)
+    chex.assert_trees_all_close(state.params, expected.params, atol=1e-5)
+
+
+# Before anything is sampled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        ({"temperature": 0.7}, {}, r"temperature = 0\.7: a server tells a text's log-probs at temperature 1\.0 and at"),
+        ({}, {"top_k": 5}, r"distillation_topk = None: the scorer was made with top_k = 5; give both the same"),
+        (
+            {"distillation_mode": "topk_logits", "distillation_topk": 21},
+            {"top_k": 21},
+            "max allowed: 20'; start it with --max-logprobs 21, or lower distillation_topk",
+        ),
+        ({}, {"model": "other"}, "serves base, and model = 'other': name one"),
+        ({}, {"tokenizer": "other"}, "teacher.tokenizer has no get_vocab"),
+    ],
+)
+def test_what_a_run_cannot_learn_from_is_refused_at_the_door(server, config, given, message):
+    with pytest.raises((EngineError, ValueError), match=message):
+        learned(server, dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))
+    assert not [body for body in server.posts("/v1/completions") if len(body["prompt"]) > 3]
+
+
+@pytest.mark.quick
+def test_too_little_room_is_said(server):
+    prompts, completions = texts()
+    server.room = 10
+    with pytest.raises(EngineError, match=r"takes 10 tokens, .* may have 11: start it with --max-model-len 11"):
+        vllm_scorer(server.url).score(prompts, completions)  # ten tokens, and the one that is drawn
+    assert not server.posts("/v1/completions")
+    with pytest.raises(ValueError, match="top_k = 0: give a number of tokens ≥ 1"):
+        vllm_scorer(server.url, top_k=0)
+    with pytest.raises(ValueError, match="at_once = 0: give a number of requests ≥ 1"):
+        vllm_scorer(server.url, at_once=0)
+
+
+@pytest.mark.quick
+def test_adapters_may_be_the_teacher(server):
+    prompts, completions = texts()
+    server.adapters["teacher"] = TEACHER.model, jax.tree.map(lambda x: 0.9 * x, TEACHER.params)
+    found = [vllm_scorer(server.url, model=name, at_once=1).score(prompts, completions) for name in ("base", "teacher")]
+    assert np.abs(found[0].log_probs - found[1].log_probs).max() > 1e-3
+    assert server.most == 1
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fault", [503, "hang", "drop"])
+def test_what_is_broken_off_is_asked_again(server, fault):
+    prompts, completions = texts()
+    expected = vllm_scorer(server.url, top_k=3).score(prompts, completions)
+    server.fault = nth("/v1/completions", fault, 2, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*It is waited for")
+        found = vllm_scorer(server.url, top_k=3, timeout=1).score(prompts, completions)
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*It is waited for")
+def test_a_server_that_stays_away_or_falls_again_and_again_ends_the_run(server):
+    prompts, completions = texts()
+    server.fault = lambda path, body, n: "drop" if path == "/v1/completions" else None
+    with pytest.raises(EngineError, match=r"the 4th time for one request\. Nothing was learned"):
+        vllm_scorer(server.url, patience=5).score(prompts, completions)
+    server.stop()
+    with pytest.raises(EngineError, match=r"waited for 0\.3 s\. Nothing was learned"):
+        learned(server, CONFIG, teacher=vllm_scorer(server.url, patience=0.3))
+    server.fault = lambda *_: None
+    threading.Timer(0.5, server.start).start()
+    assert vllm_scorer(server.url, patience=20).score(prompts, completions).log_probs.shape == (2, 3, 6)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*It is waited for")
+def test_a_server_that_comes_back_with_another_model_is_no_teacher(server):
+    prompts, completions = texts()
+    scorer, answer, asked = vllm_scorer(server.url), server.answer, []
+
+    def other(path, body):
+        return (200, {"data": [{"id": "other", "root": "other"}]}) if path == "/v1/models" else answer(path, body)
+
+    def fault(path, body, n):  # it ends at the third text, and is started again
+        asked.extend([path] if path == "/v1/completions" else [])
+        if len(asked) < 3:
+            return None
+        server.answer = other
+        return "drop" if path == "/v1/completions" else None
+
+    server.fault = fault
+    with pytest.raises(EngineError, match="serves other, and model = 'base'"):
+        vllm_scorer(server.url, model="base").score(prompts, completions)
+    server.answer = answer
+    server.fault = lambda *_: None
+    scorer.score(prompts, completions)
+    server.answer = other  # between two batches
+    with pytest.raises(EngineError, match="serves other, and model = 'base'"):
+        scorer.score(prompts, completions)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("untold", "told 0 log-probs in the place of the token"), (400, "answered 400, 'told to answer 400'")],
+)
+def test_answers_that_cannot_be_learned_from_end_the_run(server, fault, message):
+    server.fault = nth("/v1/completions", fault, 3)
+    with pytest.raises(EngineError, match=message):
+        learned(server, CONFIG)
+
+
+@pytest.mark.quick
+def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch, tmp_path):
+    server.key = "not-to-be-seen"
+    scorer = vllm_scorer(server.url, api_key_env="SOME_KEY")
+    with pytest.raises(EngineError, match=r"answered 401.*environment variable SOME_KEY"):
+        learned(server, CONFIG, teacher=scorer)
+    monkeypatch.setenv("SOME_KEY", server.key)
+    learned(server, dataclasses.replace(CONFIG, max_steps=1, save_steps=1), teacher=scorer, run_dir=tmp_path)
+    assert server.key not in repr(scorer) + repr(vars(scorer))
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if server.key.encode() in path.read_bytes()]
