@@ -79,20 +79,11 @@ def short_number(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def describe_run(
-    config: Config,
-    *,
-    num_rows: int,
-    num_parameters: int,
-    state_bytes: int,
-    num_devices: int | None = None,
-    device: str = "",
-) -> str:
+def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str = "") -> str:
     """Return what the sizes of a run come to, in three lines for its start.
 
     Args:
       state_bytes: of the whole training state: policy, old policy, references, optimizer.
-      num_devices: devices of the run; None: those of `config.mesh`, 1 without one.
       device: their kind.
 
     Example:
@@ -103,11 +94,11 @@ def describe_run(
       each iteration: 8 prompts × 8 = 64 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of 8 prompts
       50 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
     """
-    sizes, steps = config.sizes(num_devices), config.total_steps(num_rows, num_devices)
+    sizes, steps = config.sizes(), config.total_steps(num_rows)
     sft, row = isinstance(config, SFTConfig), "prompt"
     if isinstance(config, SFTConfig):
         row = "block" if config.packing else "example"
-    devices = num_devices or math.prod((config.mesh or {}).values())
+    devices = math.prod((config.mesh or {}).values())
     iterations = math.ceil(steps / sizes.updates)
     micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")

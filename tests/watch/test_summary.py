@@ -30,8 +30,9 @@ def test_the_banner_by_hand():
         num_iterations=2,
         max_completion_length=64,
         max_steps=20,
+        mesh={"data": 2},
     )
-    text = describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000, num_devices=2)
+    text = describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000)
     # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 minibatches of 16 prompts, each in 2; 2 passes.
     assert text == (
         "1 M parameters · 4 GB of training state · 2 devices\n"
