@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sized
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
@@ -60,13 +60,16 @@ def main(descriptor: int) -> None:
         _send(connection, _failure(error))
         return
     with asyncio.Runner() as runner:
-        while True:
-            try:
-                request = connection.recv_bytes()
-            except EOFError:
-                return
+        for request in _requests(connection):
             _send(connection, {"begun": True})  # from here on, the end of this process is the function's doing
             _send(connection, _answer(fn, request, runner))
+
+
+def _requests(connection: Connection) -> Iterator[bytes]:
+    """Yield what is asked for, until the connection is closed."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            yield connection.recv_bytes()
 
 
 def _fork_on_request(connection: Connection, factory: Callable[[], object], setup: Mapping[str, Any]) -> None:
@@ -75,11 +78,7 @@ def _fork_on_request(connection: Connection, factory: Callable[[], object], setu
     A fork that has ended is waited for only when that is asked for: until then its number is no other process's.
     """
     children: set[int] = set()
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            break
+    for request in map(json.loads, _requests(connection)):
         codes = [_end(pid, children) for pid in request["end"]]
         if not request["fork"]:
             _send(connection, {"codes": codes})
@@ -131,11 +130,7 @@ def _serve_instance(connection: Connection, factory: Callable[[], object], outpu
     """Make the instance, then call its methods and read its attributes, until the connection is closed."""
     instance: object = None
     with asyncio.Runner() as runner:
-        while True:
-            try:
-                request = connection.recv_bytes()
-            except EOFError:
-                return
+        for request in _requests(connection):
             try:
                 what, name, args, keywords = pickle.loads(request)
                 if what == "make":
