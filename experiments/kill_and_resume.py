@@ -6,7 +6,7 @@ A small run (three passes over two minibatches, a synced reference, a shuffled d
 checkpoint every second step) is left alone twice: once with programs that are compiled anew, once with programs from
 the compile cache. Then it is killed by SIGKILL and begun again in the same directory until it is through: at moments
 drawn from the whole wall time of a run, and, every second time, while a checkpoint is half written. `--terms` adds
-SIGTERMs, after which the run has to save and exit with status 0 by itself. Each run that is through is compared with
+SIGTERMs, after which the run has to save and exit with status 143 by itself. Each run that is through is compared with
 the first one: params, optimizer, references and counters to the last bit, the files but for their timings, and the
 multiset of (epoch, prompt).
 
@@ -159,11 +159,11 @@ def interrupt(
     child.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
     status, ended = child.wait(), time.monotonic()
     whole, half = checkpoints(run_dir)
-    expected = 0 if kind == "SIGTERM" else -signal.SIGKILL
-    if status != expected:
-        raise SystemExit(f"{kind}: exit status {status} and not {expected}; see {run_dir / 'log.txt'}")
     if (run_dir / "final.json").exists():
         return "", 0.0
+    expected = 128 + signal.SIGTERM if kind == "SIGTERM" else -signal.SIGKILL
+    if status != expected:
+        raise SystemExit(f"{kind}: exit status {status} and not {expected}; see {run_dir / 'log.txt'}")
     took = ended - sent
     return (
         f"after {sent - began:.1f} s, newest whole checkpoint {whole[-1] if whole else None}"

@@ -76,8 +76,9 @@ class StopSignals:
 
         Raises:
           KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
-          SystemExit: with the exit status 0 otherwise.
+          SystemExit: otherwise, with the exit status that shells give a program which a signal has ended, 128 + its
+            number: whatever starts programs again, or waits for them, does not take the run for done.
         """
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
             raise KeyboardInterrupt
-        raise SystemExit(0)
+        raise SystemExit(128 + (self.received or signal.SIGTERM))

@@ -94,9 +94,9 @@ def train(
       RuntimeError: another process is using `run_dir`.
       NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
-      SystemExit: with the status 0, on SIGTERM or SIGINT, after a checkpoint: an update that has begun is finished,
-        completions that nothing has been learned from yet are dropped, and the resumed run samples them again. A
-        KeyboardInterrupt on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
+      SystemExit: with the status 143 on SIGTERM and 130 on SIGINT, after a checkpoint: an update that has begun is
+        finished, completions that nothing has been learned from yet are dropped, and the resumed run samples them
+        again. A KeyboardInterrupt on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
 
     Example:
       A model of sixteen numbers (one for each pair of letters) learns to begin with a b, in thirty steps:

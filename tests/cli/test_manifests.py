@@ -205,8 +205,8 @@ def test_slurm_gives_the_same_command_again(tmp_path):
 
 @pytest.mark.quick
 def test_slurm_saves_and_queues_again_when_its_time_is_over(tmp_path):
-    """The run ends with status 0 after a SIGTERM: that is no reason to take it for done."""
-    stand_in(tmp_path, "srun", "trap 'echo saved; exit 0' TERM; echo begun; while :; do sleep 0.05; done")
+    """The run ends after a SIGTERM: that is no reason to take it for done, nor to begin another attempt."""
+    stand_in(tmp_path, "srun", "trap 'echo saved; exit 143' TERM; echo begun; while :; do sleep 0.05; done")
     stand_in(tmp_path, "scontrol", 'echo "$@"')
     script = tmp_path / "job.sh"
     script.write_text(MANIFESTS["slurm"](job(workdir=str(tmp_path))))

@@ -166,7 +166,7 @@ def test_cut_anywhere_it_ends_in_the_same_bytes(whole, tmp_path):
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
 
 
-def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path, monkeypatch, capfd):
+def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_path, monkeypatch, capfd):
     """SIGTERM in each part of the loop, before it and after it; each time the run is gone on with.
 
     An update is finished. A rollout, its rewards and an evaluation are not: the run that goes on makes them again.
@@ -206,7 +206,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
             patch.setattr(owner, name, signalling(getattr(owner, name), moment))
             with pytest.raises(SystemExit) as left:
                 run(tmp_path)
-        assert left.value.code == 0
+        assert left.value.code == 143
         stops.append(newest())
     assert stops == [at for *_, at in moments.values()]
     assert not any("eval/vowels" in line for line in read_lines(tmp_path / "metrics.jsonl") if line["step"] == 15)
@@ -215,7 +215,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_0(whole, tmp_path,
         patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:
             run(tmp_path)
-    assert (left.value.code, newest()) == (0, SETTINGS["max_steps"])
+    assert (left.value.code, newest()) == (143, SETTINGS["max_steps"])
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])  # a run that is through stays as it is
 
 

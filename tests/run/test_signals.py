@@ -23,14 +23,14 @@ def _same_handlers_afterwards():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("number", BOTH)
-def test_the_first_signal_is_noted_and_the_program_exits_well(number, capfd):
+def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, capfd):
     with StopSignals() as signals:
         assert signals.received is None
         signal.raise_signal(number)
         assert signals.received is number
         with pytest.raises(SystemExit) as left:
             signals.leave()
-    assert left.value.code == 0
+    assert left.value.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     assert signals.hurry == (number is signal.SIGTERM)
     assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
 
