@@ -53,7 +53,7 @@ from grpo_jax.rewards.processes import (
 )
 from grpo_jax.types import Row
 
-CALLED_BY_TRAINER = ("reset", "respond", "get_reward")
+CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
 """Methods that an environment may have, and that are no tools."""
 
 # More than a worker's own bounds let a reply have: for one completion, and from an environment.

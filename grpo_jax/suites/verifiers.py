@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from grpo_jax.messages import import_extra, show
+from grpo_jax.suites.harness import PACKAGE, V1, PolicyAgent, Results, Servers, Talk
 from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Message, Messages, Row
-
-_PACKAGE = "verifiers"
-_V1 = "verifiers.v1"
+from grpo_jax.turns.tools import call_within
+from grpo_jax.types import Json, Message, Messages, Row
 
 
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
@@ -24,7 +23,9 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     of the environment, by their weights. A completion's environment has its `trace`, with each reward and metric by
     name, for reward functions that take `environments`.
 
-    What only a harness can do is refused: tools (servers for programs), stop conditions, containers, several agents.
+    Tools (`toolsets`) are verifiers' own servers, which it starts and ends: those of a task with each completion, those
+    of the taskset once. Conditions (`@stop`) end an episode where verifiers asks them: before and after each turn.
+    Refused are containers, several agents, limits in tokens, and tasks that rewrite what the policy says.
 
     Args:
       taskset: the id, which is the module of an installed package, or of one that comes with verifiers.
@@ -33,55 +34,87 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
       settings: of the taskset's config, such as `game`.
 
     Raises:
-      ValueError: verifiers or the taskset is not installed; a setting that it refuses; a task that needs a harness.
+      ValueError: verifiers or the taskset is not installed; a setting that it refuses; a task that is refused; tools
+        that do not begin.
 
     Example:
       >>> suite = verifiers("textarena", game="Hangman-v0", size=100)  # doctest: +SKIP
       >>> train(policy, suite.rows, [], config, environment_factory=suite.environment_factory)  # doctest: +SKIP
     """
-    loaders = import_extra("verifiers.v1.utils.loaders", _PACKAGE)
+    loaders = import_extra(f"{V1}.utils.loaders", PACKAGE)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(f"size = {show(size)}: give the number of tasks, from 1 up, or leave it out for all")
     try:
         described = loaders.resolve_env_config({"id": env, "taskset": {"id": taskset, **settings}})
-        environment = loaders.load_environment(described)
+        environment = loaders.load_environment(_here(described))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"verifiers does not load {taskset!r} ({type(error).__name__}: {error})") from error
+    if programs := [one.id for one in described.agent_harnesses().values() if one.id not in ("bash", "null")]:
+        raise ValueError(f"{taskset} comes with the harness {programs[0]}, whose program is not run here")
     tasks = environment.taskset
     if size is None and not tasks.bounded:
         raise ValueError(f"size: the taskset {taskset!r} has no end; give the number of tasks")
     taken = list(itertools.islice(tasks, size))
     _check(environment, taken, taskset)
-    rows = [_row(task, index) for index, task in enumerate(taken)]
-    return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, environment, taken))
+    rows: list[Row] = [
+        {"prompt": _prompt(task), "index": index, "task": task.data.name or ""} for index, task in enumerate(taken)
+    ]
+    servers = Servers(environment)
+    try:
+        schemas = call_within(None, _schemas, servers, taken[0]) if _toolsets(environment) else []
+    except Exception as error:
+        raise ValueError(f"{taskset}: its tools do not begin ({type(error).__name__}: {error})") from error
+    return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, servers, taken, schemas))
+
+
+def _here(config: Foreign) -> Foreign:
+    """Return an environment's config with agents that run in this process: chats without a program."""
+    v1 = import_extra(V1, PACKAGE)
+    here = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
+    agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)
+    return config.model_copy(update={name: agent.model_copy(update=here) for name, agent in agents.items()})
+
+
+def _toolsets(environment: Foreign) -> list[Foreign]:
+    """Return the servers of tools, of the taskset and of each task."""
+    taskset = environment.taskset
+    return [*taskset.toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)]
 
 
 def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
-    """Refuse what only a harness can do."""
-    taskset = environment.taskset
-    configs = import_extra("verifiers.v1.configs.agent", _PACKAGE).agent_config_fields(environment.config)
+    """Refuse what the policy cannot do as it is sampled here."""
+    configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
         raise ValueError(f"{name}: its environment has the agents {', '.join(configs)}, and one policy plays one")
     if not tasks:
         raise ValueError(f"{name} has no tasks")
-    kind = type(tasks[0])
-    if taskset.toolsets(taskset.config) or kind.toolsets(taskset.config.task):
-        raise ValueError(f"{name}: its tools are servers for a harness, which is not run here; give tools of your own")
-    if tasks[0].hooks("stop"):
-        raise ValueError(f"{name}: its tasks stop a harness, which is not run here, by conditions of their own")
-    if kind.NEEDS_CONTAINER:
+    (config,) = configs.values()
+    kinds = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
+    if limits := [kind for kind in kinds if getattr(config, kind) is not None]:
+        raise ValueError(f"{name}: {limits[0]} of its agent counts tokens, which only max_completion_length does here")
+    if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"{name}: its tasks need a container, which is not run here")
+    remote = import_extra(f"{V1}.interception", PACKAGE).requires_tunnel
+    if far := [one.server_name for one in _toolsets(environment) if remote(True, [one.config])]:
+        raise ValueError(
+            f"{name}: its tools {', '.join(far)} run on another machine, which would have to reach this one"
+        )
+    hooks = import_extra(f"{V1}.session", PACKAGE).hook_boundary
+    found = import_extra(f"{V1}.utils.decorators", PACKAGE).discover_decorated(tasks[0], "intercept")
+    response = import_extra(V1, PACKAGE).Response
+    if rewrites := [hook.__name__ for hook in found if hooks(hook, allow_trace=False) is response]:
+        raise ValueError(f"{name}: {rewrites[0]} of its tasks rewrites what the policy says, which is then not its own")
 
 
-def _row(task: Foreign, index: int) -> Row:
-    """Return the row of a task: its prompt, and its number."""
+def _prompt(task: Foreign) -> Messages:
+    """Return the messages that a task begins with."""
     data = task.data
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
     prompt: Messages = [*system, *(one if isinstance(one, dict) else _message(one) for one in asked)]
     if not prompt:
-        raise ValueError(f"task {index} has no prompt")
-    return {"prompt": prompt, "index": index, "task": data.name or ""}
+        raise ValueError(f"task {data.idx} has no prompt")
+    return prompt
 
 
 def _message(message: Foreign) -> Message:
@@ -89,117 +122,93 @@ def _message(message: Foreign) -> Message:
     return read
 
 
+async def _play(servers: Servers, task: Foreign, talk: Talk) -> None:
+    """Run the environment's own program, with the policy as its agent."""
+    v1, environment = import_extra(V1, PACKAGE), servers.environment
+    about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    try:
+        agents = v1.Agents(environment.config, functools.partial(PolicyAgent, talk, *await servers.ready()))
+        await environment.setup(agents)
+        await environment.run(task, agents)
+        if talk.trace is None:
+            raise RuntimeError("the environment ran no agent")
+        if talk.trace.errors:
+            raise RuntimeError(f"{talk.trace.errors[-1].type}: {talk.trace.errors[-1].message}")
+        info = v1.EnvInfo(id=environment.config.env_id)
+        await environment.finalize(task, v1.Episode(env=info, task=about, traces=[talk.trace]))
+    except ExceptionGroup as group:  # of an environment that does several things at a time
+        raise group.exceptions[0] from group
+    finally:
+        talk.over()
+
+
+async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
+    """Return the schemas of a task's tools, from an episode that is ended before its first turn."""
+    talk = Talk(None, _prompt(task))
+    episode = asyncio.create_task(_play(servers, task, talk))
+    heard = await talk.hear()
+    if heard is None:
+        await episode  # raises what it has
+    episode.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await episode
+    return talk.schemas or []
+
+
 class VerifiersEnv:
     """One completion, which an environment of verifiers plays as an episode; see `verifiers`.
 
     Attributes:
       trace: the suite's record of the completion; None before it begins.
+      tool_schemas: of the tools that the tasks have.
     """
 
-    def __init__(self, environment: Foreign, tasks: Sequence[Foreign]):
-        self._environment, self._tasks = environment, tasks
-        self._said: asyncio.Queue[str | None] = asyncio.Queue()  # by the policy; None: it will say no more
-        self._heard: asyncio.Queue[str | None] = asyncio.Queue()  # by the environment; None: it is over
+    def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
+        self._servers, self._tasks = servers, tasks
+        self._talk: Talk | None = None
         self._episode: asyncio.Task[None] | None = None
-        self.trace: Foreign = None
+        self.tool_schemas = tool_schemas
+
+    @property
+    def trace(self) -> Foreign:
+        """The suite's record."""
+        return None if self._talk is None else self._talk.trace
 
     async def reset(self, index: int, **_: object) -> str:
         """Begin the episode of a task; the text is what the environment says first, if it does."""
-        self._episode = asyncio.create_task(self._play(self._tasks[index]))
-        return await self._next() or ""
+        task = self._tasks[index]
+        self._talk = Talk(self.tool_schemas, _prompt(task))
+        self._episode = asyncio.create_task(_play(self._servers, task, self._talk))
+        said: str | None = await self._next()
+        return said or ""
 
     async def respond(self, text: str) -> str | None:
         """Say a turn, and return what the environment answers; None when it is over."""
-        await self._said.put(text)
-        return await self._next()
+        said: str | None = await self._turn({"role": "assistant", "content": text})
+        return said
+
+    async def answer_calls(self, message: Message, problems: Sequence[str]) -> Results | None:
+        """Say a turn that calls tools, and return what became of the calls; None when it is over."""
+        done: Results | None = await self._turn(message, problems)
+        return done
 
     async def get_reward(self) -> float | None:
         """Let the episode end, and return its reward."""
-        if self._episode is None:
+        if self._episode is None or self._talk is None:
             return None
-        await self._said.put(None)
+        self._talk.end()
         await self._episode
         return None if any(one is None for one in self.trace.rewards.values()) else float(self.trace.reward)
 
-    async def _next(self) -> str | None:
-        said = await self._heard.get()
-        if said is None:
-            self._heard.put_nowait(None)  # it is over, however often it is asked
-            if self._episode is not None and self._episode.done():
-                self._episode.result()  # raises what it has
-        return said
+    async def _turn(self, message: Message, problems: Sequence[str] = ()) -> Foreign:
+        if self._talk is not None:
+            await self._talk.say(message, problems)
+        return await self._next()
 
-    async def _play(self, task: Foreign) -> None:
-        """Run the environment's own program, with this object as its agent."""
-        v1 = import_extra(_V1, _PACKAGE)
-        agents = v1.Agents(self._environment.config, lambda name, spec: _Agent(self, name, spec))
-        about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        try:
-            await self._environment.setup(agents)
-            await self._environment.run(task, agents)
-            info = v1.EnvInfo(id=self._environment.config.env_id)
-            await self._environment.finalize(task, v1.Episode(env=info, task=about, traces=[self.trace]))
-        finally:
-            await self._heard.put(None)
-
-    async def _turn(self, message: str | None) -> str | None:
-        """Say something to the policy, and return its turn; None when it says no more."""
-        await self._heard.put(message or "")
-        text = await self._said.get()
-        if text is None:
-            self._said.put_nowait(None)  # the policy says no more, however often it is asked
-        return text
-
-
-class _Agent:
-    """The policy as the one agent of an environment: what of `verifiers.v1.Agent` a program of an environment calls."""
-
-    def __init__(self, completion: VerifiersEnv, name: str, config: Foreign):
-        self._completion, self._name, self.config = completion, name, config
-        self.trainable = True
-
-    async def run(self, task: Foreign) -> Foreign:
-        """Let the policy answer a task in one turn, and return the scored trace."""
-        async with self.interaction(task) as interaction:
-            await interaction.turn()
-        return interaction.trace
-
-    @contextlib.asynccontextmanager
-    async def interaction(self, task: Foreign) -> AsyncIterator[_Interaction]:
-        """Hold a conversation of a task; the task scores its trace at the end."""
-        v1 = import_extra(_V1, _PACKAGE)
-        about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        state = import_extra("verifiers.v1.state", _PACKAGE).state_cls(type(task))()
-        trace = v1.Trace(task=about, state=state, agent=v1.AgentInfo(config=self.config, name=self._name))
-        self._completion.trace = trace
-        interaction = _Interaction(v1, self._completion._turn, trace)
-        interaction.note(*_row(task, 0)["prompt"] if task.data.prompt is not None else [])
-        await task.setup(trace, None)
-        yield interaction
-        trace.is_completed = trace.ok = True
-        await task.finalize(trace, None)
-        await task.score(trace)
-
-
-class _Interaction:
-    """A conversation with the policy: what of `verifiers.v1.Interaction` a program of an environment calls."""
-
-    def __init__(self, v1: Foreign, turn: Callable[[str | None], Awaitable[str | None]], trace: Foreign):
-        self._v1, self._turn, self.trace = v1, turn, trace
-
-    def note(self, *messages: Message, sampled: bool = False) -> None:
-        """Write messages into the trace."""
-        for message in messages:
-            parent = len(self.trace.nodes) - 1 if self.trace.nodes else None
-            self.trace.nodes.append(self._v1.MessageNode(parent=parent, message=message, sampled=sampled))
-
-    async def turn(self, message: str | None = None) -> Foreign:
-        """Say something to the policy, and return what it answers as a segment."""
-        segment = import_extra("verifiers.v1.agent", _PACKAGE).Segment
-        if message is not None:
-            self.note({"role": "user", "content": message})
-        text = await self._turn(message)
-        if text is None:
-            return segment(messages=[], terminated=True)
-        self.note({"role": "assistant", "content": text}, sampled=True)
-        return segment(messages=[self.trace.nodes[-1].message])
+    async def _next(self) -> Foreign:
+        if self._talk is None or self._episode is None:
+            return None
+        heard = await self._talk.hear()
+        if heard is None:
+            await asyncio.shield(self._episode)  # raises what it has
+        return heard

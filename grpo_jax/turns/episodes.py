@@ -77,6 +77,7 @@ class Episode:
         self._talks = is_conversation(row["prompt"])
         self.environment: Any = None
         self.tools: Mapping[str, Tool] = dict(interaction.tools)
+        self._answers_calls = False
         self.opening = ""
         self.turns: list[tuple[bool, str]] = []
         self.messages: Messages = []
@@ -94,7 +95,9 @@ class Episode:
         made, self.environment = self._guarded("the call", factory)
         if not made:
             return
-        self.tools = {**self._interaction.tools, **environment_tools(self.environment)}
+        own = environment_tools(self.environment)
+        self.tools = {**self._interaction.tools, **own}
+        self._answers_calls = bool(own) and hasattr(self.environment, "answer_calls")
         if hasattr(self.environment, "reset"):
             columns = own_copy(reset_arguments(self.environment.reset, row))
             _, opening = self._guarded("reset", self.environment.reset, **columns)
@@ -171,11 +174,28 @@ class Episode:
         schemas = {name: tool.schema for name, tool in self.tools.items()}
         return text, form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
 
-    def _call(self, parsed: Parsed) -> Messages:
+    def _call(self, parsed: Parsed) -> Messages | None:
         """Call the tools, and return their results as messages; of one that could not be called, why."""
         self.counts.calls += len(parsed.calls) + len(parsed.problems)
+        if self._answers_calls:
+            return self._results(parsed)
         said = [tool_message(call.name, self._result(call)) for call in parsed.calls]
         return said + [tool_message("", self._error(problem)) for problem in parsed.problems]
+
+    def _results(self, parsed: Parsed) -> Messages | None:
+        """Let the environment call its tools, and return their results as messages; None at the end."""
+        message, problems = assistant_message(parsed), list(parsed.problems)
+        done, said = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
+        if not done or said is None:
+            return None
+        names = [*(call.name for call in parsed.calls), *("" for _ in problems)]
+        rows = said if isinstance(said, (list, tuple)) else []
+        if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
+            fault = f"returned {show(said)}; for each call (text, whether it failed) is needed, or None at the end"
+            self._fail("answer_calls", fault)
+            return None
+        self.counts.failures += sum(bool(failed) for _, failed in rows)
+        return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _result(self, call: ToolCall) -> str:
         """Call one tool, and return its result as text, or the error."""

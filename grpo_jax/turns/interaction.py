@@ -290,6 +290,10 @@ def _environment_problems(
             " have a second turn"
         )
     problems += [f"{kind} and tools both have {twice!r}: rename one of them" for twice in own.keys() & tools.keys()]
+    if own and tools and hasattr(environment, "answer_calls"):
+        problems.append(
+            f"{kind} answers all calls itself (answer_calls), so that tools would not be called: leave them out"
+        )
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if not hasattr(environment, "reset") or row is None:
         return problems

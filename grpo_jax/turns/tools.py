@@ -106,7 +106,8 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 
     Args:
       environment: an object, or a class, whose methods are then not bound. `reset`, `get_reward`, `respond`, names that
-        begin with an underscore and attributes that are no methods are left out; inherited methods are not.
+        begin with an underscore and attributes that are no methods are left out; inherited methods are not. An object
+        with `answer_calls` has the tools that its `tool_schemas` describe instead, and is told of whole turns.
 
     Raises:
       ValueError: as `read_tools`, for the methods.
@@ -125,6 +126,12 @@ def environment_tools(environment: object) -> dict[str, Tool]:
       (['add'], ['type', 'properties', 'required'])
     """
     kind = environment if isinstance(environment, type) else type(environment)
+    if hasattr(kind, "answer_calls") and not isinstance(environment, type):
+        described: Any = environment
+        return {
+            schema["function"]["name"]: Tool(schema["function"]["name"], described.answer_calls, schema)
+            for schema in described.tool_schemas
+        }
     methods: dict[str, Tool] = {}
     problems: list[str] = []
     for name in dir(kind):

@@ -26,14 +26,43 @@ class SumTask(vf.Task[SumData]):
         return float(trace.num_turns)
 
 
+class Contained(SumTask):
+    NEEDS_CONTAINER = True
+
+
+class Rewriting(SumTask):
+    @vf.intercept
+    async def polite(self, response: vf.Response) -> None:
+        """Leave it as it is."""
+
+
+class Changing(SumTask):
+    @vf.intercept
+    async def shout(self, request: vf.Request) -> vf.Request:
+        request.messages[-1].content = "WHAT?"
+        return request
+
+
+class Failing(SumTask):
+    @vf.reward
+    async def broken(self, trace: vf.Trace) -> float:
+        raise ZeroDivisionError("no score")
+
+
+KINDS = {one.__name__: one for one in (SumTask, Contained, Rewriting, Changing, Failing)}
+
+
 class SumConfig(vf.TasksetConfig):
     count: int = 4
+    kind: str = "SumTask"
 
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     def load(self):
         for n in range(self.config.count):
-            yield SumTask(SumData(prompt=f"{n} + 1 =", system_prompt="Add.", answer=n + 1), self.config.task)
+            yield KINDS[self.config.kind](
+                SumData(prompt=f"{n} + 1 =", system_prompt="Add.", answer=n + 1), self.config.task
+            )
 
 
 __all__ = ["SumTaskset"]

@@ -58,12 +58,42 @@ def test_rewards_of_one_turn_are_weighed_as_the_task_says():
         ({"taskset": "sums_of_verifiers", "cuont": 3}, "verifiers does not load 'sums_of_verifiers' .ValidationError"),
         ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers has no tasks"),
         ({"taskset": "sums_of_verifiers", "size": 0}, "size = 0: give the number of tasks"),
-        ({"taskset": "tools_of_verifiers"}, "its tools are servers for a harness, which is not run here"),
+        ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "its tasks need a container"),
+        ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "polite of its tasks rewrites what the policy says"),
+        ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "has the agents .*, and one policy plays one"),
+        (
+            {"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"},
+            "max_total_tokens of its agent counts tokens",
+        ),
+        (
+            {"taskset": "tools_of_verifiers", "task": {"tools": {"runtime": {"type": "prime"}}}},
+            "its tools sum run on another machine",
+        ),
     ],
 )
 def test_what_is_not_there_or_not_played_is_said(arguments, message):
     with pytest.raises(ValueError, match=message):
         verifiers(**arguments)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "turns", "message"),
+    [
+        ({"kind": "Changing"}, 0, "the environment changes what was said before"),
+        ({"kind": "Failing"}, 1, "no score"),
+        ({"env": "best-of-n"}, 0, "several conversations in an episode"),
+    ],
+)
+def test_what_goes_wrong_in_an_episode_is_raised_by_who_waits_for_it(arguments, turns, message):
+    environment = verifiers("sums_of_verifiers", **arguments).environment_factory()
+    asked = [(environment.reset, {"index": 0}), (environment.respond, {"text": "1"})]
+    for function, keywords in asked[:turns]:
+        call_within(SECONDS, function, **keywords)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call_within(SECONDS, asked[turns][0], **asked[turns][1])
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call_within(SECONDS, environment.get_reward)
 
 
 def test_a_game_by_hand(hangman):

@@ -1,26 +1,89 @@
-"""A taskset with a tool, as a server for a harness."""
+"""A taskset with tools in the form that verifiers documents: a server with a state, conditions and weights.
+
+Add up to a goal. The servers are processes of their own, which import this module.
+"""
+
+from __future__ import annotations
 
 import pytest
 
 vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, whose taskset this is")
 
 
-class Echo(vf.Toolset[vf.ToolsetConfig]):
+class AddData(vf.TaskData):
+    goal: int
+
+
+class AddState(vf.State):
+    total: int = 0
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig, AddState]):
+    TOOL_PREFIX = "sum"
+
     @vf.tool
-    def echo(self, text: str) -> str:
-        """Return the text."""
-        return text
+    async def add(self, n: int) -> int:
+        """Add to the total, which is returned."""
+        if n < 0:
+            raise ValueError("only from 0 up")
+        self.state.total += n
+        return self.state.total
 
 
-class ToolTask(vf.Task[vf.TaskData]):
+class AddConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+    own: bool = False
+
+
+class AddTask(vf.Task[AddData, AddState, AddConfig]):
     @classmethod
     def toolsets(cls, config):
-        return [Echo(vf.ToolsetConfig())]
+        return [Adder(config.tools)] if config.own else []
+
+    @vf.stop
+    async def reached(self, trace: vf.Trace) -> bool:
+        return trace.state.total >= self.data.goal
+
+    @vf.stop
+    async def gives_up(self, response: vf.Response) -> bool:
+        return "I give up" in (response.message.content or "")
+
+    @vf.intercept
+    async def hidden(self, request: vf.Request) -> vf.Request:
+        for message in request.messages:
+            if message.role == "tool" and message.content == "13":
+                message.content = "(unlucky)"
+        return request
+
+    @vf.reward(weight=2.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(trace.state.total == self.data.goal)
+
+    @vf.reward(weight=-0.25)
+    async def calls(self, trace: vf.Trace) -> float:
+        return float(
+            sum(len(node.message.tool_calls or ()) for node in trace.nodes if node.message.role == "assistant")
+        )
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
 
 
-class ToolTaskset(vf.Taskset[ToolTask, vf.TasksetConfig]):
+class AddTasksetConfig(vf.TasksetConfig):
+    task: AddConfig = AddConfig()
+
+
+class AddTaskset(vf.Taskset[AddTask, AddTasksetConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [] if config.task.own else [Adder(config.task.tools)]
+
     def load(self):
-        return [ToolTask(vf.TaskData(prompt="Echo."), self.config.task)]
+        return [AddTask(AddData(prompt=f"Add up to {goal}.", goal=goal), self.config.task) for goal in (5, 20)]
 
 
-__all__ = ["ToolTaskset"]
+__all__ = ["AddTaskset"]
+
+if __name__ == "__main__":
+    Adder.run()

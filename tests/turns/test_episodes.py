@@ -437,6 +437,67 @@ def test_plain_functions_are_tools_and_the_environments_own_come_beside():
         assert ('"add"' in shown) == (factory is not None)
 
 
+class Desk:
+    """An environment that answers calls itself, as a server of tools would."""
+
+    def __init__(self, says=lambda texts: [(text, False) for text in texts]):
+        arguments = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        function = {"name": "add", "description": "Add.", "parameters": arguments}
+        self.tool_schemas, self.heard, self._says = [{"type": "function", "function": function}], [], says
+
+    def answer_calls(self, message, problems):
+        self.heard.append((message, problems))
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        return self._says([f"{name}!" for name in names] + [f"({problem})" for problem in problems])
+
+
+@pytest.mark.quick
+def test_an_environment_may_answer_the_calls_of_a_turn_itself():
+    interaction = chat_interaction(Desk)
+    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
+    shown = tokenizer.decode(encode_rows(interaction, [CHAT], tokenizer).token_ids[0])
+    assert '"add"' in shown
+    assert "answer_calls" not in shown
+    said = episode.answer(turn(tokenizer, ("add", {"n": 4}), ("no", [1]), text="So:"), 400)
+    assert "add!" in tokenizer.decode(said)
+    broken = '<tool_call>\n{"name": "add", "argum'
+    episode.answer(np.append(ids(tokenizer, broken), interaction.eos_token_ids[0]), 400)
+    (first, none), (second, (problem,)) = episode.environment.heard
+    calls = assistant_message(Parsed("", (ToolCall("add", {"n": 4}), ToolCall("no", [1]))))["tool_calls"]
+    assert (first["tool_calls"], first["content"][-3:], none) == (calls, "So:", [])
+    assert "tool_calls" not in second
+    told = [(one["name"], one["content"]) for one in episode.messages if one["role"] == "tool"]
+    assert told == [("add", "add!"), ("no", "no!"), ("", f"({problem})")]
+    assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (3, 0, 0)
+
+
+@pytest.mark.quick
+def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_wrong():
+    failed = begun(chat_interaction(lambda: Desk(lambda texts: [(text, True) for text in texts])), CHAT)
+    call = turn(failed._interaction.tokenizer, ("add", {"n": 4}))
+    assert failed.answer(call, 400) is not None
+    assert failed.counts.failures == 1
+    ended = begun(chat_interaction(lambda: Desk(lambda texts: None)), CHAT)
+    assert ended.answer(call, 400) is None
+    assert (ended.counts.errors, ended.over) == (0, False)
+    for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
+        with pytest.raises(EnvironmentFault, match=r"answer_calls returned .*for each call .text, whether it failed."):
+            begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)
+    with pytest.raises(EnvironmentFault, match="answer_calls raised ZeroDivisionError"):
+        begun(chat_interaction(lambda: Desk(lambda texts: 1 / 0)), CHAT).answer(call, 400)
+    with pytest.raises(ValueError, match=r"Desk answers all calls itself .*leave them out"):
+        chat_interaction(Desk, tools=[sorted_words])
+
+
+def sorted_words(text: str) -> list[str]:
+    """Sort words.
+
+    Args:
+        text: the words
+    """
+    return sorted(text.split())
+
+
 @pytest.mark.quick
 def test_a_last_turn_without_room_is_noted():
     interaction = interaction_of(Guess)
