@@ -325,13 +325,6 @@ class _Template:
         return mask
 
     def _apply(self, messages: Messages, keywords: Json) -> Mapping[str, list[int]]:
-        try:
-            keywords = {**self._keywords, "tokenize": True, "return_dict": True, **keywords}
-            return apply_template(messages, self._tokenizer, keywords)
-        except ImportError:  # jinja2 is missing, and the message says so
-            raise
-        except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
-            raise ValueError(
-                f"{self._where}: the chat template refused the messages ({type(error).__name__}: {error}); they are"
-                f" {show(list(messages))}"
-            ) from error
+        keywords = {**self._keywords, "tokenize": True, "return_dict": True, **keywords}
+        found: Mapping[str, list[int]] = apply_template(messages, self._tokenizer, keywords, where=self._where)
+        return found

@@ -183,28 +183,35 @@ def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Js
             f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
-    try:
-        return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True)
-    except ImportError:  # jinja2 is missing, and the message says so
-        raise
-    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
-        raise ValueError(
-            f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); the prompt is "
-            f"{show(prompt)}"
-        ) from error
+    return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True, where=where)
 
 
-def _apply_template(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool) -> Any:
+def _apply_template(
+    prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool, where: str
+) -> Any:
     """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
     prefilled = prompt[-1]["role"] == "assistant"
     opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
     # Without return_dict transformers 5 would return a dict of ids and attention mask.
-    return apply_template(prompt, tokenizer, {**template_kwargs, **opening, "tokenize": tokenize, "return_dict": False})
+    keywords = {**template_kwargs, **opening, "tokenize": tokenize, "return_dict": False}
+    return apply_template(prompt, tokenizer, keywords, where=where)
 
 
-def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json) -> Any:
-    """Return a conversation as the chat template writes it, by these keywords of `apply_chat_template`."""
-    return tokenizer.apply_chat_template(list(messages), **keywords)
+def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
+    """Return a conversation as the chat template writes it, by these keywords of `apply_chat_template`.
+
+    Raises:
+      ValueError: the template refuses it; the message begins with `where`.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **keywords)
+    except ImportError:  # jinja2 is missing, and the message says so
+        raise
+    except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+        raise ValueError(
+            f"{where}: the chat template refused the messages ({type(error).__name__}: {error}); they are"
+            f" {show(list(messages))}"
+        ) from error
 
 
 def _check_shown(
@@ -223,7 +230,7 @@ def _check_shown(
         seen.add(kind)
         try:
             messages = [message for message, _ in marked]
-            text = _apply_template(messages, tokenizer, template_kwargs[index], tokenize=False)
+            text = _apply_template(messages, tokenizer, template_kwargs[index], tokenize=False, where=argument)
         except Exception:  # one that looks into the contents, which the marks have replaced
             continue
         for place, (message, mark) in enumerate(marked):

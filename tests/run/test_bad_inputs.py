@@ -142,7 +142,7 @@ BAD = [
     (dict(dataset=[{"prompt": MESSAGES}]), "but the tokenizer has no chat template: set tokenizer.chat_template, use"),
     (
         dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
-        "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); the prompt is",
+        "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); they are",
     ),
     (
         dict(max_prompt_length=2),
