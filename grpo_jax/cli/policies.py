@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -34,7 +34,7 @@ def load_policy(run: RunFile) -> Policy:
         found = _named(run.model, run.folder)
         if isinstance(found, Policy) and run.quantize is not None:
             raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
-        policy = found if isinstance(found, Policy) else _read(found, run, run.quantize, run.quantize_embeddings)
+        policy = found if isinstance(found, Policy) else _read(str(found), run, run.quantize, run.quantize_embeddings)
     if run.lora is not None:
         policy = add_lora(
             policy,
@@ -60,7 +60,7 @@ def load_teacher(run: RunFile) -> Policy | Scorer | Literal["self"] | None:
     return _read(found, run, quantize) if isinstance(found, str) else found
 
 
-def _named(model: object, folder: Path) -> Any:
+def _named(model: object, folder: Path) -> Policy | Scorer | str:
     """Return what an entry names: a directory or a name on the hub, or the object that a reference leads to.
 
     A function or class is called, and an object that scores is not, though it may be callable too.
@@ -68,7 +68,9 @@ def _named(model: object, folder: Path) -> Any:
     if not is_reference(model):
         return in_folder(str(model), folder)
     found = find(model, folder)
-    return found() if callable(found) and (isinstance(found, type) or not hasattr(found, "score")) else found
+    called = callable(found) and (isinstance(found, type) or not hasattr(found, "score"))
+    named: Policy | Scorer | str = found() if called else found
+    return named
 
 
 def _read(name: str, run: RunFile, quantize: str | None, quantize_embeddings: bool = False) -> Policy:
