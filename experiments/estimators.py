@@ -44,7 +44,6 @@ from grpo_jax import (
 )
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.text.completions import reward_inputs
-from grpo_jax.watch.writer import read_lines
 
 LESSONS = 400
 """Supervised steps of the base of sort_digits; that of Countdown makes three quarters of them."""
@@ -208,7 +207,8 @@ def steps_to(curve: Sequence[tuple[int, float]], bar: float) -> int | None:
 
 def read_results(directory: Path) -> list[dict[str, Any]]:
     """The lines of earlier runs."""
-    return list(read_lines(directory / "results.jsonl"))
+    path = directory / "results.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def table(results: Sequence[Mapping[str, Any]], task: str) -> str:

@@ -50,7 +50,8 @@ def test_a_reduced_run_of_one_setting_goes_on_where_it_stopped(tmp_path, monkeyp
     assert 0 < results[1]["entropy"] < 6
     assert results[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert [step for step, _ in results[1]["curve"]] == [4]
-    assert estimators.main([*flags, "--only", "remax"]) == json.loads(json.dumps(results)), "nothing is run again"
+    assert estimators.main([*flags, "--only", "remax"]) == json.loads(json.dumps(results))
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2, "nothing is run again"
 
 
 @pytest.mark.quick
