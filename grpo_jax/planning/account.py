@@ -129,6 +129,16 @@ class Account:
         return shapes
 
     @functools.cached_property
+    def greedy(self) -> RolloutShapes | None:
+        """The programs of the greedy rollout that `advantage_estimator="remax"` makes; None for any other.
+
+        It follows the rollout with G times as many completions, and takes less memory.
+        """
+        if not isinstance(self.run, Run) or self.run.config.advantage_estimator != "remax":
+            return None
+        return rollout_programs(self.run, self.state.params, greedy=True)
+
+    @functools.cached_property
     def updates(self) -> UpdatePrograms:
         """The programs of an update, of packed sequences as an accelerator has them."""
         return update_programs(self.run.updater, self.state, self.batch, tokens=_tokens(self.run))
@@ -143,8 +153,8 @@ class Account:
         """The names of all programs that the policy's lengths choose from."""
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
-        rollout = () if self.rollout is None else self.rollout.programs()
-        return tuple(program.name for program in (*rollout, *updates.by_length))
+        rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
+        return tuple(program.name for program in (*rollouts, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
         """Bytes that stay on each device, by part; with `donate` the caller holds no params beside the run's."""
@@ -182,10 +192,13 @@ class Account:
     @functools.cached_property
     def work(self) -> Work:
         """The arithmetic of one iteration."""
+        return self._work_of(self.config.num_generations)
+
+    def _work_of(self, group: int) -> Work:
         return Work(
             self.run.policy.model.config,
             self.sizes.prompts,
-            self.config.num_generations,
+            group,
             self.run.prompt_length,
             self.run.updater.config.max_completion_length,
             jnp.dtype(self.config.compute_dtype).itemsize,
@@ -194,7 +207,8 @@ class Account:
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""
         update = self.work.update_operations
-        rollout = {} if self.rollout is None else {"rollout": update / 3}
+        greedy = 0.0 if self.greedy is None else self._work_of(1).update_operations
+        rollout = {} if self.rollout is None else {"rollout": (update + greedy) / 3}
         reference = {"reference": update / 3} if self.config.beta > 0 else {}
         return {**rollout, **reference, "update": update * self.config.num_iterations}
 
@@ -212,13 +226,17 @@ class Account:
     @property
     def decode_bytes(self) -> float:
         """Bytes that the decode of one iteration reads, over all devices."""
+        return self._decode_bytes(self.config.num_generations) + (0.0 if self.greedy is None else self._decode_bytes(1))
+
+    def _decode_bytes(self, group: int) -> float:
+        """Bytes that a rollout with so many completions of each prompt reads."""
         # Weights are read for each device's own completions, as often as these follow one another; devices along
         # "tensor" share completions, and read a part each.
-        shards, group = shard_count(self.mesh), self.config.num_generations
+        shards, work = shard_count(self.mesh), self._work_of(group)
         at_once = places(self.sizes.prompts, group, self.config.rollout_batch_size, shards)
         times = shards * math.ceil(self.sizes.prompts / at_once)
-        weights = self.work.completion_length * count_weights(self.work.shape) * self.work.itemsize
-        return self.work.decode_bytes + (times - 1) * weights
+        weights = work.completion_length * count_weights(work.shape) * work.itemsize
+        return work.decode_bytes + (times - 1) * weights
 
 
 def _example_length(config: SFTConfig) -> int:

@@ -32,6 +32,10 @@ _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 UNREAD = "what {} exchanges and calls is not known: this jaxlib does not understand the program that the compiler wrote"
+TAUGHT = (
+    "distillation_coef = {}: the teacher is not counted; unless a server has it, its params are held too, and its"
+    " forward passes come on top"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,8 @@ def plan(
     donate: bool = False,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
+
+    A teacher (`distillation_coef`) is not counted, and the plan says so.
 
     Args:
       model: name of a model on the hub, a directory, a config.json, or what one holds.
@@ -194,7 +200,9 @@ def plan_here(request: PlanRequest) -> Plan:
             target = None
     request = dataclasses.replace(request, memory=memory)
     here = plan_sizes(request, target)
-    here = dataclasses.replace(here, memory=memory, note=note or here.note)
+    coef = request.config.distillation_coef
+    notes = [one for one in (note, here.note, TAUGHT.format(coef) if coef > 0 else "") if one]
+    here = dataclasses.replace(here, memory=memory, note="\n".join(notes))
     if memory is None or not request.largest:
         return here
     # The most that fits does so with activations recomputed, unless the config says that they are kept.

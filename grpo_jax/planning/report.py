@@ -42,7 +42,7 @@ class Plan:
       state: bytes that the recurrent layers keep of each prompt and of each completion, however long it is.
       recomputes: whether activations are recomputed in the backward pass, which `gradient_checkpointing` may leave to
         the memory; where that is not known, they are.
-      note: a caution on these numbers.
+      note: cautions on these numbers, a line for each.
     """
 
     devices: int
