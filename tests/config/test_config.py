@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import config as config_module
+from grpo_jax.config import contradictions as contradictions_module
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sizes import Sizes
@@ -1067,3 +1068,15 @@ def test_a_run_that_fits_is_not_refused():
 @pytest.mark.quick
 def test_all_errors_of_a_run_come_at_once():
     assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
+
+
+@pytest.mark.quick
+def test_a_contradiction_reads_the_fields_that_it_names():
+    """They are held back from it where one of them is wrong in itself, and no type checker knows them."""
+    tree = ast.parse(inspect.getsource(contradictions_module))
+    (table,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert len(table.elts) == len(contradictions_module._CONTRADICTIONS) > 30
+    for names, rule, _ in (row.elts for row in table.elts):
+        read = {node.attr for node in ast.walk(rule) if isinstance(node, ast.Attribute) and node.value.id == "c"}
+        assert read == {*names.value.split()} <= fields, names.value
