@@ -1078,5 +1078,7 @@ def test_a_contradiction_reads_the_fields_that_it_names():
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     assert len(table.elts) == len(contradictions_module._CONTRADICTIONS) > 30
     for names, rule, _ in (row.elts for row in table.elts):
-        read = {node.attr for node in ast.walk(rule) if isinstance(node, ast.Attribute) and node.value.id == "c"}
+        read = {
+            node.attr for node in ast.walk(rule) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "c"
+        }
         assert read == {*names.value.split()} <= fields, names.value
