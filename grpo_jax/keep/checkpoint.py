@@ -8,7 +8,7 @@ checkpoints/40/   params   what is exported
                            those that an engine is still at are asked for again by the run that goes on
                   told     of several turns, their transcript, as the bytes of a JSON text
                   rows     the indices of the rows that `ahead` was sampled for, or an engine is sampling for
-                  posteriors   the chance of success of every row, as it is believed (`prompt_selection="beta"`)
+                  posteriors   what is believed of every row (`prompt_selection`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -59,7 +59,7 @@ class Restored(NamedTuple):
       ahead: completions that were sampled for the next iteration, or None.
       transcript: of their turns, the bytes of a JSON text; None where there is one turn.
       rows: [B] int32 of the dataset that they are of; None where the cursor says them.
-      posteriors: [N, 3] float32, `run.selection.Posteriors`; None where rows are not chosen by them.
+      posteriors: [N, 3 or 4] float32, `run.selection.Posteriors`; None where rows are not chosen by them.
     """
 
     state: TrainState

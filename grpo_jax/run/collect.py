@@ -1,7 +1,7 @@
 """One iteration's experience: prompts → completions → rewards → advantages → `Batch`.
 
 The host's part of the loop. What is random or ordered is found by counting prompts since the start of the run: the n-th
-prompt is the n-th entry of the epochs, shuffled or not (with `prompt_selection="beta"` the posteriors choose it,
+prompt is the n-th entry of the epochs, shuffled or not (with another `prompt_selection` the posteriors choose it,
 `run.selection`), and its samples come from the keys of n. So the cursor is one integer.
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
@@ -148,7 +148,7 @@ class _Rollouts:
 
             def sample_next(batch: Batch | None = batch, cursor: int = cursor, rows: list[int] = coming_rows) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return Ahead.of(self.sample(cursor, rows), run.data, rows, chosen=config.prompt_selection == "beta")
+                return Ahead.of(self.sample(cursor, rows), run.data, rows, chosen=config.prompt_selection != "uniform")
 
             here = self.look_ahead and self.engine is None
             with beside(sample_next) if here else contextlib.nullcontext() as coming:

@@ -165,7 +165,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     loop.progress = found or loop.progress
     data = loop.run.data
     if found is None and isinstance(loop.run, Run):
-        loop.posteriors = no_evidence(loop.run.config, len(data.rows))
+        loop.posteriors = no_evidence(loop.run.config, data.rows)
     loop.monitor.start(
         state,
         loop.progress,

@@ -1,4 +1,4 @@
-"""Which rows are sampled next: in shuffled epochs, or by the chance of success that is believed of each row.
+"""Which rows are sampled next: in shuffled epochs, by levels, or by the chance of success that is believed of each row.
 
 `prompt_selection="beta"` keeps a Beta posterior for each row on the host (MoPPS, arXiv:2507.04632): a group's successes
 and failures are added to those of its row, and all of them fade. Rows are chosen by Thompson sampling: of each row a
@@ -6,9 +6,10 @@ chance p is drawn from its posterior, and those go next whose p(1 − p), the va
 that were never sampled are believed to have any chance, so that they keep being tried.
 
 The table is in every checkpoint, draws depend on the seed and the number of prompts sampled before alone, and process 0
-chooses for all: a run resumes to the same bytes, and is the same on any devices. It has no epochs: it samples as many
-prompts as the epochs would, some rows often and some never. With `rollout_ahead` rows are chosen before the rewards of
-the iteration before are known.
+chooses for all: a run resumes to the same bytes, and is the same on any devices. The same holds for the table of
+`prompt_selection="curriculum"` (`run.curriculum`), which stands in its place. Both have no epochs: they sample as
+many prompts as the epochs would, some rows often and some never. With `rollout_ahead` rows are chosen before the
+rewards of the iteration before are known.
 
 After a kill the newest whole checkpoint decides (`run.loop.begin_or_resume`): the updates that its batch still waits
 for come first, then the completions that it holds for the next iteration, or the rows that an engine was at, and then
@@ -24,16 +25,20 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.rewards.calls import total_rewards
+from grpo_jax.run.curriculum import admitted_rows, level_table, with_rewards
 from grpo_jax.text.prompts import prompt_indices
+from grpo_jax.types import Row
 
 Posteriors = np.ndarray
 """[N, 3] float32: of each row its faded successes and failures, and how often it was sampled. The posterior of its
-chance of success is Beta(1 + successes, 1 + failures)."""
+chance of success is Beta(1 + successes, 1 + failures). With levels: `curriculum.Table`, [N, 4]."""
 
 
-def no_evidence(config: GRPOConfig, num_rows: int) -> Posteriors | None:
+def no_evidence(config: GRPOConfig, rows: Sequence[Row]) -> Posteriors | None:
     """The posteriors of a run that begins; None where rows are not chosen by them."""
-    return np.zeros((num_rows, 3), np.float32) if config.prompt_selection == "beta" else None
+    if config.prompt_selection == "curriculum":
+        return level_table(rows)
+    return np.zeros((len(rows), 3), np.float32) if config.prompt_selection == "beta" else None
 
 
 def next_rows(config: GRPOConfig, posteriors: Posteriors | None, cursor: int, count: int, num_rows: int) -> list[int]:
@@ -47,6 +52,8 @@ def next_rows(config: GRPOConfig, posteriors: Posteriors | None, cursor: int, co
     if posteriors is None:
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
         return [row for _, row in entries]
+    if config.prompt_selection == "curriculum":
+        return gather_objects(admitted_rows(posteriors, count, cursor=cursor, config=config))[0]
     return gather_objects(thompson(posteriors, count, seed=config.seed, cursor=cursor))[0]
 
 
@@ -79,8 +86,10 @@ def with_evidence(
 
     Returns:
       Other posteriors, and metrics: `prompt_selection/expected` and `prompt_selection/success`, the mean success that
-      was believed of these rows and the one that was seen.
+      was believed of these rows and the one that was seen. With levels: what `curriculum.with_rewards` returns.
     """
+    if config.prompt_selection == "curriculum":
+        return with_rewards(posteriors, rows, rewards, config)
     totals = total_rewards(rewards, config.reward_weights)
     scored = ~np.isnan(totals)
     right = (totals >= success_reward(config, rewards.shape[2]) - 1e-6) & scored

@@ -35,8 +35,8 @@ def reasoning_gym(
     Row i is what the suite itself makes: `create_dataset(task, size=size, seed=seed, **settings)[i]`, or, of several
     tasks, item i of its own `composite`, which draws a task for each item by the weights. Its columns are `question`,
     `answer` and `metadata` as they come from there, `task`, the task's name, and `settings` and `answer_tag`, by which
-    the reward finds the verifier. The reward is the verifier's score of the answer, 0 to 1; `reasoning_gym/<task>` in
-    the metrics is its mean for each task.
+    the reward finds the verifier; of one task also `level`, where that is given. The reward is the verifier's score of
+    the answer, 0 to 1; `reasoning_gym/<task>` in the metrics is its mean for each task.
 
     Most items are drawn from `seed + i`: datasets whose seeds are nearer than their size share items. Give the seed of
     held-out tasks a distance of `size` at least.
@@ -47,7 +47,8 @@ def reasoning_gym(
       size: rows.
       seed: of the suite.
       level: of the difficulty, from 0 up: the suite's own curriculum of the task sets the settings that it knows. A
-        list: as many rows of each of these levels, in this order, in which `shuffle_dataset=False` takes them.
+        list: as many rows of each of these levels, in this order, in which `shuffle_dataset=False` takes them, and
+        `prompt_selection="curriculum"` as the rewards allow.
       system_prompt: a text, or the name of one of the suite's own (`reasoning_gym.utils.SYSTEM_PROMPTS`), all of which
         ask for `<answer>`.
       answer_tag: the answer is what stands in the last `<answer_tag>…</answer_tag>`, found by the suite's own
@@ -85,6 +86,7 @@ def reasoning_gym(
             "task": name,
             "settings": own,
             "answer_tag": answer_tag,
+            **({"level": own["level"]} if isinstance(task, str) and "level" in own else {}),
         }
         for name, own, entry in items
     ]

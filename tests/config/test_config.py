@@ -69,15 +69,22 @@ BAD = [
     (dict(num_train_epochs=0), f"num_train_epochs = 0: {ABOVE}"),
     (
         dict(prompt_selection="beta", shuffle_dataset=False),
-        'shuffle_dataset = False: prompt_selection = "beta" chooses rows in an order of its own; leave it True',
+        'shuffle_dataset = False: prompt_selection = "beta" and "curriculum" choose rows in an order of their own;'
+        " leave it True",
     ),
     (
         dict(prompt_success=1),
-        'prompt_success = 1.0: nothing reads it; set prompt_selection = "beta", or leave it at None',
+        'prompt_success = 1.0: nothing reads it; set prompt_selection = "beta" or "curriculum", or leave it at None',
     ),
     (
         dict(prompt_decay=0),
         "prompt_decay = 0: must be above 0 and at most 1; 1 never forgets, though the policy learns",
+    ),
+    (dict(prompt_groups=0), f"prompt_groups = 0: {UP}"),
+    (
+        dict(prompt_selection="curriculum"),
+        'prompt_success = None: prompt_selection = "curriculum" admits the next level from this mean reward on; give'
+        " one, such as 0.8",
     ),
     (
         dict(dynamic_sampling=True, advantage_estimator="remax", scale_rewards="none"),
@@ -782,6 +789,7 @@ OURS = dict(
     prompt_selection="uniform",
     prompt_success=None,
     prompt_decay=0.5,
+    prompt_groups=32,
     clip_cov_ratio=0.0002,
     clip_cov_lb=1.0,
     clip_cov_ub=5.0,

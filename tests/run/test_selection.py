@@ -87,7 +87,7 @@ def test_what_was_used_of_the_rows():
 @pytest.mark.quick
 def test_without_posteriors_rows_come_in_epochs():
     config = GRPOConfig(seed=5)
-    assert no_evidence(config, 6) is None
+    assert no_evidence(config, ROWS) is None
     assert next_rows(config, None, 4, 5, 6) == [row for _, row in prompt_indices(4, 5, num_rows=6, seed=5)]
 
 
@@ -99,7 +99,7 @@ def half_right(completion_ids, number):
 @pytest.mark.quick
 def test_a_rollout_takes_the_chosen_rows_and_learns_of_them():
     run = run_of(half_right, shuffle_dataset=True, prompt_decay=1.0, **BETA)
-    posteriors = no_evidence(run.config, len(ROWS))
+    posteriors = no_evidence(run.config, ROWS)
     prompts = [row["prompt"] for row in ROWS]
     for cursor in range(0, 24, 4):
         chosen = thompson(posteriors, 4, seed=run.config.seed, cursor=cursor)
@@ -120,7 +120,7 @@ def half(rows):
 @pytest.mark.quick
 def test_refills_choose_by_what_the_rollout_before_has_shown():
     run = run_of(silent_for(0, 1, 2, 4, 5), shuffle_dataset=True, dynamic_sampling=True, max_refills=2, **BETA)
-    experience = collected(run, posteriors=no_evidence(run.config, len(ROWS)))
+    experience = collected(run, posteriors=no_evidence(run.config, ROWS))
     assert experience.posteriors[:, 2].sum() == experience.cursor == 12
 
 

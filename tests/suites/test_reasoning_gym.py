@@ -115,6 +115,7 @@ def test_a_level_is_that_of_the_suites_curriculum():
     assert [row["question"] for row in suite.rows[:5]] == [own[0][i]["question"] for i in range(5)]
     assert [row["question"] for row in suite.rows[5:]] == [own[2][i]["question"] for i in range(5, 9)]
     assert scored(suite, [row["answer"] for row in suite.rows]) == [1.0] * 9
+    assert [row["level"] for row in suite.rows] == [0] * 5 + [2] * 4
     (hard,) = {str(row["settings"]) for row in reasoning_gym({"chain_sum": {"level": 2}}, size=3).rows}
     assert hard == str(suite.rows[-1]["settings"]) == "{'level': 2}"
 
