@@ -23,7 +23,7 @@ from grpo_jax.models.bounds import Work, count_weights, peaks_of
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.planning.compiled import Memory, bytes_on_device, placed
-from grpo_jax.planning.loaded import Loaded
+from grpo_jax.planning.loaded import Loaded, Taught
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.layout import places
 from grpo_jax.rollout.programs import RolloutShapes
@@ -34,11 +34,12 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params
+from grpo_jax.types import Batch, Json, Params, as_argument, is_cached
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import sequence_tokens
+from grpo_jax.update.packed import choose_updater, sequence_tokens
 from grpo_jax.update.programs import UpdatePrograms, kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
+from grpo_jax.update.teaching import Teacher
 
 _NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
 _NO_EXAMPLES = Examples(rows=[{}], token_ids=[[]], dropped=[], masks=[[]], blocks=[[0]])
@@ -73,6 +74,7 @@ class Account:
         loaded: Loaded,
         devices: Sequence[jax.Device] | None = None,
         memory: float | None = None,
+        taught: Taught | None = None,
     ) -> Account:
         """The account of a config.json and a config, on the first of some devices, each with so many bytes.
 
@@ -98,7 +100,18 @@ class Account:
         else:
             if prompt_length is None:
                 raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
-            made = derive_run(policy, config, _NO_ROWS, prompt_length=prompt_length, mesh=mesh, optimizer=optimizer)
+            made = derive_run(
+                policy,
+                config,
+                _NO_ROWS,
+                prompt_length=prompt_length,
+                mesh=mesh,
+                optimizer=optimizer,
+                teacher=None if taught is None else "self",
+                teacher_prompt=None if taught is None else "prompt",
+            )
+            if taught is not None and taught.model != "self":
+                made = _taught_by(made, taught.model, loaded.of_teacher(taught), mesh, on)
             run = decide_checkpointing(made, memory, tokens=_tokens(made))
 
         def make_state(params: Params) -> TrainState:
@@ -139,6 +152,17 @@ class Account:
         return rollout_programs(self.run, self.state.params, greedy=True)
 
     @functools.cached_property
+    def teacher(self) -> Teacher | None:
+        """A model that is the teacher, with params; None where there is none."""
+        teaching = self.run.teaching if isinstance(self.run, Run) else None
+        return None if teaching is None or teaching.teacher is None else teaching.teacher.held(self.state)
+
+    @property
+    def _taught_in_update(self) -> bool:
+        """Whether its forward passes are in the updates, and not before them."""
+        return isinstance(self.run, Run) and self.run.config.distillation_mode == "full_logits"
+
+    @functools.cached_property
     def updates(self) -> UpdatePrograms:
         """The programs of an update, of packed sequences as an accelerator has them."""
         return update_programs(self.run.updater, self.state, self.batch, tokens=_tokens(self.run))
@@ -147,7 +171,17 @@ class Account:
         """The largest program of each phase: a burst of the decode, scoring by the reference, an update."""
         rollout = {} if self.rollout is None else {"rollout": self.rollout.largest()}
         reference = {"reference": self.updates.score} if self.config.beta > 0 else {}
-        return {**rollout, "update": self.updates.update, **reference}
+        taught = {} if self.teacher is None or self._taught_in_update else {"teacher": self._teacher_score()}
+        return {**rollout, "update": self.updates.update, **reference, **taught}
+
+    def _teacher_score(self) -> Program:
+        """The program by which a teacher tells the log-probs of drawn tokens before an update."""
+        assert isinstance(self.run, Run)
+        assert self.run.teaching is not None
+        assert self.run.teaching.updater is not None
+        assert self.teacher is not None
+        state = self.state.replace(params=self.teacher.params, ref_params=None)
+        return update_programs(self.run.teaching.updater, state, self.batch, tokens=_tokens(self.run)).score
 
     def names(self) -> tuple[str, ...]:
         """The names of all programs that the policy's lengths choose from."""
@@ -166,6 +200,7 @@ class Account:
             "reference": self.state.ref_params,
             "old params": self.state.old_params,
             "initial params": self.state.initial_params,
+            "teacher": self._held_teacher,
             "policy": None if donate else self.state.params,
         }
         return {name: size for name, tree in parts.items() if (size := bytes_on_device(tree))}
@@ -175,15 +210,33 @@ class Account:
         """Bytes of params and base on each device, which every program is given and `held` counts."""
         return bytes_on_device((self.state.params, self.base))
 
+    @property
+    def _held_teacher(self) -> Params | None:
+        """Its params, where they are not the policy's present ones."""
+        return self.state.teacher_params if self._teacher_is_policy or self.teacher is None else self.teacher.params
+
+    @property
+    def _teacher_is_policy(self) -> bool:
+        """Whether the policy is its own teacher."""
+        return isinstance(self.run, Run) and self.run.teaching is not None and self.run.teaching.kind == "self"
+
+    @property
+    def _teacher_bytes(self) -> int:
+        """Bytes of a teacher on each device, which an update is given."""
+        if self.teacher is None:
+            return 0
+        return bytes_on_device((self.teacher.params, self.base if self._teacher_is_policy else None))
+
     def added(self, phase: str, memory: Memory) -> dict[str, int]:
         """Bytes that a phase adds on each device, by its largest program's memory."""
-        if phase == "reference":
-            return {"reference temporaries": memory.temporaries}
+        if phase in ("reference", "teacher"):
+            return {f"{phase} temporaries": memory.temporaries}
         if phase == "rollout":
             cache = max(0, memory.arguments - self.own_bytes)
             return {"KV cache": cache, "decode temporaries": memory.temporaries}
         # The program is that of a packed sequence, which is given the gradients so far.
-        beside = max(0, memory.arguments + memory.results - self.own_bytes)
+        taught = self._teacher_bytes if self._taught_in_update else 0
+        beside = max(0, memory.arguments + memory.results - self.own_bytes - taught)
         added = {"gradients, activations and batch": beside + memory.temporaries}
         if kept := kept_bytes(self.run.updater, self.state, self.batch, tokens=_tokens(self.run)):
             added["activations of all prompts"] = kept
@@ -210,7 +263,20 @@ class Account:
         greedy = 0.0 if self.greedy is None else self._work_of(1).update_operations
         rollout = {} if self.rollout is None else {"rollout": (update + greedy) / 3}
         reference = {"reference": update / 3} if self.config.beta > 0 else {}
-        return {**rollout, **reference, "update": update * self.config.num_iterations}
+        taught = 0.0 if self.teacher is None else self._teacher_operations
+        before = {"teacher": taught} if taught and not self._taught_in_update else {}
+        passes = update + (taught if self._taught_in_update else 0.0)
+        return {**rollout, **reference, **before, "update": passes * self.config.num_iterations}
+
+    @property
+    def _teacher_operations(self) -> float:
+        """Operations of a forward pass of the teacher over an iteration, over all devices."""
+        assert self.teacher is not None
+        assert is_cached(self.teacher.model)
+        work = dataclasses.replace(self.work, shape=self.teacher.model.config)
+        if self._teacher_is_policy:  # every completion has a prompt of its own
+            work = dataclasses.replace(work, prompts=work.prompts * work.group, group=1)
+        return work.update_operations / 3
 
     def bounds(self) -> dict[str, float]:
         """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
@@ -237,6 +303,18 @@ class Account:
         times = shards * math.ceil(self.sizes.prompts / at_once)
         weights = work.completion_length * count_weights(work.shape) * work.itemsize
         return work.decode_bytes + (times - 1) * weights
+
+
+def _taught_by(run: Run, raw: Json, params: Params, mesh: Mesh, devices: Sequence[jax.Device]) -> Run:
+    """The run with another model as its teacher."""
+    assert run.teaching is not None
+    decoder = Transformer(read_config(without_quantization(raw), dtype=run.config.compute_dtype))
+    model = with_settings(decoder, run.config, devices, mesh)
+    teacher = Teacher(as_argument(model), placed(params, tree_sharding(params, mesh)))
+    score_by = choose_updater(model, run.config, micro=run.updater.micro, mesh=mesh)
+    teaching = dataclasses.replace(run.teaching, kind="policy", teacher=teacher, updater=score_by, prompt=None)
+    in_update = None if run.updater.teacher is None else teacher
+    return dataclasses.replace(run, teaching=teaching, updater=dataclasses.replace(run.updater, teacher=in_update))
 
 
 def _example_length(config: SFTConfig) -> int:

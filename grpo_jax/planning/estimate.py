@@ -21,7 +21,7 @@ from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.models.bounds import state_bytes
 from grpo_jax.planning.account import Account
 from grpo_jax.planning.compiled import collectives, compile_program, kernels, last_error
-from grpo_jax.planning.loaded import Loaded, Model, read_model
+from grpo_jax.planning.loaded import Loaded, Model, Taught, read_model
 from grpo_jax.planning.report import Plan, most_that_fits
 from grpo_jax.planning.targets import ENVIRONMENT, Target
 from grpo_jax.types import Json
@@ -33,8 +33,8 @@ _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 UNREAD = "what {} exchanges and calls is not known: this jaxlib does not understand the program that the compiler wrote"
 TAUGHT = (
-    "distillation_coef = {}: the teacher is not counted; unless a server has it, its params are held too, and its"
-    " forward passes come on top"
+    "distillation_coef = {}: no teacher is counted; unless a server has it, its params are held too, and its forward"
+    " passes come on top (teacher)"
 )
 
 
@@ -53,6 +53,7 @@ class PlanRequest:
     memory: float | None = None
     device: str | None = None
     largest: bool = True
+    taught: Taught | None = None
 
 
 def plan(
@@ -68,10 +69,10 @@ def plan(
     quantize: str | None = None,
     quantize_embeddings: bool = False,
     donate: bool = False,
+    teacher: Model | None = None,
+    teacher_quantize: str | None = None,
 ) -> Plan:
     """Compile a run's programs for abstract shapes, in a process of its own, and return what they need.
-
-    A teacher (`distillation_coef`) is not counted, and the plan says so.
 
     Args:
       model: name of a model on the hub, a directory, a config.json, or what one holds.
@@ -86,6 +87,9 @@ def plan(
       quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
       quantize_embeddings: as in `from_pretrained`.
       donate: as in `train`, which then holds no params of the caller's; so it is in `grpo-jax train`.
+      teacher: the model that a run with `distillation_coef` learns from, or "self"; None: none, or a server's, and the
+        plan of such a run says that none is counted.
+      teacher_quantize: how it is held, as in `from_pretrained`.
 
     Returns:
       A `Plan`.
@@ -102,8 +106,11 @@ def plan(
       (2, True)
     """
     loaded = Loaded(param_dtype, lora, quantize, quantize_embeddings, donate)
-    request = PlanRequest(read_model(model), config, prompt_length, loaded, memory, device, largest)
+    taught = None if teacher is None else Taught("self" if teacher == "self" else read_model(teacher), teacher_quantize)
+    request = PlanRequest(read_model(model), config, prompt_length, loaded, memory, device, largest, taught)
     loaded.check(request.model, config)
+    if request.taught is not None:
+        request.taught.check(config)
     target = None if device is None else Target.read(device)
     devices = math.prod((config.mesh or {}).values())
     if target is not None and devices > target.count:
@@ -183,6 +190,7 @@ def answer(text: str) -> str:
     """The plan that a request of `plan` asks for, both as JSON."""
     fields = json.loads(text)
     fields |= {"config": stored_config(fields["config"]), "loaded": Loaded(**fields["loaded"])}
+    fields["taught"] = None if fields["taught"] is None else Taught(*fields["taught"])
     return json.dumps(dataclasses.asdict(plan_here(PlanRequest(**fields))))
 
 
@@ -200,7 +208,7 @@ def plan_here(request: PlanRequest) -> Plan:
             target = None
     request = dataclasses.replace(request, memory=memory)
     here = plan_sizes(request, target)
-    coef = request.config.distillation_coef
+    coef = 0.0 if request.taught is not None else request.config.distillation_coef
     notes = [one for one in (note, here.note, TAUGHT.format(coef) if coef > 0 else "") if one]
     here = dataclasses.replace(here, memory=memory, note="\n".join(notes))
     if memory is None or not request.largest:
@@ -238,7 +246,9 @@ def _whole(most: int, unit: int) -> int:
 def plan_sizes(request: PlanRequest, target: Target | None = None) -> Plan:
     """The plan at the sizes of the config, by the compiler of a target, or of this CPU."""
     devices = None if target is None else target.devices()
-    account = Account.of(request.model, request.config, request.prompt_length, request.loaded, devices, request.memory)
+    account = Account.of(
+        request.model, request.config, request.prompt_length, request.loaded, devices, request.memory, request.taught
+    )
     held = account.held(donate=request.loaded.donate)
     compiled = {
         phase: compile_program(program.lower(), account.own_bytes) for phase, program in account.largest().items()

@@ -9,11 +9,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.checks import device_problems, mesh_problems
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint
@@ -37,6 +39,28 @@ def read_model(model: Model) -> Json:
     if path.is_file() and path.suffix != ".gguf":
         return json.loads(path.read_text(encoding="utf-8"))
     return checkpoint_config(find_checkpoint(model, weights=False))
+
+
+class Taught(NamedTuple):
+    """The teacher of a run that is planned.
+
+    Attributes:
+      model: the content of its config.json; "self": the policy behind prompts of its own.
+      quantize: how its params are held, as in `from_pretrained`.
+    """
+
+    model: Json | Literal["self"]
+    quantize: str | None = None
+
+    def check(self, config: Config) -> None:
+        """Raise a `ValueError` unless a run with these settings learns from it."""
+        if not isinstance(config, GRPOConfig) or config.distillation_coef == 0:
+            raise ValueError("teacher: nothing would be learned from it; set distillation_coef, or leave it out")
+        if config.distillation_mode == "topk_logits":
+            raise ValueError("teacher: distillation_mode = 'topk_logits' is for a server, which holds nothing here")
+        check_method(self.quantize)
+        if self.model != "self":
+            read_config(without_quantization(self.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +109,13 @@ class Loaded:
         targets = TARGETS if isinstance(self.lora, int) else self.lora.get("targets", TARGETS)
         init = functools.partial(init_adapters, base=params, rank=self._rank, targets=targets)
         return jax.eval_shape(init, jax.random.key(0)), params
+
+    def of_teacher(self, taught: Taught) -> Params:
+        """The shapes of the params of a teacher that is another model."""
+        assert not isinstance(taught.model, str)
+        shape = read_config(without_quantization(taught.model))
+        held = dataclasses.replace(self, lora=None, quantize=taught.quantize, quantize_embeddings=False)
+        return held.params(shape, taught.model)[0]
 
     @property
     def _rank(self) -> int:

@@ -18,10 +18,10 @@ class Plan:
     Attributes:
       devices: of the mesh.
       held: bytes on each device, by part: "base" (frozen, under adapters), "params", "master params", "optimizer",
-        "reference", "old params", "initial params" (what the config keeps of them), "policy" (the caller's own params,
-        which training leaves alone, unless they are donated).
-      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update"; of
-        `sft` the last alone.
+        "reference", "old params", "initial params" (what the config keeps of them), "teacher", "policy" (the
+        caller's own params, which training leaves alone, unless they are donated).
+      peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update", of
+        `sft` this alone, and "teacher" where one tells log-probs before the update.
       parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
         temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them
         to the last backward pass), ….

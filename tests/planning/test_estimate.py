@@ -18,7 +18,7 @@ from grpo_jax.planning import programs
 from grpo_jax.planning.account import Account
 from grpo_jax.planning.compiled import compile_program
 from grpo_jax.planning.estimate import PlanRequest, plan_here, plan_sizes
-from grpo_jax.planning.loaded import Loaded
+from grpo_jax.planning.loaded import Loaded, Taught
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -230,12 +230,61 @@ def test_the_greedy_rollout_of_remax_is_counted():
     assert greedy.arguments + greedy.temporaries < sampled.arguments + sampled.temporaries
 
 
-def test_a_plan_says_that_it_does_not_count_a_teacher():
+LARGER = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", ["full_logits", "sampled_token"])
+def test_a_teacher_is_held_and_its_passes_are_counted(mode):
+    """By hand: the bytes of its params, and the operations of its forward passes, in an update or before it."""
+    settings = {"max_completion_length": 8, "distillation_coef": 1.0, "distillation_mode": mode, "num_iterations": 2}
+    found = {
+        name: plan_sizes(PlanRequest(MODEL, config_of(**settings), 8, Loaded(), taught=taught))
+        for name, taught in (("none", None), ("larger", Taught(LARGER)), ("int8", Taught(LARGER, "int8")))
+    }
+    none, larger, int8 = found.values()
+    shape = read_config(LARGER)
+    embedding, norms = 64 * 32, 3 * (2 * 32 + 3 * 32) + 32  # of norms and biases
+    matrices = 3 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert larger.held["teacher"] == 4 * (embedding + matrices + norms)
+    assert 4 * (embedding + norms) + matrices < int8.held["teacher"] < larger.held["teacher"] / 2
+    assert {name: size for name, size in larger.held.items() if name != "teacher"} == none.held
+    work = dataclasses.replace(Account.of(MODEL, config_of(**settings), 8, Loaded()).work, shape=shape)
+    more = {phase: x - none.operations.get(phase, 0) for phase, x in larger.operations.items()}
+    passes = {"update": 2, "teacher": 0} if mode == "full_logits" else {"update": 0, "teacher": 1}
+    assert more["update"] == pytest.approx(passes["update"] * work.update_operations / 3)
+    assert more.get("teacher", 0) == pytest.approx(passes["teacher"] * work.update_operations / 3)
+    assert ("teacher" in larger.peaks) == (mode == "sampled_token")
+    name = "gradients, activations and batch"
+    if mode == "full_logits":  # its states and activations, and not its params once more
+        assert none.parts[name] < larger.parts[name] < none.parts[name] + larger.held["teacher"]
+
+
+@pytest.mark.quick
+def test_the_policy_as_its_own_teacher_is_held_where_its_params_are_kept():
+    def planned(kind):
+        settings = {"max_completion_length": 8, "distillation_coef": 1.0, "teacher_model_kind": kind}
+        return plan_sizes(PlanRequest(MODEL, config_of(**settings), 8, Loaded(), taught=Taught("self")))
+
+    ema, live = planned("ema"), planned("live")
+    assert ema.held == {**live.held, "teacher": live.held["params"]}
+    name = "gradients, activations and batch"
+    assert live.parts[name] == pytest.approx(ema.parts[name], rel=0.02)
+    assert live.operations == ema.operations
+
+
+def test_a_plan_says_whether_a_teacher_is_counted():
     taught = config_of(max_completion_length=8, distillation_coef=0.5)
-    found, plain = (plan_here(PlanRequest(MODEL, config, 8, Loaded())) for config in (taught, config_of()))
-    assert str(found).startswith("distillation_coef = 0.5: the teacher is not counted; unless a server has it")
-    assert plain.note == ""
-    assert len(str(found).splitlines()) == len(str(plain).splitlines()) + 1
+    without, counted = (plan(MODEL, taught, prompt_length=8, teacher=teacher) for teacher in (None, LARGER))
+    assert str(without).startswith("distillation_coef = 0.5: no teacher is counted; unless a server has it")
+    assert counted.note == ""
+    assert "teacher" in counted.held
+    for config, said in (
+        (config_of(), "nothing would be learned from it; set distillation_coef"),
+        (dataclasses.replace(taught, distillation_mode="topk_logits", distillation_topk=3), "is for a server"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan(MODEL, config, prompt_length=8, teacher="self")
 
 
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
