@@ -12,6 +12,12 @@ checkpoints/40/   params   what is exported
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
+Not in it are a frozen base of adapters and a teacher that is another policy: what they are is compared on resume.
+
+It is written where `Checkpoints.due` says so (`save_steps`, the last step, `save_minutes`), on a signal or a `StopRun`,
+before an error ends the run (one of a function, an environment or an engine; too many skipped updates), and in no other
+case; who asks is `run.loop`.
+
 Orbax writes each checkpoint in the background, under a temporary name, and renames it when it is whole; what a kill
 leaves behind is ignored. The arrays are copied when `save` is called: the next update may consume them at once.
 """

@@ -1,9 +1,9 @@
 """The schedule of checkpoints, the best of them and those that are kept, by their steps alone.
 
-A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop or the clock
-(`save_minutes`) adds are there to go on from: none of them becomes the best, and beside scheduled ones none takes a
-place of `save_total_limit` (`kept_of` has the rule). So a run that was interrupted ends with the checkpoints, and with
-the best, of one that was not.
+A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop, an error or the
+clock (`save_minutes`) adds are there to go on from: none of them becomes the best, and beside scheduled ones none takes
+a place of `save_total_limit` (`kept_of` has the rule). So a run that was interrupted ends with the checkpoints, and
+with the best, of one that was not.
 """
 
 from __future__ import annotations

@@ -269,7 +269,9 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "clip_cov": (clip_cov, sum_over_normalizer),
     "kl_cov": (kl_cov, sum_over_normalizer),
 }
-"""To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`.
+"""To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`;
+its version in NumPy in tests/maths/test_losses.py, and a setting in `experiments.estimators`. A name that TRL lacks
+goes into `compat.trl_fields`.
 
 If it clips, `clip_events`; if it chooses tokens by covariance, `covariance.BY_COVARIANCE`; if it takes the sampler's
 weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its numbers are fields of `LossSettings`, `grpo_loss` and

@@ -10,11 +10,11 @@ completions are sampled in a thread beside (`streams.beside`). While the reward 
 
 - what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params, with
   `master_params`; old params if an iteration has several updates, or an engine samples beside its one; the reference
-  if beta > 0, and the initial policy if it is synced; a teacher's params, if it is the policy as it was;
+  if beta > 0, and the initial policy if it is synced; a teacher's params, if it is the policy as it was, or an average;
 - the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
 - while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
   package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
-- with `rollout_ahead`, unless an engine samples, the caches of the next rollout.
+- with `rollout_ahead`, unless an engine samples, the caches of the next rollout, which begins after these log-probs.
 
 The caches of this iteration's rollout are gone; its tokens and sampling log-probs are on the host.
 
