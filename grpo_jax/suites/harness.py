@@ -243,6 +243,14 @@ async def _no_program(_: Foreign) -> None:
     """Nothing is installed: the chat runs in this process."""
 
 
+def _unanswered(name: str, error: BaseException) -> Foreign:
+    """Return the error of a server that does not answer, which may be deep in groups of others."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause = f"{type(error).__name__}: {error}"
+    return import_extra(V1, PACKAGE).ToolsetError(f"the server of {name} does not answer ({cause})")
+
+
 class PolicyLoop:
     """A chat with tools: what of `verifiers.v1.HarnessSession` a rollout calls."""
 
@@ -262,7 +270,10 @@ class PolicyLoop:
         if urls:
             described = {"mcpServers": {name: {"url": url} for name, url in urls.items()}}
             connect = import_extra(f"{V1}.harnesses.utils.mcp", PACKAGE).connect_mcp
-            self._tools, self._places, self._servers = await connect(described, self._stack)
+            try:
+                self._tools, self._places, self._servers = await connect(described, self._stack)
+            except Exception as error:
+                raise _unanswered(", ".join(urls), error) from error
         if self._talk.schemas is None:
             self._talk.schemas = self._tools
         elif self._talk.schemas != self._tools:
@@ -319,7 +330,10 @@ class PolicyLoop:
         if not isinstance(arguments, dict):
             return f"Error: {name}: the arguments are {show(arguments)}; give a JSON object", True
         server, inner = self._places[name]
-        result = await self._servers[server].run(lambda client: client.call_tool(inner, arguments))
+        try:
+            result = await self._servers[server].run(lambda client: client.call_tool(inner, arguments))
+        except Exception as error:  # what a tool itself raises is in its result
+            raise _unanswered(name, error) from error
         content = import_extra(f"{V1}.harnesses.utils.mcp", PACKAGE).mcp_content_to_chat_content(result.content)
         return as_text(_text({"role": "tool", "content": content})), bool(result.is_error)
 

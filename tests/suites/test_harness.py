@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -144,6 +145,24 @@ def test_a_tool_of_their_own_template_is_called_and_scored_as_their_own_chat_pro
     ]
     assert [tool.name for tool in ours.tools] == [tool.name for tool in theirs.tools] == ["echoed_echo"]
     assert (ours.num_turns, ours.stop_condition) == (theirs.num_turns, theirs.stop_condition) == (3, "agent_completed")
+
+
+def test_a_server_that_dies_is_an_error_of_its_episode_and_leaves_nothing(echoed, monkeypatch):
+    import verifiers.v1.harnesses.utils.mcp as theirs
+
+    monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # else they wait for a third of a minute
+    environment = echoed.environment_factory()
+    within(environment.reset, index=0)
+    (server,) = servers_of("echoed.servers.tool")
+    os.kill(int(server), signal.SIGKILL)
+    call = message(("echoed_echo", {"text": "a"}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ToolsetError: the server of echoed_echo does not answer \("):
+            within(environment.answer_calls, call, [])
+    with pytest.raises(RuntimeError, match="the server of echoed_echo does not answer"):
+        within(environment.get_reward)
+    assert not servers_of("echoed.servers.tool")
+    assert not environment.trace.ok
 
 
 async def own_program(suite, turns, monkeypatch):
