@@ -15,8 +15,7 @@ share of prompts with a right one; `entropy` and `kl` (to the base), nats per to
 base's accuracy to that which the setting "dapo" ends at with this seed.
 
 A line is added to `results.jsonl` for each run; what is there already is not run again, so the script can be stopped at
-any time. Time: about 12 CPU seconds for each run. Expect: the tables of docs/estimators.md; of Countdown there is none
-yet.
+any time. Time: about 12 CPU seconds for each run. Expect: the tables of docs/estimators.md.
 """
 
 from __future__ import annotations
