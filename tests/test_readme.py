@@ -173,7 +173,7 @@ def test_train_generate_and_a_step_are_read_in_four_files_each():
     steps = ["one optimizer step, without the padding", "one optimizer step, for any model"]
     questions = ["old log-probs, of any turn", "the ratio exp(new − old), in any turn"]
     questions += ["which rows come next, after a kill too", "the score of an evaluation, and the training reward"]
-    questions += ["a new `loss_type`"]
+    questions += ["the reference's log-probs, and the KL term", "a new `loss_type`"]
     questions += ["`advantage_fn`, `surrogate` of the caller's", "advantages of turns and tokens"]
     questions += ["a teacher", "what the device holds", "a checkpoint"]
     assert [what for what, _ in trails] == [*runs, "`sft`", *rollouts, *steps, *questions, "a GGUF file"]
