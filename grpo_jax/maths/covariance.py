@@ -23,8 +23,8 @@ def covariance_share(
     """The share by which each token of a minibatch is chosen by "clip_cov" or "kl_cov".
 
         c = (A − mean_m A)·(l − mean_m l),   the means over all masked-in tokens of the minibatch
-        clip_cov:   share = min(N/n, 1) on the n tokens with clip_cov_lb < c < clip_cov_ub that the clip has not
-                    stopped, N = max(⌊clip_cov_ratio·Σ m⌋, 1)
+        clip_cov:   share = min(N/n, 1) on the n tokens with clip_cov_lb < c < clip_cov_ub that neither the clip nor
+                    `delta` has stopped, N = max(⌊clip_cov_ratio·Σ m⌋, 1)
         kl_cov:     share = 1 on the max(⌊kl_cov_ratio·Σ m⌋, 1) tokens of the largest c; tokens that tie for the last
                     places share them
 

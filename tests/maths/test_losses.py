@@ -234,7 +234,11 @@ def numpy_share(l0, old, c, rows, eps_high):
             {"token": l0[i][t] - old[i][t], "sequence": mean, "trajectory": sum(logs)}[c.importance_sampling_level]
         )
 
-    stopped = lambda x: ratio(*x) > 1 + eps_high if A[x] > 0 else ratio(*x) < 1 - c.epsilon
+    def stopped(x):
+        if A[x] > 0:
+            return ratio(*x) > 1 + eps_high
+        return ratio(*x) < 1 - c.epsilon or (c.delta is not None and ratio(*x) > c.delta)
+
     band = [x for x in at if c.clip_cov_lb < cov[x] < c.clip_cov_ub and not stopped(x)]
     for i, t in band:
         share[i][t] = min(max(int(c.clip_cov_ratio * len(at)), 1) / len(band), 1)
