@@ -29,7 +29,7 @@ def desks():
 
 @pytest.fixture(scope="module")
 def games():
-    factory = isolated(environments.Game, timeout=0.5, memory_mb=300, max_output_bytes=10_000)
+    factory = isolated(environments.Game, timeout=1.0, memory_mb=300, max_output_bytes=10_000)
     yield factory
     factory.close()
 
@@ -83,8 +83,8 @@ def test_each_has_a_process_of_its_own_without_this_package(desks):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hang", "took longer than its timeout of 0.5 s and was killed"),
-        ("spin", "took longer than its timeout of 0.5 s and was killed"),
+        ("hang", "took longer than its timeout of 1 s and was killed"),
+        ("spin", "took longer than its timeout of 1 s and was killed"),
         ("exit", r"ended its worker process \(exit code 3\)"),
         ("crash", r"ended its worker process \(signal 11\)"),
         ("print", "wrote more than its max_output_bytes of 10000"),

@@ -521,7 +521,7 @@ def test_a_last_turn_without_room_is_noted():
 
 @pytest.fixture(scope="module")
 def isolated_desk():
-    factory = isolated(isolated_environments.Desk, timeout=0.5)
+    factory = isolated(isolated_environments.Desk, timeout=2.0)
     yield factory
     factory.close()
 
@@ -541,7 +541,7 @@ def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_
     assert episode.counts.errors == 1
     episode = begun(chat_interaction(isolated_desk), CHAT)
     with pytest.raises(
-        EnvironmentFault, match=r"Desk: later took longer than its timeout of 0.5 s and was killed, for row 3"
+        EnvironmentFault, match=r"Desk: later took longer than its timeout of 2 s and was killed, for row 3"
     ):
         episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
 
