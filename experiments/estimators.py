@@ -210,6 +210,12 @@ def read_results(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
+def add_result(directory: Path, line: Mapping[str, Any]) -> None:
+    """Add the line of a run that is through."""
+    with (directory / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def table(results: Sequence[Mapping[str, Any]], task: str) -> str:
     """The results of a task as a table in Markdown: means over the seeds, in brackets the lowest and the highest."""
     of_task = {(line["setting"], line["seed"]): line for line in results if line["task"] == task}
@@ -267,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     def keep(line: dict[str, Any]) -> None:
         results.append(line)
-        with (directory / "results.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        add_result(directory, line)
 
     for name in [] if arguments.table else arguments.tasks:
         for seed in arguments.seeds:

@@ -17,7 +17,6 @@ run again. Expect: with --steps 120 (five CPU minutes) the table in docs/estimat
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from experiments import countdown
 from experiments.common import Stopwatch, supervise, use_compile_cache
-from experiments.estimators import GROUP, kept, read_results
+from experiments.estimators import GROUP, add_result, kept, read_results
 from grpo_jax import GRPOConfig, Policy, train
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -150,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             watch = Stopwatch()
             line = {"seed": seed, "arm": arm, **run_arm(base, rows, held_out, seed, arguments.steps, arm)}
             results.append({**line, "seconds": watch.seconds["total"]})
-            with (directory / "results.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+            add_result(directory, results[-1])
     print(table(results))
     return results
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.common import Stopwatch, use_compile_cache
-from experiments.estimators import read_results
+from experiments.estimators import add_result, read_results
 from experiments.stories import GROUP, LONGEST, fetch_stories260K, make_config, make_rows, uses_word
 from grpo_jax import GRPOConfig, Policy, SFTConfig, TrainState, evaluate, from_pretrained, sft, train
 from grpo_jax.keep.stored import load_params
@@ -182,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         base = from_pretrained(arguments.model or fetch_stories260K(directory / "base"))
         for seed in missing:
             results.append(run_seed(base, arguments, seed))
-            with (directory / "results.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+            add_result(directory, results[-1])
     print(table(results))
     return results
 
