@@ -282,9 +282,9 @@ class Engine:
                 raise lost
             if epoch != self._epoch:
                 return
+            if self._lost == RECOVERIES:  # each thread that lost it says so, and counts no loss of its own
+                raise EngineError(f"{lost}; this was the {RECOVERIES + 1}th time in one batch. {NOTHING}") from lost
             self._lost += 1
-            if self._lost > RECOVERIES:
-                raise EngineError(f"{lost}; this was the {self._lost}th time in one batch. {NOTHING}") from lost
             warnings.warn(f"{lost}. It is waited for, {self._patience:g} s at most", stacklevel=2)
             self._loaded, end = None, time.monotonic() + self._patience
             while not self._server.alive():
