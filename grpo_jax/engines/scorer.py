@@ -56,6 +56,7 @@ class EngineScorer:
         self.top_k, self.tokenizer = top_k, tokenizer
         self._longest = 0  # tokens that the server has to have room for
         self._lock, self._stop = threading.Lock(), threading.Event()
+        self._gone: EngineError | None = None  # the server is lost for this batch
 
     def __repr__(self) -> str:
         return f"EngineScorer({self._server!r})"
@@ -111,6 +112,7 @@ class EngineScorer:
     def _ask_all(self, texts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
         """Ask about each text."""
         self._stop.clear()
+        self._gone = None
         self._longest = max(map(len, texts)) + 1  # it draws a token, which nobody reads
         self._patiently(self._look_up)
         with ThreadPoolExecutor(min(self._at_once, len(texts)), "grpo_jax-scorer") as pool:
@@ -146,12 +148,15 @@ class EngineScorer:
     def _wait(self, lost: Lost) -> None:
         """Wait for the server; of several threads one looks for it."""
         with self._lock:
+            if self._gone is not None:  # the first thread's answer is that of all
+                raise self._gone
             if self._stop.is_set():
                 raise lost
             warnings.warn(f"{lost}. It is waited for, {self._patience:g} s at most", stacklevel=2)
             end = time.monotonic() + self._patience
             while not self._server.alive():
                 if self._stop.wait(min(1.0, self._patience / 10)) or time.monotonic() > end:
+                    self._gone = EngineError(f"{lost}. It was waited for {self._patience:g} s. {NOTHING}")
                     self._stop.set()
-                    raise EngineError(f"{lost}. It was waited for {self._patience:g} s. {NOTHING}") from lost
+                    raise self._gone from lost
         self._look_up()  # one that was started again may be another one
