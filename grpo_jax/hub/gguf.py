@@ -114,7 +114,13 @@ def _open(path: Path) -> GGUFReader:
         from gguf import GGUFReader
     except ImportError as error:
         raise ImportError(f"{str(path)!r} is a GGUF file, which the package gguf reads: {NEEDS}") from error
-    reader = GGUFReader(path)
+
+    class PlainReader(GGUFReader):
+        """Its bytes without the bookkeeping of `np.memmap` at every slice: a vocabulary is 150 thousand of them."""
+
+        data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
+
+    reader = PlainReader(path)
     if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
         raise ValueError(f"it is one of {parts.contents()} parts (split.count); merge them: llama-gguf-split --merge.")
     return reader

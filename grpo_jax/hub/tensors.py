@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 
@@ -82,6 +83,12 @@ _HALVES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "do
 
 def abstract_params(config: TransformerConfig) -> Params:
     """The tree of parameters as shapes and dtypes, without memory for any."""
+    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a tree of the caller's own
+
+
+@functools.lru_cache(maxsize=8)
+def _traced_params(config: TransformerConfig) -> Params:
+    """Traced once: a checkpoint that is opened asks three times, and thirty layers take half a second each time."""
     model = Transformer(config)
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 

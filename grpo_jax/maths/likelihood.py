@@ -51,22 +51,30 @@ def likelihood_loss(
 
 
 def likelihood_loss_terms(
-    log_probs: jax.Array, entropies: jax.Array, mask: jax.Array, *, loss_type: str, num_tokens: Scalar
+    log_probs: jax.Array,
+    entropies: jax.Array,
+    likeliest: jax.Array,
+    mask: jax.Array,
+    *,
+    loss_type: str,
+    num_tokens: Scalar,
 ) -> tuple[jax.Array, MetricSums]:
     """`likelihood_loss` of a part of a minibatch, with metrics in a form that merges exactly.
 
     Args:
       log_probs: [..., T] float.
       entropies: [..., T] float, nats; a metric alone.
+      likeliest: [..., T] float, 1 where the token is the likeliest one; a metric alone.
       mask: [..., T] bool.
       loss_type: as in `likelihood_loss`.
       num_tokens: [], learned tokens of the whole minibatch.
 
     Returns:
-      ([] float32 loss, `MetricSums` of `loss`, `entropy`, `tokens` and `rows`).
+      ([] float32 loss, `MetricSums` of `loss`, `entropy`, `mean_token_accuracy`, `tokens` and `rows`).
     """
-    chex.assert_equal_shape([log_probs, entropies, mask])
+    chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
-    entropy = token_totals({"entropy": clean(entropies, mask)}, mask)["entropy"]
-    sums = {"loss": loss, "tokens": mask.sum(), "rows": jnp.asarray(math.prod(mask.shape[:-1])), "entropy_sum": entropy}
+    totals = token_totals({"entropy": clean(entropies, mask), "mean_token_accuracy": clean(likeliest, mask)}, mask)
+    sums = {"loss": loss, "tokens": mask.sum(), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
+    sums |= {f"{name}_sum": total for name, total in totals.items()}
     return loss, MetricSums(sums={name: sg(x.astype(loss.dtype)) for name, x in sums.items()}, maxes={})

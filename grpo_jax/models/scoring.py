@@ -31,26 +31,26 @@ CHUNK = 1024
 
 
 class Scores(NamedTuple):
-    """Log-probs and entropies of completion tokens, the router's loss on them, and how far a teacher is.
+    """Log-probs and entropies of completion tokens, the router's loss on them, and how they compare with others.
 
     Attributes:
       log_probs: [..., T] float32, 0 where the mask is 0.
       entropies: [..., T] float32 nats, of the distributions that the tokens were drawn from; 0 where the mask is 0.
       router_loss: [] float32, `experts.router_loss` of these tokens; None where it was not asked for.
-      divergences: [..., T] float32 nats, from the teacher's distributions; None where there is nothing to compare with.
+      compared: [..., T] float32, as a `Comparison` says it of each token; None where there is nothing to compare with.
     """
 
     log_probs: jax.Array
     entropies: jax.Array
     router_loss: jax.Array | None = None
-    divergences: jax.Array | None = None
+    compared: jax.Array | None = None
 
 
 class Comparison(NamedTuple):
-    """A comparison of the policy's distributions with others, wherever their logits are made.
+    """A comparison of the policy's distributions with others, or with tokens, wherever their logits are made.
 
     Attributes:
-      function: the logits [..., V] of a chunk of tokens, and what `beside` has of these tokens → [...] nats.
+      function: the logits [..., V] of a chunk of tokens, and what `beside` has of these tokens → [...] float32.
       beside: arrays [..., T, X] that belong to the tokens.
     """
 

@@ -184,11 +184,11 @@ class Account:
         return update_programs(self.run.teaching.updater, state, self.batch, tokens=_tokens(self.run)).score
 
     def names(self) -> tuple[str, ...]:
-        """The names of all programs that the policy's lengths choose from."""
+        """The names of all programs that a run needs, or that its policy's lengths choose from."""
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
         rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
-        return tuple(program.name for program in (*rollouts, *updates.by_length))
+        return tuple(program.name for program in (*rollouts, *updates.every, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
         """Bytes that stay on each device, by part; with `donate` the caller holds no params beside the run's."""

@@ -131,6 +131,7 @@ class RolloutShapes:
             *(self.model, self.params, *self.inputs(groups // parts, width), 0),
             settings=self.settings,
             slots=slots,
+            turns=False,  # said, as by `Rollout.prefill`: a call with fewer arguments would be compiled once more
             mesh=self.mesh,
         )
 
@@ -162,7 +163,7 @@ class RolloutShapes:
         """The move from the `at`-th layout to the next, which has `below` slots."""
         (shape, smaller), (parts, fewer) = self.ladder.shapes[at : at + 2], self.parts[at : at + 2]
         groups = jax.ShapeDtypeStruct(smaller[:1], jnp.int32) if self.mesh is None else None
-        # `start` is there as in `Rollout.move`: a call with fewer arguments would be compiled once more.
+        # `start` is there as in `Rollout.move`, for the same reason as `turns` in `prefill`.
         return Program.of(
             *(f"{_name('move', shape, slots)} → {_name('to', smaller, below)[3:]}", move),
             *((self.stream(shape, parts, slots),) * parts, groups, jax.ShapeDtypeStruct(smaller, jnp.int32), None),

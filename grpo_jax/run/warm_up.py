@@ -22,12 +22,20 @@ from grpo_jax.update.state import TrainState
 
 
 def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
-    """The programs whose turn depends on what the policy does, the least likely first."""
-    programs = [*update_programs(run.updater, state, abstract_batch(run, state)).by_length]
+    """The programs of a run, in the order in which a thread beside the first iteration compiles them.
+
+    The iteration begins with the rollout, and compiles by itself what comes first there. So the thread begins with the
+    update, of completions of any length, and goes on with the rollout from its end. Last come an update's other shapes.
+    """
+    updates = update_programs(run.updater, state, abstract_batch(run, state))
+    by_length, rollout = updates.by_length, None
+    # Of each shape of a packed sequence, an update and what scores for it.
+    shapes = [i for i, program in enumerate(by_length) if program.function is by_length[0].function]
+    second = [*shapes, len(by_length)][1] if by_length else 0
     if isinstance(run, Run) and run.interaction is None:  # what is read between turns has no size known before
         rollout = rollout_programs(run, state.params if state.old_params is None else state.old_params)
-        programs = [*(() if rollout is None else rollout.programs()), *programs]
-    return programs[::-1]
+    sampling = [] if rollout is None else [*rollout.programs()][::-1]
+    return [*by_length[:second], *updates.every, *sampling, *by_length[second:]]
 
 
 @contextlib.contextmanager

@@ -140,12 +140,13 @@ def loss_of(
       selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
       router_coef: the factor on the load-balancing loss in `scores`.
     """
-    log_probs, entropies, router_loss, divergences = scores
+    log_probs, entropies, router_loss, compared = scores
     chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
+        assert compared is not None, "the updater compares with the tokens"
         loss, metrics = likelihood_loss_terms(
-            log_probs, entropies, part.mask, loss_type=config.loss_type, num_tokens=totals["num_tokens"]
+            log_probs, entropies, compared, part.mask, loss_type=config.loss_type, num_tokens=totals["num_tokens"]
         )
     else:
         loss, metrics = _grpo_terms(
@@ -160,7 +161,7 @@ def loss_of(
             selected=selected,
         )
         loss, metrics = _add_distillation(
-            loss, metrics, log_probs, divergences, part, totals, config=config, on_policy=on_policy
+            loss, metrics, log_probs, compared, part, totals, config=config, on_policy=on_policy
         )
     if router_loss is not None:
         # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a

@@ -134,7 +134,7 @@ class PackedUpdater(BaseUpdater):
         """One optimizer step; `state` is consumed. The metric `padding_share` is added."""
         batch, packing = self.lay_out(state.params, batch)
         grads, sums = self._gradients(state, batch, packing)
-        state, metrics = _apply(state, grads, sums, optimizer=self.optimizer, config=self.config, mesh=self.mesh)
+        state, metrics = apply_sums(state, grads, sums, optimizer=self.optimizer, config=self.config, mesh=self.mesh)
         # A sequence counts the segments that only fill its shape, and completions without a token are in none.
         rows = batch.mask.shape[0] * batch.mask.shape[1]
         return state, {
@@ -308,7 +308,7 @@ def choose_updater(
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
-def _apply(state, grads, sums, *, optimizer, config, mesh):
+def apply_sums(state, grads, sums, *, optimizer, config, mesh):
     state, metrics = apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
     return keep_placed(state, mesh), metrics
 

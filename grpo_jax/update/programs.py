@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Params, Prompts
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
-from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, zero_gradients
-from grpo_jax.update.prompts import Reading, Shards, count_reads, join_reads, read_some
+from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, apply_sums, zero_gradients
+from grpo_jax.update.prompts import Reading, Shards, add_prompts, count_reads, join_reads, read_some
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
 from grpo_jax.update.teaching import Reader, apart, teacher_prompts
@@ -34,12 +34,15 @@ class UpdatePrograms(NamedTuple):
       update: of one update of completions that are all T long, the largest program.
       score: of scoring them, likewise: by the reference, or by the policy where there is none.
       by_length: the programs that the lengths of completions choose from: the only ones that a later iteration may be
-        the first to need.
+        the first to need. The first is for completions of any length.
+      every: those that every update needs beside them, on one device. On a mesh they take what other programs leave,
+        where XLA has put it when it has compiled those.
     """
 
     update: Program
     score: Program
     by_length: tuple[Program, ...]
+    every: tuple[Program, ...] = ()
 
 
 def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> UpdatePrograms:
@@ -53,52 +56,123 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
         scored_by = state.params if state.ref_params is None else state.ref_params
         scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
         return UpdatePrograms(updater.update_call(state, batch), scores, ())
-    batch = batch if batch.teacher_prompts is None else jax.eval_shape(apart, batch)
-    t, shards = batch.mask.shape[2], updater.shards(batch.prompts)
-    shapes = updater.shapes(state.params, t, tokens)
-    state, batch = abstract((state, batch))
-    quantile, params, reference = updater.config.top_entropy_quantile, state.params, state.ref_params
-    read = _shape_read(updater, params, batch.prompts, shapes[0].size, shards)
-    zeros = _placed(
-        jax.eval_shape(functools.partial(zero_gradients, shards=shards), (params, read)), updater.mesh, params
-    )
-    read = _placed(read, updater.mesh, params)
-    selected = _placed(batch.mask, updater.mesh, (batch, params)) if quantile < 1 else None
-    totals = _placed(jax.eval_shape(count_totals, batch, selected), updater.mesh, (batch, selected))
-    dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), updater.mesh, params)
-    zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), updater.mesh)
-    state, batch = _placed((state, batch), updater.mesh)
-    by_covariance = chooses_by_covariance(updater.config)
-    if by_covariance:
-        batch = batch.replace(cov_share=batch.sampling_log_probs)
-    reader = _shape_teacher(updater, state, batch, shapes[0].size, shards)
-    minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+    return _PackedShapes.of(updater, state, batch, tokens).programs()
 
-    def update(shape: SequenceShape) -> Program:
-        sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"update {_sizes(shape)}"
-        return updater.add_sequence(zeros, minibatch, sequence, 0, shards, name)
 
-    def score(shape: SequenceShape, params: Params, suffix: str = "", *, with_entropy: bool = False) -> Program:
-        sequence, name = _placed(_filled(batch, shape, shards), updater.mesh), f"score {_sizes(shape)}{suffix}"
-        lengths, mask = batch.prompts.lengths, batch.mask
-        return updater.put_scores(
-            zero_scores, params, read, lengths, mask, sequence, shards, name, with_entropy=with_entropy
-        )
+class _PackedShapes(NamedTuple):
+    """The arguments of an update's programs by their shapes, where the arrays of a run will be.
 
-    def by_length() -> Iterator[Program]:
-        for shape in shapes:
-            yield update(shape)
-            chosen_first = by_covariance and not updater.on_policy and quantile == 1
-            if batch.ref_log_probs is not None or batch.old_log_probs is not None or chosen_first:
-                yield score(shape, state.params)
+    Attributes:
+      updater: of the run.
+      state, batch: those of an update.
+      shapes: that packed sequences may have.
+      shards: how the prompts are cut over the mesh.
+      zeros: gradients of the params, and of the read prompts.
+      minibatch: what all packed sequences share.
+      zero_scores: log-probs and entropies [B, G, T].
+    """
+
+    updater: PackedUpdater
+    state: TrainState
+    batch: Batch
+    shapes: list[SequenceShape]
+    shards: Shards
+    zeros: tuple[Params, ReadPrompts]
+    minibatch: Minibatch
+    zero_scores: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def of(cls, updater: PackedUpdater, state: TrainState, batch: Batch, tokens: int | None) -> _PackedShapes:
+        """The shapes for a state and a batch, as `update_programs` is given them."""
+        batch = batch if batch.teacher_prompts is None else jax.eval_shape(apart, batch)
+        shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape[2], tokens)
+        state, batch = abstract((state, batch))
+        quantile, params, mesh = updater.config.top_entropy_quantile, state.params, updater.mesh
+        read = _shape_read(updater, params, batch.prompts, shapes[0].size, shards)
+        of_params, of_read = jax.eval_shape(functools.partial(zero_gradients, shards=shards), (params, read))
+        if mesh is not None:  # by the table all of them, those that are whole on every device too
+            of_params = jax.tree.map(_at, of_params, tree_sharding(of_params, mesh))
+        zeros = _placed((of_params, of_read), mesh, params)
+        read = _placed(read, mesh, params)
+        selected = _placed(batch.mask, mesh, (batch, params)) if quantile < 1 else None
+        totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, selected))
+        dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), mesh, params)
+        zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), mesh)
+        state, batch = _placed((state, batch), mesh)
+        if chooses_by_covariance(updater.config):
+            batch = batch.replace(cov_share=batch.sampling_log_probs)
+        reader = _shape_teacher(updater, state, batch, shapes[0].size, shards)
+        minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+        return cls(updater, state, batch, shapes, shards, zeros, minibatch, zero_scores)
+
+    def programs(self) -> UpdatePrograms:
+        """All of them."""
+        full, scored_by = next((shape for shape in self.shapes if shape.whole), self.shapes[0]), self.scored_by
+        # On a mesh the others take what these leave, where XLA has put it when it has compiled these.
+        every = () if self.updater.mesh is not None else tuple(self.every())
+        return UpdatePrograms(self.update(full), self.score(full, scored_by), tuple(self.by_length()), every)
+
+    @property
+    def scored_by(self) -> Params:
+        """Whose log-probs are asked for before an update: the reference's, or the policy's where there is none."""
+        return self.state.params if self.state.ref_params is None else self.state.ref_params
+
+    @property
+    def scores(self) -> bool:
+        """Whether somebody's log-probs are part of a batch."""
+        return self.batch.ref_log_probs is not None or self.batch.old_log_probs is not None
+
+    def update(self, shape: SequenceShape) -> Program:
+        """Adds the gradient of a packed sequence."""
+        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
+        name = f"update {_sizes(shape)}"
+        return self.updater.add_sequence(self.zeros, self.minibatch, sequence, 0, self.shards, name)
+
+    def score(self, shape: SequenceShape, params: Params, suffix: str = "", *, with_entropy: bool = False) -> Program:
+        """Puts the scores of a packed sequence in their places."""
+        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
+        name, prompts = f"score {_sizes(shape)}{suffix}", self.batch.prompts.lengths
+        arguments = (self.zero_scores, params, self.minibatch.read, prompts, self.batch.mask, sequence, self.shards)
+        return self.updater.put_scores(*arguments, name, with_entropy=with_entropy)
+
+    def by_length(self) -> Iterator[Program]:
+        """Those that the lengths of completions choose from."""
+        updater, state = self.updater, self.state
+        quantile = updater.config.top_entropy_quantile
+        chosen_first = chooses_by_covariance(updater.config) and not updater.on_policy and quantile == 1
+        for shape in self.shapes:
+            yield self.update(shape)
+            if self.scores or chosen_first:
+                yield self.score(shape, state.params)
             if quantile < 1:
-                yield score(shape, state.params, ", with entropy", with_entropy=True)
-            if reference is not None and not same_shapes(reference, params):
-                yield score(shape, state.ref_params, ", by the reference")
+                yield self.score(shape, state.params, ", with entropy", with_entropy=True)
+            if state.ref_params is not None and not same_shapes(state.ref_params, state.params):
+                yield self.score(shape, state.ref_params, ", by the reference")
 
-    full = next((shape for shape in shapes if shape.whole), shapes[0])
-    scored_by = state.params if reference is None else state.ref_params
-    return UpdatePrograms(update(full), score(full, scored_by), tuple(by_length()))
+    def every(self) -> Iterator[Program]:
+        """Those that every update needs beside them: through the prompts and back, and the optimizer's."""
+        updater, shards, mesh = self.updater, self.shards, self.updater.mesh
+        prompts, dropout = self.batch.prompts, self.minibatch.dropout
+        count = count_reads(prompts, self.shapes[0].size, shards)
+        sizes = f"{prompts.tokens.shape[0]} prompts in {count} parts"
+        if self.scores:
+            reading = Reading(self.scored_by, prompts, None, updater.model)
+            name = f"read {sizes}, to score"
+            yield Program.of(name, read_some, reading, 0, count=count, backward=False, shards=shards)
+        reading = Reading(self.state.params, prompts, dropout, updater.model)
+        read = Program.of(f"read {sizes}", read_some, reading, 0, count=count, backward=True, shards=shards)
+        yield read
+        (_, kept), (grads, read_grads) = _placed(_results(read), mesh, self.state.params), self.zeros
+        back = (grads, kept, read_grads, self.minibatch.read, reading, 0)
+        yield Program.of(f"backward {sizes}", add_prompts, *back, count=count, shards=shards)
+        _, sums = _placed(_results(self.update(self.shapes[0])), mesh, self.state.params)
+        keywords = {"optimizer": updater.optimizer, "config": updater.config, "mesh": mesh}
+        yield Program("apply the gradient", apply_sums, (self.state, grads, sums), keywords)
+
+
+def _results(program: Program) -> Any:
+    """The shapes of what a program returns."""
+    return jax.eval_shape(functools.partial(program.function, **program.keywords), *program.arguments)
 
 
 def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
@@ -188,4 +262,5 @@ def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -
 
 def _at(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """A shape with that place, unless it has one."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or sharding)
+    sharding = getattr(x, "sharding", None) or sharding
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))

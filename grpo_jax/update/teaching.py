@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.distillation import divergence, top_k_divergence
 from grpo_jax.maths.sampling import process_logits
 from grpo_jax.models.packing import PackedSequence
@@ -81,6 +81,8 @@ def apart(batch: Batch) -> Batch:
 
 def compare_padded(teacher: Teacher | None, part: Batch, config: Config) -> Comparison | None:
     """The comparison of the completions [B, G, T] of a micro-batch; None where there is none."""
+    if isinstance(config, SFTConfig):
+        return _compare_tokens(part.tokens)
     if teacher is None:
         return _compare_top(part.teacher_top_ids, part.teacher_top_log_probs, config)
     states, _ = predicting_states(teacher.model, _constant(teacher), teacher_prompts(part), part.tokens)
@@ -89,6 +91,8 @@ def compare_padded(teacher: Teacher | None, part: Batch, config: Config) -> Comp
 
 def compare_packed(reader: Reader | None, sequence: PackedSequence, part: Batch, config: Config) -> Comparison | None:
     """The comparison of the tokens of a packed sequence; `part` is the batch's part of it, [A, S, T]."""
+    if isinstance(config, SFTConfig):
+        return _compare_tokens(sequence.tokens)
     if reader is None:
         ids, log_probs = (
             None if x is None else sequence.by_token(x) for x in (part.teacher_top_ids, part.teacher_top_log_probs)
@@ -102,6 +106,16 @@ def compare_packed(reader: Reader | None, sequence: PackedSequence, part: Batch,
 
 def _constant(teacher: Teacher) -> Params:
     return jax.lax.stop_gradient(teacher.params)
+
+
+def _compare_tokens(tokens: jax.Array) -> Comparison:
+    """1 where the token [...] is the likeliest one, else 0; held constant in the gradient."""
+
+    def compare(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        own = jnp.take_along_axis(logits, tokens, axis=-1)[..., 0]
+        return (own >= logits.max(axis=-1)).astype(jnp.float32)
+
+    return Comparison(compare, (tokens[..., None],))
 
 
 def _compare_states(teacher: Teacher, states: jax.Array, config: Config) -> Comparison:

@@ -46,16 +46,18 @@ def test_nothing_under_the_mask_counts():
 @pytest.mark.quick
 def test_parts_add_up():
     H = RNG.uniform(0, 1, L.shape).astype(np.float32)
-    whole = likelihood_loss_terms(L, H, MASK, loss_type="nll", num_tokens=7)
-    parts = [
-        likelihood_loss_terms(*(x[i : i + 1] for x in (L, H, MASK)), loss_type="nll", num_tokens=7) for i in range(3)
-    ]
+    first = (RNG.uniform(0, 1, L.shape) < 0.5).astype(np.float32)
+    arrays = (L, H, first, MASK)
+    whole = likelihood_loss_terms(*arrays, loss_type="nll", num_tokens=7)
+    parts = [likelihood_loss_terms(*(x[i : i + 1] for x in arrays), loss_type="nll", num_tokens=7) for i in range(3)]
     merged = merge_metrics(merge_metrics(parts[0][1], parts[1][1]), parts[2][1])
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole[0], rtol=1e-6)
     for name, value in finalize_metrics(whole[1]).items():
         np.testing.assert_allclose(finalize_metrics(merged)[name], value, rtol=1e-6)
     assert float(finalize_metrics(merged)["tokens"]) == 7
     np.testing.assert_allclose(finalize_metrics(merged)["entropy"], H[MASK == 1].mean(), rtol=1e-6)
+    assert 0 < first[MASK == 1].mean() < 1
+    np.testing.assert_allclose(finalize_metrics(merged)["mean_token_accuracy"], first[MASK == 1].mean(), rtol=1e-6)
 
 
 @pytest.mark.quick

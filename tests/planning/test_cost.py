@@ -27,7 +27,7 @@ MODULES = {
     "_score_sequence": packed,
     "_add_sequence": packed,
     "add_prompts": prompts_module,
-    "_apply": packed,
+    "apply_sums": packed,
 }
 PROGRAMS = {name: getattr(module, name) for name, module in MODULES.items()}
 
@@ -111,7 +111,7 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
         "read_someTrue": b // 2,
         "_add_sequence": sequences,
         "add_prompts": b // 2,
-        "_apply": 1,
+        "apply_sums": 1,
     }
 
 
@@ -133,8 +133,8 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
         sampling_log_probs=-jnp.ones((1, 8, 8)),
         ref_log_probs=-jnp.ones((1, 8, 8)) if beta else None,
     )
-    lowered, plain = [], packed._apply
-    monkeypatch.setattr(packed, "_apply", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
+    lowered, plain = [], packed.apply_sums
+    monkeypatch.setattr(packed, "apply_sums", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
     choose_updater(model, config, micro=(1, 8), optimizer=optimizer).update(state, batch)
     memory = lowered[0].compile().memory_analysis()
     policy = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
+from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.sft import prepare_sft
@@ -85,6 +86,23 @@ def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing):
     want, wanted = jax.value_and_grad(lambda params: loss_by_logits(policy, params, examples))(policy.params)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro": (2, 1)}], ids=["packed", "padded"])
+def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(changes):
+    """As TRL's `mean_token_accuracy`; by the model's logits of whole rows, of a policy that has learned some."""
+    policy = tiny_policy()
+    policy = policy.replace(params=sft(policy, ROWS, settings(max_steps=15)).params)
+    run = prepare_sft(policy, ROWS, settings(per_device_train_batch_size=6, train_sampling_strategy="sequential"))
+    batch, *_ = next_examples(run, 0)
+    updater = run.updater if not changes else PaddedUpdater(run.updater.model, run.updater.config, **changes)
+    _, sums = updater.gradients(new_state(run), batch)
+    right = []
+    for ids, mask in zip(run.data.token_ids, run.data.masks, strict=True):
+        likeliest = policy.model.apply({"params": policy.params}, jnp.asarray([ids]))[0].argmax(axis=-1)
+        right += (np.asarray(likeliest)[:-1] == ids[1:])[np.asarray(mask[1:], bool)].tolist()
+    assert 0 < np.mean(right) < 1
+    np.testing.assert_allclose(finalize_metrics(sums)["mean_token_accuracy"], np.mean(right), rtol=1e-6)
 
 
 def trl_gradient(policy, case, directory):
@@ -170,7 +188,15 @@ def test_it_learns_evaluates_and_keeps_its_best(tmp_path):
     examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
     np.testing.assert_allclose(losses[0], loss_by_logits(policy, policy.params, examples), rtol=1e-5)
     np.testing.assert_allclose(evaluate_examples(run, state.params)["loss"], min(losses), rtol=1e-5)
-    assert {"loss", "entropy", "grad_norm", "learning_rate", "num_tokens", "seconds/update"} <= lines[1].keys()
+    assert {
+        "loss",
+        "entropy",
+        "mean_token_accuracy",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+        "seconds/update",
+    } <= lines[1].keys()
     assert not (tmp_path / "completions.jsonl").exists()
     assert json.loads((tmp_path / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
 

@@ -101,7 +101,7 @@ def test_after_warm_up_an_iteration_compiles_nothing():
         prompts.read_some,
         packed._add_sequence,
         prompts.add_prompts,
-        packed._apply,
+        packed.apply_sums,
         packed._score_sequence,
         decode_module.prefill,
         decode_module.decode,
