@@ -52,19 +52,19 @@ PADDING = 144
 """Prompts are padded to a multiple of it."""
 LONGEST = 16
 """Tokens of a completion."""
-GROUP = 8
+GROUP = 16
 """Completions of each prompt in training."""
 
 HELD_OUT = 7_000_000
 """Seed of the problems that are held out, the same for every run."""
 
 
-def held_out(tasks: Sequence[str] = LEARNT, size: int = 80) -> list[Row]:
+def held_out(tasks: Sequence[str] = LEARNT, size: int = 100) -> list[Row]:
     """The problems that every run is tested on."""
     return make_rows(tasks, HELD_OUT, size)
 
 
-def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 80, count: int = 96) -> list[Row]:
+def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 100, count: int = 96) -> list[Row]:
     """The first of them, which a run is tested on while it learns."""
     return held_out(tasks, size)[:count]
 
@@ -216,13 +216,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run for each (default 0 1 2)")
     add("--no-control", action="store_true", help="leave out the run that is rewarded by coin flips")
     add("--measure", action="store_true", help="only count how often the model is right before it learns")
-    add("--steps", type=int, default=150, help="GRPO steps (default %(default)s)")
+    add("--steps", type=int, default=100, help="GRPO steps (default %(default)s)")
     add("--prompts", type=int, default=8, help=f"problems of a step, × {GROUP} completions (default %(default)s)")
     add("--learning-rate", type=float, default=1e-5, help="default %(default)s")
     add("--problems", type=int, default=2000, help="made to learn from, of each task (default %(default)s)")
-    add("--held-out", type=int, default=80, help="made to test on, of each task (default %(default)s)")
+    add("--held-out", type=int, default=100, help="made to test on, of each task (default %(default)s)")
     add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
-    add("--eval-steps", type=int, default=25, help="GRPO steps between two such tests (default %(default)s)")
+    add("--eval-steps", type=int, default=20, help="GRPO steps between two such tests (default %(default)s)")
     add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
     add("--run-dir", help="an empty or new directory (default runs/instruct-<time>)")
     return parser.parse_args(argv)

@@ -13,7 +13,6 @@ from typing import Any
 TASKS: dict[str, dict[str, Any]] = {
     "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
     "family_relationships": {"min_family_size": 3, "max_family_size": 4},
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }
 """Tasks of reasoning-gym and their settings."""
 LEARNT = tuple(TASKS)

@@ -37,7 +37,7 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Batch, Json, Params, as_argument, is_cached
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import choose_updater, sequence_tokens
-from grpo_jax.update.programs import UpdatePrograms, kept_bytes, update_programs
+from grpo_jax.update.programs import UpdatePrograms, constant_programs, kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
 
@@ -187,8 +187,9 @@ class Account:
         """The names of all programs that a run needs, or that its policy's lengths choose from."""
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
+        constant = constant_programs(self.run.updater, self.state, self.batch)
         rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
-        return tuple(program.name for program in (*rollouts, *updates.every, *updates.by_length))
+        return tuple(program.name for program in (*rollouts, *constant, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
         """Bytes that stay on each device, by part; with `donate` the caller holds no params beside the run's."""

@@ -17,7 +17,7 @@ from grpo_jax.devices.program import Program
 from grpo_jax.devices.streams import beside
 from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import BaseRun, Run
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import constant_programs, update_programs
 from grpo_jax.update.state import TrainState
 
 
@@ -27,15 +27,15 @@ def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
     The iteration begins with the rollout, and compiles by itself what comes first there. So the thread begins with the
     update, of completions of any length, and goes on with the rollout from its end. Last come an update's other shapes.
     """
-    updates = update_programs(run.updater, state, abstract_batch(run, state))
-    by_length, rollout = updates.by_length, None
+    batch, rollout = abstract_batch(run, state), None
+    by_length = update_programs(run.updater, state, batch).by_length
     # Of each shape of a packed sequence, an update and what scores for it.
     shapes = [i for i, program in enumerate(by_length) if program.function is by_length[0].function]
     second = [*shapes, len(by_length)][1] if by_length else 0
     if isinstance(run, Run) and run.interaction is None:  # what is read between turns has no size known before
         rollout = rollout_programs(run, state.params if state.old_params is None else state.old_params)
     sampling = [] if rollout is None else [*rollout.programs()][::-1]
-    return [*by_length[:second], *updates.every, *sampling, *by_length[second:]]
+    return [*by_length[:second], *constant_programs(run.updater, state, batch), *sampling, *by_length[second:]]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -35,14 +36,11 @@ class UpdatePrograms(NamedTuple):
       score: of scoring them, likewise: by the reference, or by the policy where there is none.
       by_length: the programs that the lengths of completions choose from: the only ones that a later iteration may be
         the first to need. The first is for completions of any length.
-      every: those that every update needs beside them, on one device. On a mesh they take what other programs leave,
-        where XLA has put it when it has compiled those.
     """
 
     update: Program
     score: Program
     by_length: tuple[Program, ...]
-    every: tuple[Program, ...] = ()
 
 
 def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> UpdatePrograms:
@@ -57,6 +55,16 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
         scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
         return UpdatePrograms(updater.update_call(state, batch), scores, ())
     return _PackedShapes.of(updater, state, batch, tokens).programs()
+
+
+def constant_programs(updater: Updater, state: TrainState, batch: Batch) -> tuple[Program, ...]:
+    """The programs that every update of packed sequences needs: through the prompts and back, and the optimizer's.
+
+    None on a mesh: there they take what other programs leave, and where that is XLA says once it has compiled those.
+    """
+    if isinstance(updater, PaddedUpdater) or updater.mesh is not None:
+        return ()
+    return tuple(_PackedShapes.of(updater, state, batch, None).constant())
 
 
 class _PackedShapes(NamedTuple):
@@ -108,9 +116,7 @@ class _PackedShapes(NamedTuple):
     def programs(self) -> UpdatePrograms:
         """All of them."""
         full, scored_by = next((shape for shape in self.shapes if shape.whole), self.shapes[0]), self.scored_by
-        # On a mesh the others take what these leave, where XLA has put it when it has compiled these.
-        every = () if self.updater.mesh is not None else tuple(self.every())
-        return UpdatePrograms(self.update(full), self.score(full, scored_by), tuple(self.by_length()), every)
+        return UpdatePrograms(self.update(full), self.score(full, scored_by), tuple(self.by_length()))
 
     @property
     def scored_by(self) -> Params:
@@ -149,9 +155,9 @@ class _PackedShapes(NamedTuple):
             if state.ref_params is not None and not same_shapes(state.ref_params, state.params):
                 yield self.score(shape, state.ref_params, ", by the reference")
 
-    def every(self) -> Iterator[Program]:
-        """Those that every update needs beside them: through the prompts and back, and the optimizer's."""
-        updater, shards, mesh = self.updater, self.shards, self.updater.mesh
+    def constant(self) -> Iterator[Program]:
+        """Those of `constant_programs`."""
+        updater, shards = self.updater, self.shards
         prompts, dropout = self.batch.prompts, self.minibatch.dropout
         count = count_reads(prompts, self.shapes[0].size, shards)
         sizes = f"{prompts.tokens.shape[0]} prompts in {count} parts"
@@ -162,17 +168,17 @@ class _PackedShapes(NamedTuple):
         reading = Reading(self.state.params, prompts, dropout, updater.model)
         read = Program.of(f"read {sizes}", read_some, reading, 0, count=count, backward=True, shards=shards)
         yield read
-        (_, kept), (grads, read_grads) = _placed(_results(read), mesh, self.state.params), self.zeros
+        (_, kept), (grads, read_grads) = _placed(_results(read), None, self.state.params), self.zeros
         back = (grads, kept, read_grads, self.minibatch.read, reading, 0)
         yield Program.of(f"backward {sizes}", add_prompts, *back, count=count, shards=shards)
-        _, sums = _placed(_results(self.update(self.shapes[0])), mesh, self.state.params)
-        keywords = {"optimizer": updater.optimizer, "config": updater.config, "mesh": mesh}
+        _, sums = _placed(_results(self.update(self.shapes[0])), None, self.state.params)
+        keywords = {"optimizer": updater.optimizer, "config": updater.config, "mesh": None}
         yield Program("apply the gradient", apply_sums, (self.state, grads, sums), keywords)
 
 
 def _results(program: Program) -> Any:
     """The shapes of what a program returns."""
-    return jax.eval_shape(functools.partial(program.function, **program.keywords), *program.arguments)
+    return jax.eval_shape(lambda arguments: dataclasses.replace(program, arguments=arguments)(), program.arguments)
 
 
 def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
