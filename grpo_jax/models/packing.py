@@ -181,8 +181,9 @@ def pack(
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # A bound on S, the segments, so that arrays [S, T] are of the order of N.
-    most = max(8, min(size // 8, 32 * size // longest))
+    # A bound on S, the segments, so that arrays [S, T] are of the order of N, beside logits [N, V] nothing. Completions
+    # of four tokens, which a policy may turn to, fill a sequence all the same.
+    most = max(8, min(size // 4, 32 * size // longest))
     flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     chosen = [_choose(part, size // block, block, most) for part in own]
     count = max(map(len, chosen))
