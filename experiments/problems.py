@@ -18,8 +18,11 @@ TASKS: dict[str, dict[str, Any]] = {
 LEARNT = tuple(TASKS)
 GENERAL = "syllogism"
 """A task of the suite that is not learnt."""
-SHOTS, EXAMPLES = 1, 5_000_000
-"""Solved problems that come before each in its conversation, and their seed: what an answer looks like."""
+EXAMPLES, SHOWN = 5_000_000, 100
+"""Seed and number of the solved problems of which one comes before each problem: what an answer looks like.
+
+Not the same one before all: its answer would be what the model says, and is rewarded for now and then.
+"""
 
 Row = dict[str, Any]
 
@@ -44,15 +47,13 @@ def make_rows(tasks: Sequence[str], seed: int, size: int, *, without: Sequence[R
     seen = {row["prompt"][-1]["content"] for row in without}
     each: list[list[Row]] = []
     for task in tasks:
-        shown = [problems(task, EXAMPLES, SHOTS)[k] for k in range(SHOTS)]
-        before = [
-            turn for made in shown for turn in (_says("user", made["question"]), _says("assistant", made["answer"]))
-        ]
         each.append([])
         for index in range(size):
             question = _says("user", problems(task, seed, size)[index]["question"])
             if question["content"] not in seen:
                 seen.add(question["content"])
+                shown = problems(task, EXAMPLES, SHOWN)[index % SHOWN]
+                before = [_says("user", shown["question"]), _says("assistant", shown["answer"])]
                 each[-1].append({"prompt": [*before, question], "task": task, "problem": [seed, size, index]})
     return [row for rows in itertools.zip_longest(*each) for row in rows if row is not None]
 
