@@ -24,8 +24,8 @@ from grpo_jax.update.state import TrainState
 def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
     """The programs of a run, in the order in which a thread beside the first iteration compiles them.
 
-    The iteration begins with the rollout, and compiles by itself what comes first there. So the thread begins with the
-    update, of completions of any length, and goes on with the rollout from its end. Last come an update's other shapes.
+    The iteration compiles by itself what comes first, the prefill. So the thread begins with the decode after it, then
+    the update, of completions of any length, and the rollout from its end. Last come an update's other shapes.
     """
     batch, rollout = abstract_batch(run, state), None
     by_length = update_programs(run.updater, state, batch).by_length
@@ -34,8 +34,11 @@ def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
     second = [*shapes, len(by_length)][1] if by_length else 0
     if isinstance(run, Run) and run.interaction is None:  # what is read between turns has no size known before
         rollout = rollout_programs(run, state.params if state.old_params is None else state.old_params)
-    sampling = [] if rollout is None else [*rollout.programs()][::-1]
-    return [*by_length[:second], *constant_programs(run.updater, state, batch), *sampling, *by_length[second:]]
+    sampling = [] if rollout is None else [*rollout.programs()]
+    decode = [program for program in sampling if program.name.startswith("decode")][:1]
+    others = [program for program in sampling if program not in decode][::-1]
+    update = [*by_length[:second], *constant_programs(run.updater, state, batch)]
+    return [*decode, *update, *others, *by_length[second:]]
 
 
 @contextlib.contextmanager
