@@ -12,9 +12,9 @@ Of problems it has not seen, answers are counted as right if the verifier gives 
 each, before and after, for each task; and so are those of a task that it does not learn (`GENERAL`), and the KL
 divergence from the model it was: what it forgot. The control is rewarded by coin flips.
 
-Before it learns, sampled and greedy, of 70 problems made of each task: needle_haystack 0.06 and 0.17,
-family_relationships 0.20 and 0.27, chain_sum 0.03 and 0.05. Time and figures of a whole run: to be measured on an idle
-machine.
+Seed 0, of 100 unseen problems each, sampled and greedy, before → after: needle_haystack 0.04 → 0.93 and 0.15 → 0.94,
+family_relationships 0.13 → 0.71 and 0.20 → 0.76; 47 minutes on two cores, beside other work for a part of it. The other
+seeds and the control: to be measured on an idle machine.
 The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
 with `final`, its checkpoint, and `instruct.png`.
 """
