@@ -186,8 +186,8 @@ class Account:
     def names(self) -> tuple[str, ...]:
         """The names of all programs that a run needs, or that its policy's lengths choose from."""
         cpu = self.mesh.devices.flat[0].platform == "cpu"
-        updates = update_programs(self.run.updater, self.state, self.batch) if cpu else self.updates
-        constant = constant_programs(self.run.updater, self.state, self.batch)
+        sizes, tokens = (self.run.updater, self.state, self.batch), None if cpu else _tokens(self.run)
+        updates, constant = update_programs(*sizes, tokens=tokens), constant_programs(*sizes, tokens=tokens)
         rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
         return tuple(program.name for program in (*rollouts, *constant, *updates.by_length))
 

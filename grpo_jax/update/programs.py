@@ -57,14 +57,17 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
     return _PackedShapes.of(updater, state, batch, tokens).programs()
 
 
-def constant_programs(updater: Updater, state: TrainState, batch: Batch) -> tuple[Program, ...]:
+def constant_programs(
+    updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None
+) -> tuple[Program, ...]:
     """The programs that every update of packed sequences needs: through the prompts and back, and the optimizer's.
 
     None on a mesh: there they take what other programs leave, and where that is XLA says once it has compiled those.
+    The arguments are those of `update_programs`.
     """
     if isinstance(updater, PaddedUpdater) or updater.mesh is not None:
         return ()
-    return tuple(_PackedShapes.of(updater, state, batch, None).constant())
+    return tuple(_PackedShapes.of(updater, state, batch, tokens).constant())
 
 
 class _PackedShapes(NamedTuple):

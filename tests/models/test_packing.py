@@ -153,3 +153,12 @@ def test_each_device_has_the_completions_of_its_own_prompts(longest):
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
         assert there.sum() == sequence.lengths.sum()
+
+
+@pytest.mark.quick
+def test_completions_of_a_few_tokens_fill_a_sequence_too():
+    """Eight prompts, a block of 64 tokens each: all of their sixteen completions of four tokens are in one sequence."""
+    mask = np.broadcast_to(np.arange(16) < 4, (8, 16, 16))
+    sequences = pack(mask.astype(np.int32), mask, size=512)
+    assert len(sequences) == 1
+    assert sequences[0].lengths.sum() == mask.sum() == 512
