@@ -89,9 +89,10 @@ def compiled(device, lengths, phase="update", model=MODEL, **config):
 
 @pytest.mark.parametrize("device", ["v5e", "H100"])
 def test_the_programs_of_a_plan_are_named_by_the_sequences_of_its_device(device):
-    """A micro-batch of 8 × 1,024 tokens is one packed sequence there, and 16 on a CPU."""
-    names = compiled(device, [1024], phase="names")
+    """A micro-batch of 8 × 1,024 tokens is one packed sequence there, 16 on a CPU; four prompts are read at once."""
+    names = compiled(device, [1024], phase="names", gradient_accumulation_steps=4)
     assert any(name.startswith("update 8192 tokens") for name in names), names
+    assert {"read 4 prompts in 1 parts", "backward 4 prompts in 1 parts"} <= set(names), names
 
 
 @pytest.mark.parametrize("device", ["v5e", "H100"])
