@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from experiments.common import (
+    Lesson,
     Rates,
     Stopwatch,
     coin_flips,
     fresh_directory,
+    lesson,
     report_results,
     supervise,
     use_compile_cache,
@@ -202,12 +203,12 @@ def taught(problem: Row, draw: random.Random) -> list[tuple[str, str]]:
     return [(call, result), (f"The answer is {result}.", "")]
 
 
-def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` conversations with the teacher: tokens [N, L], and a mask of the teacher's turns with their ends."""
+def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> list[Lesson]:
+    """`count` conversations with the teacher, of which its turns are learnt, with their ends."""
     draw, tokenizer, end = random.Random(seed), policy.tokenizer, policy.eos_token_ids[0]
     schemas = [tool.schema for tool in read_tools(TOOLS).values()]
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    kept: list[tuple[list[int], list[bool]]] = []
+    shown: list[Lesson] = []
     for problem in draw.choices(problems, k=count):
         messages = asked(problem, scratch=True)["prompt"]
         opening = tokenizer.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, tokenize=False)
@@ -217,12 +218,8 @@ def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> t
             said = [*encode(turn), end]
             heard = observation_ids(tokenizer, [tool_message("calculate", result)], tools=schemas) if result else []
             ids, own = [*ids, *said, *heard], [*own, *[True] * len(said), *[False] * len(heard)]
-        kept.append((ids, own))
-    shape = count, max(len(ids) for ids, _ in kept)
-    tokens, mask = np.full(shape, policy.pad_token_id, np.int32), np.zeros(shape, bool)
-    for row, (ids, own) in enumerate(kept):
-        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, own
-    return tokens, mask
+        shown.append(lesson(ids, own))
+    return shown
 
 
 def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
@@ -307,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if scratch:
             new = make_policy(seed)
             texts = lessons(new, problems[arguments.held_out :], arguments.warm_up_steps * BATCH, seed)
-            save_pretrained(run_dir / "base", supervise(new, *texts, batch=BATCH))
+            save_pretrained(run_dir / "base", supervise(new, texts, batch=BATCH))
         base = from_pretrained(run_dir / "base" if scratch else arguments.model, param_dtype="float32")
         if arguments.lora is not None:
             base = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)

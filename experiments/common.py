@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-from grpo_jax import GRPOConfig, Policy, evaluate
+from grpo_jax import GRPOConfig, Policy, SFTConfig, evaluate, sft
 from grpo_jax.devices import distributed
 from grpo_jax.devices.sharding import gather_objects, parse_mesh
 from grpo_jax.keep.kept_programs import keep_programs
@@ -34,6 +31,7 @@ from grpo_jax.watch.summary import held_out
 from grpo_jax.watch.writer import read_lines
 
 __all__ = [
+    "Lesson",
     "Rates",
     "Stopwatch",
     "add_device_flags",
@@ -43,6 +41,7 @@ __all__ = [
     "encode_lessons",
     "fresh_directory",
     "held_out_rates",
+    "lesson",
     "on_mesh",
     "report_results",
     "show_completions",
@@ -53,6 +52,7 @@ __all__ = [
 ]
 
 Rates = dict[str, float]
+Lesson = dict[str, list[int]]
 
 
 class Stopwatch:
@@ -190,61 +190,58 @@ def held_out_rates(
     return {name: round(rate, 4) for name, rate in rates.items()}, completions
 
 
-def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts with the replies that shall be learnt: tokens [N, L], and a mask of each reply with its end."""
+def lesson(ids: Sequence[int], own: Sequence[bool]) -> Lesson:
+    """A row that `sft` learns from: tokens, and which of them are learnt.
+
+    Example:
+      >>> lesson([7, 8, 9], [False, True, True])
+      {'input_ids': [7, 8, 9], 'labels': [-100, 8, 9]}
+    """
+    labels = [token if learnt else -100 for token, learnt in zip(ids, own, strict=True)]
+    return {"input_ids": list(ids), "labels": labels}
+
+
+def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str]) -> list[Lesson]:
+    """Prompts with the replies that shall be learnt, each with its end."""
     if not prompts:
         raise ValueError("prompts is empty: there is nothing to learn")
     starts, ends = (
         policy.tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in (prompts, replies)
     )
-    lessons = [(*start, *end, policy.eos_token_ids[0]) for start, end in zip(starts, ends, strict=True)]
-    tokens = np.full((len(lessons), max(map(len, lessons))), policy.pad_token_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    for i, (start, lesson) in enumerate(zip(starts, lessons, strict=True)):
-        tokens[i, : len(lesson)] = lesson
-        mask[i, len(start) : len(lesson)] = True
-    return tokens, mask
+    end = policy.eos_token_ids[0]
+    return [
+        lesson([*start, *reply, end], [False] * len(start) + [True] * (len(reply) + 1))
+        for start, reply in zip(starts, ends, strict=True)
+    ]
 
 
 def supervise(
-    policy: Policy,
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    *,
-    batch: int,
-    learning_rate: float = 3e-3,
-    adam_beta2: float = 0.999,
+    policy: Policy, lessons: Sequence[Lesson], *, batch: int, learning_rate: float = 3e-3, adam_beta2: float = 0.999
 ) -> Policy:
-    """Learn lessons, each once: cross entropy under the mask, AdamW, warm-up and cosine to 0, all in one jit.
+    """Learn lessons, each once and in their order, by `sft`: AdamW without decay, warm-up, and a cosine to 0.
 
     Args:
       policy: what learns; its params are left as they are.
-      tokens: [N, L], as `encode_lessons` returns them.
-      mask: [N, L], True on what is learnt.
-      batch: texts of a step; it divides N.
+      lessons: as `lesson` makes them.
+      batch: lessons of a step; it divides their number.
       learning_rate: the highest.
       adam_beta2: the second moments' decay.
     """
-    steps = len(tokens) // batch
-    lessons = tokens.reshape(steps, batch, -1), mask.reshape(steps, batch, -1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=adam_beta2, weight_decay=0.0))
-
-    def loss_fn(params, tokens, mask):
-        logits = policy.model.apply({"params": params}, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(losses * mask[:, 1:]) / jnp.sum(mask[:, 1:])
-
-    def step(carry, lesson):
-        params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, *lesson)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    carry = policy.params, optimizer.init(policy.params)
-    (params, _), losses = jax.jit(lambda carry, lessons: jax.lax.scan(step, carry, lessons))(carry, lessons)
-    print(f"{steps} supervised steps: loss {losses[0]:.2f} → {losses[-1]:.2f} nats per token")
-    return policy.replace(params=params)
+    steps = len(lessons) // batch
+    config = SFTConfig(
+        max_length=None,
+        per_device_train_batch_size=batch,
+        train_sampling_strategy="sequential",
+        max_steps=steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=steps // 8,
+        adam_beta2=adam_beta2,
+        gradient_checkpointing=False,
+        logging_steps=max(1, steps // 4),
+        save_steps=None,
+    )
+    return policy.replace(params=sft(policy, lessons, config).params)
 
 
 def coin_flips(seed: int) -> Callable[..., list[float]]:

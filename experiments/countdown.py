@@ -33,6 +33,7 @@ from typing import Any
 import jax
 
 from experiments.common import (
+    Lesson,
     Rates,
     Stopwatch,
     add_device_flags,
@@ -275,7 +276,7 @@ def teach(problem: Row, draw: random.Random) -> str:
     return opening + expression + closing
 
 
-def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> tuple[Any, Any]:
+def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> list[Lesson]:
     """`count` prompts, their numbers in any order, with the teacher's replies, as `encode_lessons` returns them."""
     draw = random.Random(seed)
     chosen = [draw.choice(problems) for _ in range(count)]
@@ -346,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if scratch:
             new = make_policy(seed)
             texts = lessons(new, problems, arguments.warm_up_steps * BATCH, seed)
-            save_pretrained(run_dir / "base", supervise(new, *texts, batch=BATCH))
+            save_pretrained(run_dir / "base", supervise(new, texts, batch=BATCH))
         source = run_dir / "base" if scratch else arguments.model
         base = from_pretrained(source, dtype=config.compute_dtype, param_dtype="float32")
         if arguments.lora is not None:

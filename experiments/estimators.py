@@ -97,7 +97,7 @@ def sort_digits_task(seed: int, directory: Path) -> Task:
 
     def taught() -> Policy:
         new = sort_digits.make_policy(seed)
-        return supervise(new, *sort_digits.lessons(new, rows, LESSONS * 128, seed), batch=128)
+        return supervise(new, sort_digits.lessons(new, rows, LESSONS * 128, seed), batch=128)
 
     return Task(kept(directory, taught), list(rows), list(held_out), sort_digits.accuracy, sort_digits.LONGEST)
 
@@ -108,7 +108,7 @@ def countdown_task(seed: int, directory: Path) -> Task:
 
     def taught() -> Policy:
         new = countdown.make_policy(seed)
-        return supervise(new, *countdown.lessons(new, problems[HELD_OUT:], LESSONS * 96, seed), batch=128)
+        return supervise(new, countdown.lessons(new, problems[HELD_OUT:], LESSONS * 96, seed), batch=128)
 
     rows = [countdown.short_prompt(problem) for problem in problems]
     return Task(kept(directory, taught), rows[HELD_OUT:], rows[:HELD_OUT], countdown.accuracy, 16)

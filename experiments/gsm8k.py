@@ -152,8 +152,8 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     prompts = [make_row(problem, chat=True)["prompt"] for problem in chosen]
     as_text = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     texts = [str(as_text(prompt)) for prompt in prompts]
-    tokens, mask = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
-    save_pretrained(directory, supervise(policy, tokens, mask, batch=batch))
+    taught = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
+    save_pretrained(directory, supervise(policy, taught, batch=batch))
 
 
 def sample_rates(

@@ -34,10 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import (
+    Lesson,
     Rates,
     Stopwatch,
     coin_flips,
     fresh_directory,
+    lesson,
     report_results,
     show_completions,
     supervise,
@@ -218,23 +220,19 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
     return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
 
 
-def lessons(policy: Policy, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` games of the careless player: tokens [N, L], and a mask of its guesses with the ends of their turns."""
+def lessons(policy: Policy, count: int, seed: int) -> list[Lesson]:
+    """`count` games of the careless player, of which its guesses are learnt, with the ends of their turns."""
     draw, end = random.Random(seed), policy.eos_token_ids[0]
     words = [PROMPT, HIGHER, LOWER, *map(str, range(1, NUMBERS + 1))]
     ids = dict(zip(words, policy.tokenizer(words, add_special_tokens=False)["input_ids"], strict=True)) | {"": []}
-    tokens = np.full((count, len(ids[PROMPT]) + LONGEST), policy.pad_token_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    for n in range(count):
-        at = len(ids[PROMPT])
-        tokens[n, :at] = ids[PROMPT]
+    shown: list[Lesson] = []
+    for _ in range(count):
+        game, own = list(ids[PROMPT]), [False] * len(ids[PROMPT])
         for guess, answer in careless_game(draw):
-            turn = [*ids[str(guess)], end]
-            mask[n, at : at + len(turn)] = True
-            said = [*turn, *ids[answer]]
-            tokens[n, at : at + len(said)] = said
-            at += len(said)
-    return tokens, mask
+            turn, said = [*ids[str(guess)], end], ids[answer]
+            game, own = [*game, *turn, *said], [*own, *[True] * len(turn), *[False] * len(said)]
+        shown.append(lesson(game, own))
+    return shown
 
 
 def first_guesses(policy: Policy, params: Any) -> np.ndarray:
@@ -348,7 +346,7 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     with watch("warm_up"):
         new = make_policy(seed)
         shown = lessons(new, arguments.warm_up_steps * BATCH, seed)
-        taught = supervise(new, *shown, batch=BATCH, learning_rate=LEARNING_RATE, adam_beta2=BETA2)
+        taught = supervise(new, shown, batch=BATCH, learning_rate=LEARNING_RATE, adam_beta2=BETA2)
         save_pretrained(run_dir / "base", taught)
         base = from_pretrained(run_dir / "base")
     with watch("evaluation"):

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         def taught(seed: int = seed, to_train: Sequence[Any] = to_train) -> Policy:
             new = countdown.make_policy(seed)
             lessons = countdown.lessons(new, to_train, arguments.warm_up_steps * countdown.BATCH, seed)
-            return supervise(new, *lessons, batch=countdown.BATCH)
+            return supervise(new, lessons, batch=countdown.BATCH)
 
         base = kept(directory / f"base-{seed}", taught)
         rows = [countdown.short_prompt(problem) for problem in to_train[: arguments.rows]]

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from experiments.common import (
+    Lesson,
     Rates,
     Stopwatch,
     add_device_flags,
@@ -167,7 +167,7 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3, recurrent: bool 
     return init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
 
 
-def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> list[Lesson]:
     """`count` prompts with the teacher's replies, as `encode_lessons` returns them."""
     draw = random.Random(seed)
     chosen = [draw.choice(rows) for _ in range(count)]
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     with watch("warm_up"):
         new = make_policy(seed, recurrent=arguments.recurrent)
-        warm = supervise(new, *lessons(new, rows, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
+        warm = supervise(new, lessons(new, rows, arguments.warm_up_steps * BATCH, seed), batch=BATCH)
         save_pretrained(run_dir / "base", warm)
         base = from_pretrained(run_dir / "base")
 
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.controls:
         print("\nControl: as many more supervised steps.")
         with watch("more_supervised"):
-            taught = supervise(base, *lessons(base, rows, steps * BATCH, seed + 1), batch=BATCH)
+            taught = supervise(base, lessons(base, rows, steps * BATCH, seed + 1), batch=BATCH)
         arms["more_supervised"] = {"before": before, "after": test(taught.params)[0]}
         print("\nControl: GRPO, rewarded by coin flips.")
         with watch("random_reward"):

@@ -46,7 +46,7 @@ class SFTConfig(Settings):
     """Tokens of an example; what comes after is cut off, and an example without a token to learn is left out."""
     packing: bool = False
     """Lay examples together in blocks of `max_length` tokens (best fit, the longest first), and let batch sizes count
-    blocks. No example sees another, and padding is computed in neither case."""
+    blocks. No example sees another, and without it, too, examples are laid end to end."""
     packing_strategy: Literal["bfd"] = "bfd"
     """How blocks are filled: "bfd", best fit decreasing. TRL's other ways cut examples."""
     completion_only_loss: bool | None = None

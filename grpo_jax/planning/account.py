@@ -42,7 +42,7 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
 
 _NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
-_NO_EXAMPLES = Examples(rows=[{}], token_ids=[[]], dropped=[], masks=[[]], blocks=[[0]])
+_NO_EXAMPLES = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
 _STEPS = 1000
 """Optimizer steps of a plan's schedule: no array depends on them."""
 

@@ -62,7 +62,7 @@ def _with_teacher(batch: Batch, run: BaseRun) -> Batch:
 
 def abstract_batch(run: BaseRun, state: TrainState) -> Batch:
     """The shapes of a minibatch, which comes from the host."""
-    b, g, t = run.sizes.prompts_per_update, run.config.num_generations, run.updater.config.max_completion_length
+    (b, g), t = run.batch_shape, run.updater.config.max_completion_length
 
     per_token = isinstance(run, Run) and run.per_token
 

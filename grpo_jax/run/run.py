@@ -77,6 +77,11 @@ class BaseRun:
     schedule: optax.Schedule | None
     updater: Updater
 
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """B and G of an update's batch."""
+        return self.sizes.prompts_per_update, self.config.num_generations
+
 
 @dataclasses.dataclass(frozen=True)
 class Run(BaseRun):
@@ -127,8 +132,19 @@ class Run(BaseRun):
 
 @dataclasses.dataclass(frozen=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of them."""
+    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of them.
+
+    Attributes:
+      num_groups: prompts of a batch, which are all the beginning that the examples share; None: each has its own.
+    """
 
     config: SFTConfig
     data: Examples
     eval_data: Examples | None
+    num_groups: int | None
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """B and G of an update's batch."""
+        rows = self.sizes.prompts_per_update
+        return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)

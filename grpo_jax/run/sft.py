@@ -13,6 +13,7 @@ import optax
 from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.devices.platform import compute_dtype
+from grpo_jax.devices.sharding import shard_count
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.messages import Faults
@@ -25,7 +26,7 @@ from grpo_jax.run.run import SFTRun
 from grpo_jax.text.examples import Encoding, Examples, encode_examples, load_examples
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, is_stream
-from grpo_jax.types import Row
+from grpo_jax.types import Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
@@ -48,7 +49,9 @@ def sft(
     """Train a policy on given completions (supervised fine-tuning).
 
     The loop, the update and the run directory are those of `train`; only a batch and its loss
-    (`maths.likelihood.likelihood_loss`) are others. A batch is never padded: examples are laid end to end.
+    (`maths.likelihood.likelihood_loss`) are others. Examples are laid end to end, and what all of them begin with (BOS,
+    a system prompt, tools) is read once for a batch. Where their first tokens differ, each is padded to whole blocks of
+    64 tokens.
 
     Args:
       policy: what `from_pretrained` returns, with adapters (`add_lora`) or without; its params are copied, not changed,
@@ -161,8 +164,11 @@ def derive_sft(
     often = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    length = -(-(longest - 1) // config.padding) * config.padding
-    length = length if context is None else min(length, context - 1)
+    # What all examples begin with is their prompt, read once; a model without a cache reads each example whole.
+    shared = min(some.shared for some in (data, eval_data) if some is not None) if is_cached(policy.model) else 0
+    start = max(1, shared)
+    length = -(-(longest - start) // config.padding) * config.padding
+    length = length if context is None else min(length, context - start)
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     updater = choose_updater(
@@ -177,7 +183,8 @@ def derive_sft(
         config=config,
         data=data,
         eval_data=eval_data,
-        prompt_length=1,
+        prompt_length=start,
+        num_groups=shard_count(mesh) if shared else None,
         mesh=mesh,
         sizes=sizes._replace(prompts_per_update=rows),
         total_steps=total_steps,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import re
 import warnings
@@ -45,22 +46,29 @@ class Examples(EncodedPrompts):
     masks: list[list[bool]]
     blocks: list[list[int]]
 
-    def batch(self, blocks: Sequence[int], *, rows: int, length: int) -> Batch:
+    @functools.cached_property
+    def shared(self) -> int:
+        """How many tokens all examples begin with and none learns; 0 where their first tokens differ."""
+        first, learned = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
+        return min(learned, *(_common(first, ids) for ids in self.token_ids))
+
+    def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """The examples of some blocks as a `Batch` [rows, 1, length], in NumPy's arrays.
 
-        An example is its first token as the prompt, which nothing predicts, and the others as a completion of
-        advantage 1; rows that are left over hold none. Nothing has sampled, so `sampling_log_probs` are 0.
+        An example is its first tokens as the prompt (`shared` ones, or one, which nothing predicts), and the others as
+        a completion of advantage 1; rows that are left over hold none. Nothing has sampled, so `sampling_log_probs` are
+        0.
         """
         numbers = [number for block in blocks for number in self.blocks[block]]
-        first, tokens = np.zeros((rows, 1), np.int32), np.zeros((rows, 1, length), np.int32)
+        first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for row, number in enumerate(numbers):
             ids, learned = self.token_ids[number], self.masks[number]
-            first[row] = ids[0]
-            tokens[row, 0, : len(ids) - 1], mask[row, 0, : len(ids) - 1] = ids[1:], learned[1:]
+            first[row], rest = ids[:prompt_length], len(ids) - prompt_length
+            tokens[row, 0, :rest], mask[row, 0, :rest] = ids[prompt_length:], learned[prompt_length:]
         as_arrays: Any = np.asarray  # the types say JAX's arrays
         return Batch(
-            prompts=Prompts(as_arrays(first), as_arrays(np.ones(rows, np.int32))),
+            prompts=Prompts(as_arrays(first), as_arrays(np.full(rows, prompt_length, np.int32))),
             tokens=as_arrays(tokens),
             mask=as_arrays(mask),
             advantages=as_arrays(np.ones((rows, 1), np.float32)),

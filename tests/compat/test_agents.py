@@ -12,7 +12,7 @@ import pytest
 from chat_families import family
 from tiny import tiny_policy
 
-from experiments.common import supervise
+from experiments.common import lesson, supervise
 from grpo_jax import init_policy, save_pretrained
 
 # from trl import GRPOConfig, GRPOTrainer
@@ -80,11 +80,7 @@ def model(tmp_path_factory):
         first, second = [*encode(called), end], [*encode(then), end]
         ids = [*opening, *first, *observed, *second]
         own = [False] * len(opening) + [True] * len(first) + [False] * len(observed) + [True] * len(second)
-        lessons.append((ids, own))
-    length = max(len(ids) for ids, _ in lessons)
-    tokens, mask = np.zeros((len(lessons), length), np.int32), np.zeros((len(lessons), length), bool)
-    for i, (ids, own) in enumerate(lessons):
-        tokens[i, : len(ids)], mask[i, : len(ids)] = ids, own
+        lessons.append(lesson(ids, own))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -97,7 +93,7 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("caller")
     tokenizer.save_pretrained(directory / "tokenizer")
     files = {path.name: path.read_bytes() for path in (directory / "tokenizer").iterdir()}
-    taught = supervise(policy, tokens, mask, batch=BATCH, learning_rate=1e-2)
+    taught = supervise(policy, lessons, batch=BATCH, learning_rate=1e-2)
     save_pretrained(directory / "model", taught.replace(files=files))
     return str(directory / "model")
 

@@ -83,10 +83,11 @@ def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
     tokenizer, problems = policy.tokenizer, make_problems(1, 20)
     assert format_of(tokenizer.chat_template) is FORMATS["hermes"]
     schemas = [tool.schema for tool in read_tools(calculator.TOOLS).values()]
-    tokens, mask = calculator.lessons(policy, problems, 40, seed=5)
+    lessons = calculator.lessons(policy, problems, 40, seed=5)
     draw = random.Random(5)
     rows = draw.choices(problems, k=40)
-    for row, own, problem in zip(tokens, mask, rows, strict=True):
+    for lesson, problem in zip(lessons, rows, strict=True):
+        row, own = np.array(lesson["input_ids"]), np.array(lesson["labels"]) != -100
         turns = taught(problem, draw)
         messages = asked(problem, scratch=True)["prompt"]
         for turn, result in turns:
@@ -98,7 +99,7 @@ def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
             if result:
                 messages.append({"role": "tool", "content": result})
         whole = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False)
-        text = tokenizer.decode(row[row != policy.pad_token_id])
+        text = tokenizer.decode(row)
         assert text + "\n" == whole, "the turns are the template's own"
         assert tokenizer.decode(row[own]) == "".join(turn + "<|im_end|>" for turn, _ in turns)
 

@@ -6,12 +6,14 @@ import json
 import random
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 from experiments import sort_digits, stories
-from experiments.common import fresh_directory, held_out_rates
+from experiments.common import fresh_directory, held_out_rates, supervise
 from grpo_jax import evaluate, from_pretrained, generate, init_policy, make_prompts, save_pretrained
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
@@ -118,15 +120,46 @@ def test_only_the_sorted_reply_is_right(behaviour, monkeypatch):
 def test_lessons_are_masked_to_the_reply_and_its_end():
     policy = sort_digits.make_policy(0, width=16, layers=1)
     rows, _ = sort_digits.make_rows(0, train_rows=20, held_out=1)
-    tokens, mask = sort_digits.lessons(policy, rows, 50, seed=0)
     answers = {row["prompt"]: row["answer"] for row in rows}
-    for ids, at in zip(tokens, mask, strict=True):
-        start, stop = np.flatnonzero(at)[[0, -1]]
-        assert at[start : stop + 1].all()
-        assert ids[stop] == policy.eos_token_ids[0]
-        assert (ids[stop + 1 :] == policy.pad_token_id).all()
-        reply = policy.tokenizer.decode(ids[start:stop])
+    lessons = sort_digits.lessons(policy, rows, 50, seed=0)
+    assert len(lessons) == 50
+    for lesson in lessons:
+        ids, labels = lesson["input_ids"], lesson["labels"]
+        start = next(i for i, label in enumerate(labels) if label != -100)
+        assert labels[start:] == ids[start:]
+        assert ids[-1] == policy.eos_token_ids[0]
+        reply = policy.tokenizer.decode(ids[start:-1])
         assert sorted(filter(str.isdigit, reply)) == list(answers[policy.tokenizer.decode(ids[:start])])
+
+
+def test_supervise_takes_the_steps_of_adam_on_the_cross_entropy_of_what_is_learnt():
+    steps, batch = 16, 4
+    policy = sort_digits.make_policy(0, width=16, layers=1)
+    rows, _ = sort_digits.make_rows(0, train_rows=20, held_out=1)
+    lessons = sort_digits.lessons(policy, rows, steps * batch, seed=0)
+    longest = max(len(lesson["input_ids"]) for lesson in lessons)
+    padded = lambda name, fill: np.array([each[name] + [fill] * (longest - len(each[name])) for each in lessons])
+    tokens, labels = padded("input_ids", policy.pad_token_id), padded("labels", -100)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 8, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.95))
+
+    @jax.jit
+    def step(params, opt_state, tokens, labels):
+        def loss_fn(params):
+            logits = policy.model.apply({"params": params}, tokens)[:, :-1]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return losses.mean(where=labels[:, 1:] != -100)
+
+        updates, opt_state = optimizer.update(jax.grad(loss_fn)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = policy.params, optimizer.init(policy.params)
+    for some in np.split(np.arange(steps * batch), steps):
+        params, opt_state = step(params, opt_state, tokens[some], labels[some])
+    learnt = supervise(policy, lessons, batch=batch, learning_rate=1e-2, adam_beta2=0.95)
+    chex.assert_trees_all_close(learnt.params, params, atol=2e-4)
+    moved = jax.tree.map(lambda x, y: float(abs(x - y).max()), learnt.params, policy.params)
+    assert min(jax.tree.leaves(moved)) > 1e-2
 
 
 def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):

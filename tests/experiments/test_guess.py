@@ -99,15 +99,17 @@ def test_half_of_the_careless_players_guesses_ignore_what_it_was_told():
 @pytest.mark.quick
 def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
     policy = guess.make_policy(0, width=16, layers=1)
-    tokens, mask = guess.lessons(policy, 40, seed=3)
+    lessons = guess.lessons(policy, 40, seed=3)
+    assert len(lessons) == 40
     draw, end = random.Random(3), policy.eos_token_ids[0]
-    for row, own in zip(tokens, mask, strict=True):
+    for lesson in lessons:
+        row, own = np.array(lesson["input_ids"]), np.array(lesson["labels"]) != -100
         game = careless_game(draw)
         words = [policy.tokenizer.decode([i]) for i in row[own & (row != end)]]
         assert words == [str(number) for number, _ in game], "numbers are one token each"
         assert (row[own] == end).sum() == len(game)
         text = guess.PROMPT + "".join(f"{number}{answer}" for number, answer in game)
-        assert policy.tokenizer.decode(row[(row != policy.pad_token_id) & (row != end)]) == text
+        assert policy.tokenizer.decode(row[row != end]) == text
         assert own.sum() + len(game) - 1 <= guess.LONGEST
 
 

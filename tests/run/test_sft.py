@@ -21,8 +21,10 @@ from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
+from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.examples import evaluate_examples, next_examples
+from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.watch.writer import read_lines
@@ -38,6 +40,8 @@ ROWS = [
     {"prompt": "q", "completion": "rstuvw"},
     {"prompt": "7+5=", "completion": "12"},
 ]
+ALIKE = [{**row, "prompt": f"Say: {row['prompt']}"} for row in ROWS]
+"""The same behind a beginning that is then read once for all of them."""
 
 
 def settings(**more):
@@ -74,18 +78,44 @@ def gradient(policy, config, rows=ROWS, **changes):
     return float(sums.sums["loss"]), grads, run
 
 
+@pytest.mark.parametrize("rows", [ROWS, ALIKE], ids=["unlike", "alike"])
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing):
+def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing, rows):
     policy = tiny_policy()
     size = 2 if packing else 3
     config = settings(per_device_train_batch_size=size, train_sampling_strategy="sequential", packing=packing)
-    loss, grads, run = gradient(policy, config)
+    loss, grads, run = gradient(policy, config, rows)
     numbers = [i for block in run.data.blocks[:size] for i in block]
-    assert len(numbers) == (6 if packing else 3)
+    assert len(numbers) > size if packing else len(numbers) == size
     examples = [(run.data.token_ids[i], run.data.masks[i]) for i in numbers]
     want, wanted = jax.value_and_grad(lambda params: loss_by_logits(policy, params, examples))(policy.params)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
+    config = settings(per_device_train_batch_size=6, max_length=64, pad_to_multiple_of=1)
+    shapes, laid = [], []
+    for rows in (ROWS, ALIKE, [{"text": row["prompt"]} for row in ALIKE]):
+        run = prepare_sft(tiny_policy(), rows, config)
+        batch, *_ = next_examples(run, 0)
+        shapes.append((batch.prompts.tokens.shape, batch.tokens.shape))
+        assert shapes[-1][1] == abstract_batch(run, new_state(run)).tokens.shape
+        share = float(run.updater.update(new_state(run), batch)[1]["padding_share"])
+        laid.append(round(lengths_of(batch.mask).sum() / (1 - share)))
+    # Of text all is learned, but for the first token, which nothing predicts.
+    assert shapes == [((6, 1), (6, 1, 13)), ((1, 5), (1, 6, 14)), ((1, 1), (1, 6, 13))]
+    assert laid == [6 * 64, 128, 128], "a prompt of its own costs a block of 64"
+
+
+def test_held_out_examples_may_begin_otherwise():
+    policy = tiny_policy()
+    config = settings(per_device_eval_batch_size=4)
+    for held_out in (ALIKE, ROWS, [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]):
+        run = prepare_sft(policy, ALIKE, config, eval_dataset=held_out)
+        examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
+        want = loss_by_logits(policy, policy.params, examples)
+        np.testing.assert_allclose(evaluate_examples(run, policy.params)["loss"], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro": (2, 1)}], ids=["packed", "padded"])
@@ -258,11 +288,12 @@ def test_adapters_learn_and_the_base_stays():
     assert jax.tree.structure(state.params) == jax.tree.structure(policy.params)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ALIKE], ids=["unlike", "alike"])
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_mesh_of_two_devices_is_one_device(packing):
+def test_a_mesh_of_two_devices_is_one_device(packing, rows):
     config = settings(per_device_train_batch_size=4, packing=packing, max_steps=2)
     spread = settings(per_device_train_batch_size=2, packing=packing, max_steps=2, mesh={"data": 2})
-    one, two = (sft(tiny_policy(), ROWS, some, optimizer=optax.sgd(0.1)) for some in (config, spread))
+    one, two = (sft(tiny_policy(), rows, some, optimizer=optax.sgd(0.1)) for some in (config, spread))
     chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
 
 

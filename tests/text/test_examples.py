@@ -131,6 +131,24 @@ def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rows", "shared"),
+    [
+        ([[5, 6, 7], [5, 6, 8, 9]], 1),  # the second token is learned
+        ([[5, 6, 7, 1], [5, 6, 8, 9]], 1),
+        ([[-5, -6, 7, 1], [-5, -6, -8, 9]], 2),
+        ([[-5, -6, 7, 1], [-5, -6, -7, 9]], 2),
+        ([[-5, -6, -7, 1], [-5, -6, -7, 2]], 3),
+        ([[-5, -6, -7, 1], [-4, -6, -7, 2]], 0),
+    ],
+)
+def test_a_beginning_is_shared_up_to_what_is_learned(rows, shared):
+    """Tokens with a minus are not learned."""
+    rows = [{"input_ids": [abs(x) for x in ids], "labels": [x if x > 0 else -100 for x in ids]} for ids in rows]
+    assert encode_examples(rows, tiny_tokenizer(), Encoding()).shared == shared
+
+
+@pytest.mark.quick
 def test_a_batch_is_the_first_token_and_the_rest():
     found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), Encoding())
     batch = found.batch([1, 0], rows=3, length=4)
