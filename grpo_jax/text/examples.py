@@ -49,8 +49,11 @@ class Examples(EncodedPrompts):
     @functools.cached_property
     def shared(self) -> int:
         """How many tokens all examples begin with and none learns; 0 where their first tokens differ."""
-        first, learned = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
-        return min(learned, *(_common(first, ids) for ids in self.token_ids))
+        first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
+        for ids in self.token_ids:
+            if ids[:shared] != first[:shared]:
+                shared = _common(first[:shared], ids)
+        return shared
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """The examples of some blocks as a `Batch` [rows, 1, length], in NumPy's arrays.
