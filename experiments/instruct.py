@@ -12,9 +12,9 @@ Of problems it has not seen, answers are counted as right if the verifier gives 
 each, before and after, for each task; and so are those of a task that it does not learn (`GENERAL`), and the KL
 divergence from the model it was: what it forgot. The control is rewarded by coin flips.
 
-Seed 0, of 100 unseen problems each, sampled and greedy, before → after: needle_haystack 0.04 → 0.93 and 0.15 → 0.94,
-family_relationships 0.13 → 0.71 and 0.20 → 0.76; 47 minutes on two cores, beside other work for a part of it. The other
-seeds and the control: to be measured on an idle machine.
+Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.90 sampled and 0.15 → 0.93
+greedy, family_relationships 0.13 → 0.61 and 0.20 → 0.63. Rewarded by coin flips it forgets how to answer: 0.01 and 0.02
+of both together. 39 minutes a seed on two cores (seed 2, alone), 51 for the control, whose completions grow longer.
 The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
 with `final`, its checkpoint, and `instruct.png`.
 """
@@ -175,7 +175,8 @@ def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> Non
     figure = Figure(figsize=(11, 3.8), dpi=90, layout="constrained", facecolor=LIGHT.page)
     left, beside = figure.subplots(1, 2)
     for name in arms:
-        left.plot(*curve(run_dir / name), color=colour("start" if name == "control" else "policy"), label=name)
+        meaning = _MEANINGS["control" if name == "control" else "after"]
+        left.plot(*curve(run_dir / name), color=colour(meaning), label=name)
     of = {"before": [arms[next(iter(arms))]["before"]]}
     of["after"] = [arm["after"] for name, arm in arms.items() if name != "control"]
     of |= {"control": [arms["control"]["after"]]} if "control" in arms else {}
