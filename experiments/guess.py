@@ -9,10 +9,10 @@ careless player who guesses at random, and half of the time, in whole games, ign
 rewarded for games that need few guesses, goes on from there. All prompts are the same; the completions of a group look
 for the same number.
 
-Time: 172 seconds on two cores (seed 3; 90 of them for the lessons).
-Expect: over 16 games for each number, at temperature 1, from 8.3 to 8.9 guesses down to 5.32, 5.29, 5.37, 5.41 and 5.37
-(seeds 0 to 4; a lost game counts as 12); games won from 0.60 … 0.66 up to 0.98 … 1.00, within 7 guesses from 0.37 …
-0.44 up to 0.95 … 0.99. Consistent random play takes 6.64 and bisection 5.125, which no lesson shows. What is lost is
+Time: 260 seconds on two cores (mean of five seeds; 150 of them for the lessons, by `sft`).
+Expect: over 16 games for each number, at temperature 1, from 8.4 to 8.6 guesses down to 5.34, 5.33, 5.34, 5.62 and 5.33
+(seeds 0 to 4; a lost game counts as 12); games won from 0.62 … 0.66 up to 0.99 … 1.00, within 7 guesses from 0.40 …
+0.45 up to 0.91 … 0.98. Consistent random play takes 6.64 and bisection 5.125, which no lesson shows. What is lost is
 lost at the end of a game. With rewards by coin flips (--control) it gets worse, 8.62 to 10.79 (seed 0, after 3,000
 lessons): at this learning rate, chance alone unteaches what the lessons taught.
 The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
