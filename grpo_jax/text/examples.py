@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import json
 import re
 import warnings
@@ -46,7 +45,7 @@ class Examples(EncodedPrompts):
     masks: list[list[bool]]
     blocks: list[list[int]]
 
-    @functools.cached_property
+    @property
     def shared(self) -> int:
         """How many tokens all examples begin with and none learns; 0 where their first tokens differ."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
