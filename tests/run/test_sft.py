@@ -297,6 +297,14 @@ def test_a_mesh_of_two_devices_is_one_device(packing, rows):
     chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
 
 
+def test_examples_that_begin_alike_are_dealt_out_evenly():
+    rows = [{"prompt": "Say: ", "completion": "x" * n} for n in (9, 9, 2, 2)]
+    config = settings(per_device_train_batch_size=2, train_sampling_strategy="sequential", mesh={"data": 2})
+    batch, *_ = next_examples(prepare_sft(tiny_policy(), rows, config), 0)
+    assert batch.prompts.tokens.shape == (2, 5), "the beginning, on each device"
+    assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
+
+
 def test_any_model_learns():
     class Pairs:
         def apply(self, variables, tokens):
