@@ -58,6 +58,7 @@ def executed(notebook, directory):
 
     made = nbformat.reads(json.dumps(notebook), as_version=4)
     NotebookClient(made, timeout=None, resources={"metadata": {"path": str(directory)}}).execute()
+    made.metadata = notebook["metadata"]  # without the version of Python here
     for cell in made.cells:
         cell.metadata = {}
         if cell.cell_type == "code":  # what the packages of one machine complain of is not kept

@@ -14,6 +14,8 @@ import jax
 MOST_BYTES = 2 * 2**30
 """Of the programs that are kept, those that were used last; JAX deletes the others."""
 
+_said: set[Path] = set()
+
 
 def user_cache() -> Path:
     """The directory of this package in the user's cache, where the platform has that; XDG_CACHE_HOME says otherwise."""
@@ -60,6 +62,16 @@ def keep_programs(*, keep: bool = True) -> Path | None:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     return directory
+
+
+def where_kept(directory: Path) -> str | None:
+    """Where programs are kept, as a sentence, the first time that a process asks; the user's home is `~` in it."""
+    if directory in _said:
+        return None
+    _said.add(directory)
+    home = Path.home()
+    shown = Path("~") / directory.relative_to(home) if directory.is_relative_to(home) else directory
+    return f"compiled programs are kept in {shown} (keep_programs=False: they are not)"
 
 
 def _setting(name: str) -> object:

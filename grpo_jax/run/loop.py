@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
-from grpo_jax.keep.kept_programs import keep_programs
+from grpo_jax.keep.kept_programs import keep_programs, where_kept
 from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
@@ -175,8 +175,8 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         resumed=found is not None,
     )
     kept = keep_programs(keep=loop.run.config.keep_programs)
-    if kept is not None:
-        loop.monitor.say(f"compiled programs are kept in {kept} (keep_programs=False: they are not)")
+    if kept is not None and (where := where_kept(kept)) is not None:
+        loop.monitor.say(where)
     return state
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from grpo_jax.keep import kept_programs
-from grpo_jax.keep.kept_programs import keep_programs, user_cache
+from grpo_jax.keep.kept_programs import keep_programs, user_cache, where_kept
 
 COMPILE = """
 import json, sys
@@ -120,3 +120,15 @@ def test_the_users_cache_is_where_the_platform_has_it(monkeypatch):
         assert user_cache() == where / "grpo_jax"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert user_cache() == Path("/elsewhere/grpo_jax")
+
+
+@pytest.mark.quick
+def test_where_programs_are_kept_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    inside, outside = tmp_path / ".cache" / "programs", tmp_path.parent / "programs"
+    said = [where_kept(directory) for directory in (inside, outside, inside)]
+    assert [line and line.split(" (")[0] for line in said] == [
+        f"compiled programs are kept in {Path('~/.cache/programs')}",
+        f"compiled programs are kept in {outside}",
+        None,
+    ]
