@@ -10,14 +10,16 @@ its command is given the model as a directory, the rows as JSONL and `problems.p
 
 Each side runs in a process of its own, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
 the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` keeps no compiled
-programs. With --trl comes a table: the median of the iterations after the first two, and the seconds until the mean
-reward of 5 iterations has come to the last one of TRL's.
+programs. `--minutes 30 --steps 200` ends both by the clock, with learning rates that fall to 0 over 200 steps. With
+--trl comes a table: the median of the iterations after the first two, and the seconds until the mean reward of 5
+iterations has come to the last one of TRL's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shlex
 import statistics
@@ -32,6 +34,7 @@ from experiments.benchmark import measure, process_seconds
 from experiments.common import fresh_directory, use_compile_cache
 from experiments.instruct import MODEL, train_problems
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
+from grpo_jax.watch.trackers import StopRun
 
 WINDOW = 5
 """Iterations that a point of a reward curve is the mean of."""
@@ -63,6 +66,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def keep(step: int, metrics: Mapping[str, float]) -> None:
         lines.append({"done": process_seconds(), **metrics})
+        if lines[-1]["done"] > 60 * (arguments.minutes or math.inf):
+            raise StopRun
 
     train(policy, train_problems(seed=arguments.seed), problems.score, make_config(arguments), callbacks=[keep])
     names = [name for name in lines[-1] if name.startswith("seconds/")]
@@ -89,6 +94,9 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     here += ["--learning-rate", str(arguments.learning_rate), *(["--cold"] if arguments.cold else [])]
     there = [*shlex.split(arguments.trl), str(out / "model"), str(rows), f"{problems.__file__}:score", *shared]
     there += ["--lr", str(arguments.learning_rate)]
+    if arguments.minutes:
+        here += ["--minutes", str(arguments.minutes)]
+        there += ["--minutes", str(arguments.minutes)]
     results = {}
     for name, command in {"grpo_jax": here, "trl": there}.items():
         results[name] = measure(command)
@@ -153,6 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=MODEL, help="GGUF file, package, directory or hub name (default %(default)s)")
     add("--steps", type=int, default=8, help="iterations (default %(default)s)")
+    add("--minutes", type=float, help="end with the iteration in which these have gone by (TRL's script takes it too)")
     add("--length", type=int, default=64, help="longest completion in tokens (default %(default)s)")
     add("--learning-rate", type=float, default=5e-6, help="default %(default)s")
     add("--seed", type=int, default=0, help="default %(default)s")
