@@ -71,6 +71,12 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
+HALF = 256
+"""Tokens of half a sequence, at least, for which there are such: in fewer, what each sequence costs weighs more."""
+
+FEW = 8
+"""A batch of so many sequences at most may be packed in halves: that saves half of one at best."""
+
 OPEN = 4
 """Sequences that a completion is tried in before a new one is begun."""
 
@@ -96,7 +102,7 @@ class SequenceShape(NamedTuple):
     whole: bool
 
 
-def sequence_shapes(tokens: int, t: int, *, fused: bool) -> list[SequenceShape]:
+def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
     """The shapes that packed sequences of completions [B, G, T] may have: each is a program, so they are few.
 
     Args:
@@ -104,7 +110,8 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool) -> list[SequenceShape]:
       t: T.
       fused: whether attention is fused: then there are two sizes. One that writes out the scores of whole blocks has
         to know the block and how far back it looks: there is one shape for completions of any length, one for such as
-        are all T long, and one for short ones.
+        are all T long, and one for short ones; and for a batch of few sequences one of half the size, in half blocks.
+      batch_tokens: of the whole batch on a device, if all its completions are T long.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -113,22 +120,33 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool) -> list[SequenceShape]:
         return [*shapes, shapes[0]._replace(size=smaller)] if 2 * smaller <= size else shapes
     if t % BLOCK == 0:
         shapes.append(shapes[0]._replace(whole=True))
-    return [*shapes, shapes[0]._replace(longest=short)] if short >= BLOCK else shapes
+    if short >= BLOCK:
+        shapes.append(shapes[0]._replace(longest=short))
+    half = sequence_size(size // 2, t, block=BLOCK // 2)
+    if half >= HALF and 2 * half <= size and batch_tokens <= FEW * size:
+        shapes.append(SequenceShape(half, BLOCK // 2, t, whole=False))
+    return shapes
 
 
 def best_shape(shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1) -> SequenceShape:
     """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
 
     Example:
-      >>> shapes = sequence_shapes(256, 256, fused=False)
+      >>> shapes = sequence_shapes(256, 256, fused=False, batch_tokens=512)
       >>> [best_shape(shapes, np.full((1, 2), n), 256)[2:] for n in (256, 100, 10)]
       [(256, True), (256, False), (64, False)]
     """
-    most = int(lengths.reshape(devices, -1).sum(axis=1).max())
+    groups = lengths.sum(axis=1).reshape(devices, -1)
+
+    def tokens(shape: SequenceShape) -> int:
+        """Those of all sequences: each group takes whole blocks."""
+        blocks = -(-groups // shape.block).sum(axis=1).max()
+        return -(-int(blocks) * shape.block // shape.size) * shape.size
+
     fitting = [shape for shape in shapes if lengths.max() <= shape.longest]
     if any(shape.whole for shape in fitting):
         fitting = [shape for shape in fitting if shape.whole == bool((lengths == t).all())]
-    return min(fitting, key=lambda shape: (-(-most // shape.size) * shape.size, shape.longest, -shape.size))
+    return min(fitting, key=lambda shape: (tokens(shape), shape.longest, -shape.size))
 
 
 def pack(

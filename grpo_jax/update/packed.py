@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ class PackedUpdater(BaseUpdater):
 
         The last sequence may still be at work when this returns; reading the array waits for it.
         """
-        shards, shapes = self.shards(prompts), self.shapes(params, mask.shape[2])
+        shards, shapes = self.shards(prompts), self.shapes(params, mask.shape)
         sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=shards.devices)
         prompts, mask = split((prompts, mask), self.mesh)
         return self._score(params, prompts, mask, Packing(sequences, shards, shapes[0].size), with_entropy=False)[0]
@@ -153,7 +154,7 @@ class PackedUpdater(BaseUpdater):
         On a mesh its prompts get an order in which all devices have about as many tokens; sums over them are the same.
         """
         batch = apart(batch)
-        shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape[2])
+        shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
         order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
         if shards.devices > 1:
             batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
@@ -164,12 +165,14 @@ class PackedUpdater(BaseUpdater):
         count = shard_count(self.mesh)
         return Shards(self.mesh, count if prompts.lengths.shape[0] % count == 0 else 1)
 
-    def shapes(self, params: Params, t: int, tokens: int | None = None) -> list[SequenceShape]:
-        """The shapes that packed sequences of completions [B, G, T] may have; none has more tokens than the first."""
+    def shapes(self, params: Params, batch: tuple[int, ...], tokens: int | None = None) -> list[SequenceShape]:
+        """The shapes that packed sequences of a `batch` [B, G, T] may have; none has more tokens than the first."""
+        t = batch[-1]
         if tokens is None:
             micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
             tokens = sequence_tokens(micro, t, cpu=all(device.platform == "cpu" for device in devices_of(params)))
-        return sequence_shapes(tokens, t, fused=implementation(self.model.config.attention) != "einsum")
+        fused = implementation(self.model.config.attention) != "einsum"
+        return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
     def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
         """Gradient and metric sums of a minibatch that is laid out."""

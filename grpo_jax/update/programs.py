@@ -96,7 +96,7 @@ class _PackedShapes(NamedTuple):
     def of(cls, updater: PackedUpdater, state: TrainState, batch: Batch, tokens: int | None) -> _PackedShapes:
         """The shapes for a state and a batch, as `update_programs` is given them."""
         batch = batch if batch.teacher_prompts is None else jax.eval_shape(apart, batch)
-        shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape[2], tokens)
+        shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)
         state, batch = abstract((state, batch))
         quantile, params, mesh = updater.config.top_entropy_quantile, state.params, updater.mesh
         read = _shape_read(updater, params, batch.prompts, shapes[0].size, shards)
@@ -189,7 +189,7 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     if isinstance(updater, PaddedUpdater):  # all is one program
         return 0
     shards = updater.shards(batch.prompts)
-    size = updater.shapes(state.params, batch.mask.shape[2], tokens)[0].size
+    size = updater.shapes(state.params, batch.mask.shape, tokens)[0].size
     count = count_reads(batch.prompts, size, shards)
     read = functools.partial(read_some, count=count, backward=True, shards=shards)
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
@@ -205,7 +205,7 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: i
     """
     if isinstance(updater, PaddedUpdater):  # made of whatever the model is
         return 0
-    shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape[2], tokens)[0]
+    shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)[0]
     params, model, lengths = abstract((state.params, updater.model, batch.prompts.lengths))
     read = _shape_read(updater, params, batch.prompts, shape.size, shards)
     sequence, sampling = _filled(batch, shape, shards), sampling_of(updater.config)

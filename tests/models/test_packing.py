@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.packing import BLOCK, pack, padding_share, sequence_size
+from grpo_jax.models.packing import BLOCK, best_shape, pack, pack_best, padding_share, sequence_shapes, sequence_size
 
 
 def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
@@ -162,3 +162,41 @@ def test_completions_of_a_few_tokens_fill_a_sequence_too():
     sequences = pack(mask.astype(np.int32), mask, size=512)
     assert len(sequences) == 1
     assert sequences[0].lengths.sum() == mask.sum() == 512
+
+
+def halves(tokens, t, *, batch_tokens, fused=False):
+    """The shapes of half the size."""
+    first, *others = sequence_shapes(tokens, t, fused=fused, batch_tokens=batch_tokens)
+    return [shape for shape in others if 2 * shape.size <= first.size]
+
+
+@pytest.mark.quick
+def test_only_batches_of_few_long_sequences_are_packed_in_halves():
+    ((size, block, longest, whole),) = halves(512, 64, batch_tokens=8 * 512)
+    assert (size, block, longest, whole) == (256, BLOCK // 2, 64, False)
+    assert not halves(512, 64, batch_tokens=8 * 512 + 1), "one of many sequences is little"
+    assert not halves(448, 64, batch_tokens=448), "half of it would be less than 256 tokens"
+    assert not halves(512, 257, batch_tokens=512), "half of it cannot hold a completion"
+    assert halves(512, 256, batch_tokens=512)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("lengths", "size", "count"),
+    [
+        ([[3] * 8] * 8, 256, 1),  # groups of 24 tokens: a half block each
+        ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # 85 tokens are three half blocks
+        ([[8] * 8] * 8, 512, 1),  # 512 tokens of whole blocks: as many in one sequence as in two
+        ([[9] * 8] * 8, 256, 3),  # 72 tokens are three half blocks, or two whole ones: 768 tokens or 1,024
+        ([[64] * 8] * 8, 512, 8),
+        ([[0] * 8] * 8, 512, 1),
+    ],
+)
+def test_the_shape_with_the_fewest_tokens_is_chosen(lengths, size, count):
+    lengths = np.array(lengths)
+    mask = np.arange(64) < lengths[..., None]
+    shapes = sequence_shapes(512, 64, fused=False, batch_tokens=8 * 8 * 64)
+    shape = best_shape(shapes, lengths, 64)
+    sequences = pack_best(np.ones(mask.shape, int), mask, shapes)
+    assert {sequence.tokens.shape for sequence in sequences} == {(1, size)} == {(1, shape.size)}
+    assert len(sequences) == count

@@ -82,7 +82,7 @@ def test_what_is_counted_is_what_a_forward_pass_keeps(recompute):
     run = run_of(gradient_checkpointing=recompute)
     state, updater = new_state(run), run.updater
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), abstract_batch(run, state))
-    (shape, *_), shards = updater.shapes(state.params, 16), updater.shards(batch.prompts)
+    (shape, *_), shards = updater.shapes(state.params, batch.mask.shape), updater.shards(batch.prompts)
     sequence = pack_as(shape, batch.tokens, batch.mask, devices=1)[0]
     read = read_all(Reading(state.params, batch.prompts, None, updater.model), shape.size, shards)
 

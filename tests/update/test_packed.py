@@ -248,10 +248,26 @@ def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach
     updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
     assert {
         sequence.segments.reach
-        for sequence in packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, T))
+        for sequence in packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, b.mask.shape))
     } == {reach}
     plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
     assert float(packed_step[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
+    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
+    chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_in_half_sequences_is_that_of_train_step(monkeypatch):
+    """28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", 24)
+    monkeypatch.setattr(packing, "HALF", 12)
+    lengths = np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
+    b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
+    updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
+    sequences = packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, b.mask.shape))
+    assert [sequence.tokens.shape for sequence in sequences] == [(1, 12)] * 2
+    assert {sequence.segments.reach for sequence in sequences} == {5}
+    plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+    assert float(packed_step[1].pop("padding_share")) == pytest.approx(1 - 22 / 24)
     chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
     chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 
