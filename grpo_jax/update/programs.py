@@ -149,7 +149,8 @@ class _PackedShapes(NamedTuple):
         updater, state = self.updater, self.state
         quantile = updater.config.top_entropy_quantile
         chosen_first = chooses_by_covariance(updater.config) and not updater.on_policy and quantile == 1
-        for shape in self.shapes:
+        # Where a batch may be packed in halves, it mostly is: with half blocks, few lengths take no fewer tokens so.
+        for shape in sorted(self.shapes, key=lambda shape: shape.block):
             yield self.update(shape)
             if self.scores or chosen_first:
                 yield self.score(shape, state.params)

@@ -8,6 +8,7 @@ from test_updater import Bare
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
+from grpo_jax.models import packing
 from grpo_jax.update import packed, step
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.programs import kept_bytes, update_programs
@@ -63,3 +64,17 @@ def test_the_names_say_what_a_program_is_for():
     assert any(name.endswith("with entropy") for name in names)
     assert listed.update.name in names, "the largest is one of them"
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(listed.update.arguments[1]))
+
+
+@pytest.mark.quick
+def test_halves_are_the_first_that_is_compiled(monkeypatch):
+    """They are chosen most often where a batch may be packed in them; what is read at a time stays the larger size."""
+    updater, state = case("packed")
+    monkeypatch.setattr(packed, "CPU_TOKENS", 24)
+    monkeypatch.setattr(packing, "BLOCK", 4)
+    for least, sizes in ((12, ["12", "24", "24"]), (13, ["24", "24"])):
+        monkeypatch.setattr(packing, "HALF", least)
+        listed = update_programs(updater, state, batch())
+        found = [program.name.split()[1] for program in listed.by_length if program.name.startswith("update")]
+        assert found == sizes
+        assert listed.update.name.split()[1] == "24"
