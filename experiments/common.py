@@ -28,6 +28,7 @@ from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.watch.colours import DARK, LIGHT, colour
 from grpo_jax.watch.plots import save_figure
 from grpo_jax.watch.summary import held_out
+from grpo_jax.watch.trackers import Callback, StopRun
 from grpo_jax.watch.writer import read_lines
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "show_completions",
     "show_rates",
     "start_processes",
+    "stop_after",
     "supervise",
     "use_compile_cache",
 ]
@@ -242,6 +244,24 @@ def supervise(
         save_steps=None,
     )
     return policy.replace(params=sft(policy, lessons, config).params)
+
+
+def stop_after(hours: float | None) -> Callback:
+    """A callback that ends a run, saved, at the first logged step after so many hours from now.
+
+    Example:
+      >>> stop_after(None)(1, {})
+      >>> stop_after(0.0)(1, {})
+      Traceback (most recent call last):
+      grpo_jax.watch.trackers.StopRun: 0.0 hours are over
+    """
+    end = None if hours is None else time.monotonic() + 3600 * hours
+
+    def stop(step: int, metrics: Mapping[str, float]) -> None:
+        if end is not None and time.monotonic() >= end:
+            raise StopRun(f"{hours} hours are over")
+
+    return stop
 
 
 def coin_flips(seed: int) -> Callable[..., list[float]]:

@@ -23,14 +23,13 @@ import functools
 import json
 import re
 import resource
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments.common import Rates, Stopwatch, report_results
+from experiments.common import Rates, Stopwatch, report_results, stop_after
 from experiments.gsm8k import accuracy, load_problems, make_row, make_scratch, well_formed
 from grpo_jax import (
     GRPOConfig,
@@ -49,7 +48,7 @@ from grpo_jax import (
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import place_policy
 from grpo_jax.watch.summary import short_number
-from grpo_jax.watch.trackers import Callback, StopRun
+from grpo_jax.watch.trackers import StopRun
 
 MODEL = "Qwen/Qwen3-0.6B"
 QWEN3: dict[str, Any] = {
@@ -239,24 +238,6 @@ def once(out: Path, name: str, measure: Callable[[], Rates]) -> Rates:
         out.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(made), encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))
-
-
-def stop_after(hours: float | None) -> Callback:
-    """A callback that ends a run, saved, at the first logged step after so many hours from now.
-
-    Example:
-      >>> stop_after(None)(1, {})
-      >>> stop_after(0.0)(1, {})
-      Traceback (most recent call last):
-      grpo_jax.watch.trackers.StopRun: 0.0 hours are over
-    """
-    end = None if hours is None else time.monotonic() + 3600 * hours
-
-    def stop(step: int, metrics: Mapping[str, float]) -> None:
-        if end is not None and time.monotonic() >= end:
-            raise StopRun(f"{hours} hours are over")
-
-    return stop
 
 
 def export(policy: Policy, state: TrainState, machine: Machine, directory: Path) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import shlex
 import statistics
@@ -31,10 +30,9 @@ import jax
 
 from experiments import problems
 from experiments.benchmark import measure, process_seconds
-from experiments.common import fresh_directory, use_compile_cache
+from experiments.common import fresh_directory, stop_after, use_compile_cache
 from experiments.instruct import MODEL, train_problems
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
-from grpo_jax.watch.trackers import StopRun
 
 WINDOW = 5
 """Iterations that a point of a reward curve is the mean of."""
@@ -66,10 +64,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def keep(step: int, metrics: Mapping[str, float]) -> None:
         lines.append({"done": process_seconds(), **metrics})
-        if lines[-1]["done"] > 60 * (arguments.minutes or math.inf):
-            raise StopRun
 
-    train(policy, train_problems(seed=arguments.seed), problems.score, make_config(arguments), callbacks=[keep])
+    hours = None if arguments.minutes is None else (60 * arguments.minutes - process_seconds()) / 3600
+    callbacks = [keep, stop_after(hours)]
+    train(policy, train_problems(seed=arguments.seed), problems.score, make_config(arguments), callbacks=callbacks)
     names = [name for name in lines[-1] if name.startswith("seconds/")]
     later = lines[DROPPED:] or lines
     return {
@@ -94,7 +92,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     here += ["--learning-rate", str(arguments.learning_rate), *(["--cold"] if arguments.cold else [])]
     there = [*shlex.split(arguments.trl), str(out / "model"), str(rows), f"{problems.__file__}:score", *shared]
     there += ["--lr", str(arguments.learning_rate)]
-    if arguments.minutes:
+    if arguments.minutes is not None:
         here += ["--minutes", str(arguments.minutes)]
         there += ["--minutes", str(arguments.minutes)]
     results = {}

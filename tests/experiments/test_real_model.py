@@ -13,8 +13,8 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, whi
 TRL = """
 import importlib.util, json, sys
 model, rows, reward, *flags = sys.argv[1:]
-assert flags[:8] == ["--steps", "3", "--length", "4", "--seed", "0", "--lr", "0.001"], flags
-assert flags[8:] in ([], ["--minutes", "1e-06"]), flags
+more = []
+assert flags == ["--steps", "3", "--length", "4", "--seed", "0", "--lr", "0.001", *more], flags
 assert json.load(open(model + "/config.json"))["vocab_size"]
 path, name = reward.rsplit(":", 1)
 spec = importlib.util.spec_from_file_location("rewards", path)
@@ -42,7 +42,7 @@ def test_both_sides_and_their_table(model, tmp_path, capsys):  # noqa: F811
 
 
 def test_the_clock_ends_both_sides(model, tmp_path):  # noqa: F811
-    (tmp_path / "trl.py").write_text(TRL.replace("in ([], ", "in ([5], "))
+    (tmp_path / "trl.py").write_text(TRL.replace("more = []", 'more = ["--minutes", "1e-06"]'))
     flags = ["--model", model, "--steps", 3, "--length", 4, "--learning-rate", 1e-3, "--run-dir", tmp_path / "run"]
     clock = ["--minutes", "1e-6", "--trl", f"{sys.executable} {tmp_path / 'trl.py'}"]
     results = real_model.main([*map(str, flags), *clock])

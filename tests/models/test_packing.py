@@ -164,9 +164,9 @@ def test_completions_of_a_few_tokens_fill_a_sequence_too():
     assert sequences[0].lengths.sum() == mask.sum() == 512
 
 
-def halves(tokens, t, *, batch_tokens, fused=False):
+def halves(tokens, t, *, batch_tokens):
     """The shapes of half the size."""
-    first, *others = sequence_shapes(tokens, t, fused=fused, batch_tokens=batch_tokens)
+    first, *others = sequence_shapes(tokens, t, fused=False, batch_tokens=batch_tokens)
     return [shape for shape in others if 2 * shape.size <= first.size]
 
 
