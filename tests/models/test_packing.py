@@ -188,6 +188,7 @@ def test_only_batches_of_few_long_sequences_are_packed_in_halves():
         ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # 85 tokens are three half blocks
         ([[8] * 8] * 8, 512, 1),  # 512 tokens of whole blocks: as many in one sequence as in two
         ([[9] * 8] * 8, 256, 3),  # 72 tokens are three half blocks, or two whole ones: 768 tokens or 1,024
+        ([[8] * 7 + [9]] * 7 + [[0] * 8], 256, 3),  # 455 tokens, but 14 whole blocks: 1,024; 21 half ones: 768
         ([[64] * 8] * 8, 512, 8),
         ([[0] * 8] * 8, 512, 1),
     ],
