@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,7 +52,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Tests compile far more than they compute: they do without LLVM's optimizer, and with the older and simpler code for
 # fusions, by which an update compiles in a quarter of the time. What XLA itself makes of a program (fusions,
 # operations, bytes), which tests count, comes before that and is the same.
-_FAST = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_use_fusion_emitters=false")
+_FAST = ["backend_optimization_level=0", "llvm_disable_expensive_passes=true"]
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later, XLA knows the other code alone
+    _FAST += ["cpu_use_fusion_emitters=false"]
 _ONE_BY_ONE = "cpu_parallel_codegen_split_count=1"  # two workers keep two cores busy
 _FLAGS = " ".join(f"--xla_{flag}" for flag in (*_FAST, _ONE_BY_ONE))
 if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what chex has added where chex looks for it

@@ -29,7 +29,8 @@ from grpo_jax.types import Json
 # LLVM's optimizer and the code for fusions change next to nothing in what a program holds (0.3 % at most, as measured),
 # and take most of the time.
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+if jax.__version_info__ < (0, 11):  # then it is gone, and a flag that XLA does not know ends the process
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 UNREAD = "what {} exchanges and calls is not known: this jaxlib does not understand the program that the compiler wrote"
 TAUGHT = (

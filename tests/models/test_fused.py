@@ -16,7 +16,7 @@ from grpo_jax.models.packing import pack
 from grpo_jax.models.sight import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
-KINDS = ["tiles", "interpreted"]
+KINDS = ["tiles", "interpreted"] + ["triton"] * (implementation("auto") == "triton")
 P, LENGTHS = 7, jnp.array([4, 7])
 
 

@@ -9,6 +9,9 @@ from grpo_jax.models import ragged
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.ragged import ragged_dot
+from grpo_jax.models.sight import implementation
+
+KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
 
 
 def arrays(*shapes):
@@ -40,7 +43,7 @@ def value_and_gradients(implementation, x, w, sizes, upstream):
 def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
     n, e = sum(sizes), len(sizes)
     x, w, upstream = arrays((n, inner), (e, inner, outer), (n, outer))
-    found = value_and_gradients("interpreted", x, w, sizes, upstream)
+    found = value_and_gradients(KERNEL, x, w, sizes, upstream)
     np.testing.assert_allclose(found[0], one_by_one(x, w, sizes), atol=1e-4)
     for ours, plain in zip(found, value_and_gradients("xla", x, w, sizes, upstream), strict=True):
         np.testing.assert_allclose(ours, plain, atol=1e-4)
@@ -49,14 +52,14 @@ def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
 @pytest.mark.quick
 def test_an_expert_without_rows_has_no_gradient():
     x, w, upstream = arrays((40, 16), (4, 16, 16), (40, 16))
-    *_, grad = value_and_gradients("interpreted", x, w, [20, 0, 20, 0], upstream)
+    *_, grad = value_and_gradients(KERNEL, x, w, [20, 0, 20, 0], upstream)
     assert (np.abs(grad).max(axis=(1, 2)) > 0).tolist() == [True, False, True, False]
 
 
 def test_rows_in_bfloat16_are_summed_in_float32():
     """Of a row of ones and a column of ones, 512 products of 1: in bfloat16 a sum of ones stays at 256."""
     x, w = jnp.ones((16, 512), jnp.bfloat16), jnp.ones((1, 512, 16), jnp.bfloat16)
-    out = ragged_dot(x, w, jnp.array([16]), "interpreted")
+    out = ragged_dot(x, w, jnp.array([16]), KERNEL)
     assert out.dtype == jnp.bfloat16
     assert (out == 512).all()
 
@@ -86,4 +89,4 @@ def test_a_mixture_by_kernels(tokens, biases):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
     same = lambda ours, plain: np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-5)
-    jax.tree.map(same, of("interpreted"), of("einsum"))
+    jax.tree.map(same, of(KERNEL), of("einsum"))
