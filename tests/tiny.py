@@ -60,9 +60,8 @@ def tiny_policy(seed: int = 0, layers: int = 1) -> Policy:
 @functools.cache
 def tiny_model(vocab: int = 24, layers: int = 2, seed: int = 0, **settings):
     """A model and its params, without a tokenizer."""
-    config = TransformerConfig(
-        vocab, 16, 32, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3, **settings
-    )
+    sizes = {"num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "initializer_range": 0.3}
+    config = TransformerConfig(vocab, 16, 32, **sizes | settings)
     return Transformer(config), random_params(Transformer(config), seed)
 
 

@@ -324,13 +324,8 @@ def attend(
     if mesh is None:
         return fused_attention(merged, k, v, sight, kernel, sinks).reshape(q.shape)
 
-    def cut(size: int, *names: str) -> tuple[str, ...] | None:
-        """The axes of the mesh among these, if all of them together divide the size."""
-        names = tuple(name for name in names if name in mesh.shape)
-        return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
-
     # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
-    first, heads = cut(b, "data", "fsdp"), cut(h, "tensor")
+    first, heads = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
         lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, kernel, sinks),
@@ -340,3 +335,9 @@ def attend(
         check_vma=False,
     )
     return local(merged, k, v, sight, sinks).reshape(q.shape)
+
+
+def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
+    """Return the axes of a mesh among these, if all of them together divide the size."""
+    names = tuple(name for name in names if name in mesh.shape)
+    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

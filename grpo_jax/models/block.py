@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.attention import attend, group_attention, packed_attention
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
+from grpo_jax.models.fused_step import has_step_kernel, step_attention
 from grpo_jax.models.layers import (
     ACTIVATIONS,
     UNTRAINED,
@@ -100,12 +101,27 @@ class Attention(nn.Module):
             kernel = Kernel.of(implementation(c.attention), d, c.dtype)
             kernel = kernel._replace(scale=scale, window=window, soft_cap=soft_cap)
             return attend(q, k, v, context.prefix, context.sight, kernel, c.mesh, sinks)
+        if self._steps_by_kernel(q, keys, context):
+            b, _, g, *_ = q.shape
+            own = (x.reshape(b, h, g, *x.shape[-2:]) for x in (keys, v))
+            kernel = Kernel(implementation(c.attention), 0, 0, scale, window, soft_cap)
+            places = {"index": context.index, "start": context.start}
+            return step_attention(q, *own, context.prefix, **places, kernel=kernel, mesh=c.mesh, sinks=sinks)
         if context.segments is not None:
             attention = functools.partial(packed_attention, q, k, v, context.prefix, context.segments)
         else:
             index = context.index if last is None else context.index + last
             attention = functools.partial(group_attention, q, keys, v, context.prefix, index=index, start=context.start)
         return attention(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+
+    def _steps_by_kernel(self, q, keys, context):
+        """Return whether this is one decode step of completions, and a kernel computes it."""
+        if context.cache is None or context.prefix is None or context.last is not None or q.shape[3] > 1:
+            return False
+        b, h, g, *_, d = q.shape
+        c, slots = self.config, (keys.shape[-1], context.prefix[1].shape[-2])
+        programs = b * h * g // (1 if c.mesh is None else c.mesh.size)
+        return has_step_kernel(implementation(c.attention), head_dim=d, keys=slots, programs=programs)
 
     def _write(self, context, keys, v):
         """Return the cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] in it."""

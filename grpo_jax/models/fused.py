@@ -73,17 +73,22 @@ def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], kernel: Kern
     return seen if kernel.window is None else seen & (distance < kernel.window)
 
 
-def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel) -> jax.Array:
-    scores = tile_product(q, k, (1, 1)) * kernel.scale
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
+    scores = tile_product(q, k, (1, keys_axis)) * kernel.scale
     if kernel.soft_cap is not None:
         scores = kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
     return jnp.where(seen, scores, MASKED)
 
 
-def _add_tile(sums, q, k, v, seen, kernel):
-    """Return the running (sum of values, maximum, sum of weights) of some queries with a tile of keys more."""
+def start_of_sums(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the (sum of values, maximum, sum of weights) of queries [rows, d] that have seen nothing."""
+    return jnp.zeros(shape), jnp.full(shape[0], MASKED), jnp.zeros(shape[0])
+
+
+def add_tile(sums, q, k, v, seen, kernel, keys_axis=1):
+    """Return the running sums of some queries with a tile of keys more, [columns, d] or if `keys_axis` is 0 turned."""
     values, top, total = sums
-    scores = _scores(q, k, seen, kernel)
+    scores = _scores(q, k, seen, kernel, keys_axis)
     higher = jnp.maximum(top, scores.max(axis=1))
     fade = jnp.exp(top - higher)
     weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
@@ -148,7 +153,7 @@ def _plain_forward(kernel, q, k, v, rows, keys, tiles):
             which = tiles.keys[:, x, j]
             seen = _visible(marks, _key_marks(keys, which, kernel.columns), j < tiles.key_count[:, x], kernel)
             tile = (_take(k, which, kernel.columns), _take(v, which, kernel.columns))
-            one = functools.partial(_add_tile, kernel=kernel)
+            one = functools.partial(add_tile, kernel=kernel)
             return _over_heads(one, False, False, False, False, True)(sums, own, *tile, seen)
 
         row = (a, h, kernel.rows)
@@ -212,10 +217,9 @@ def _forward_kernel(q, k, v, number, prompt, position, key, key_position, tiles,
     def add(j, sums):
         at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
         seen = _seen(marks, (key[at], key_position[at]), kernel)
-        return _add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
+        return add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
 
-    start = (jnp.zeros(own.shape), jnp.full(kernel.rows, MASKED), jnp.zeros(kernel.rows))
-    sums = jax.lax.fori_loop(0, count[...], add, start)
+    sums = jax.lax.fori_loop(0, count[...], add, start_of_sums(own.shape))
     out[...], lse[...] = _finished(sums, out.dtype)
 
 

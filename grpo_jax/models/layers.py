@@ -164,8 +164,9 @@ class TransformerConfig:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: the values that are kept even so, a name of `jax.checkpoint_policies`.
       attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
-        `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. Steps with a cache
-        always write the scores out: they are small. With "triton" the products of experts are kernels of `ragged`.
+        `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. With
+        "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
+        completions (`fused_step`); other steps with a cache write the scores out: they are small.
       mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
       loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
         for all of them, at the cost of a copy of their weights at run time.

@@ -117,8 +117,11 @@ class Kernel(NamedTuple):
         """Return it with tiles that the implementation can hold: on a GPU, in a program's own memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
-        size = head_dim * jnp.dtype(dtype).itemsize
-        return cls(implementation, *((128, 64) if size <= 256 else (64, 32) if size <= 512 else (32, 16)))
+        if (
+            jnp.dtype(dtype).itemsize > 2
+        ):  # multiplied without tensor cores, term by term: what is larger compiles for long
+            return cls(implementation, *((64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)))
+        return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)))
 
 
 def look(queries: Marks, keys: Marks, kernel: Kernel, windows: Iterable[int | None], group: int) -> Sight:

@@ -233,8 +233,12 @@ class Account:
         if phase in ("reference", "teacher"):
             return {f"{phase} temporaries": memory.temporaries}
         if phase == "rollout":
-            cache = max(0, memory.arguments - self.own_bytes)
-            return {"KV cache": cache, "decode temporaries": memory.temporaries}
+            assert self.rollout is not None
+            # In the place of some params, which stay, the program is given copies.
+            kept, copies = map(bytes_on_device, self.rollout.copied())
+            cache = max(0, memory.arguments - (self.own_bytes - kept + copies))
+            added = {"KV cache": cache, "decode temporaries": memory.temporaries}
+            return added | ({"params for decoding": copies} if copies else {})
         # The program is that of a packed sequence, which is given the gradients so far.
         taught = self._teacher_bytes if self._taught_in_update else 0
         beside = max(0, memory.arguments + memory.results - self.own_bytes - taught)

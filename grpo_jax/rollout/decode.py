@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax.devices.sharding import abstract, constrain, for_head, for_lookup
-from grpo_jax.devices.streams import devices_of, shared
+from grpo_jax.devices.sharding import constrain, for_head, for_lookup
+from grpo_jax.devices.streams import shared
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.cache import empty_like, turned, with_slots
-from grpo_jax.models.transformer import kernels_by_columns
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,
@@ -27,7 +26,7 @@ from grpo_jax.rollout.draw import (
     step_uniforms,
     vocabulary_axes,
 )
-from grpo_jax.types import CachedModel, Model, Params, Prompts
+from grpo_jax.types import CachedModel, Params, Prompts
 
 
 class Stream(flax.struct.PyTreeNode):
@@ -265,33 +264,6 @@ def read_chunk(
     )
     u = step_uniforms(stream.keys, slot + tokens.shape[-1] - stream.start, 1)[0]
     return cache, *draw_next(model, variables, u, hidden[:, :, -1], settings.sampling, mesh)
-
-
-_jit_kernels_by_columns = jax.jit(kernels_by_columns)
-
-
-def decode_variables(model: Model, params: Params) -> Variables:
-    """The params, and on a CPU the kernels once more by columns, for `decode` to apply the model to.
-
-    A CPU multiplies 8 to 32 rows by those in three to four fifths of the time.
-    """
-    if not _by_columns(params):
-        return {"params": params}
-    return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params))}
-
-
-def variables_shape(model: Model, params: Params) -> Variables:
-    """The shapes of `decode_variables`, of a model and params that are there."""
-    if not _by_columns(params):
-        return {"params": abstract(params)}
-    return jax.eval_shape(
-        lambda *x: {"params": x[0], "columns": kernels_by_columns(x[1])}, params, getattr(model, "base", params)
-    )
-
-
-def _by_columns(params: Params) -> bool:
-    devices = devices_of(params)
-    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))

@@ -87,12 +87,14 @@ class Ladder:
         waits: bool = False,
         turns: bool = False,
         fixed: bool = False,
+        grows: bool = True,
     ) -> Ladder:
         """The layouts of [groups, width] completions of at most `length` tokens.
 
         Args:
           waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
           turns: whether completions have several, which are as many bursts as they need.
+          grows: whether a step looks at all slots, so that a cache of few is faster while few are full.
 
         Example:
           >>> step = DecodeStep(weights=10.0, prompt=1.0, own=2.0, products=5.0)
@@ -106,7 +108,7 @@ class Ladder:
         # Where a cache grows, a burst ends; a short rollout has equal bursts, so that few steps are beyond its end.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
-        if not waits:
+        if grows and not waits:
             first = max(FEWEST_SLOTS, -(-length // 4))
             first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from grpo_jax.devices.sharding import fetch, shard_count
 from grpo_jax.devices.streams import count_streams, run_in_streams
 from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.models.fused_step import has_step_kernel
+from grpo_jax.models.sight import implementation
 from grpo_jax.rollout.decode import Drawn, Stream, grow, on_cpu
 from grpo_jax.rollout.ladder import Ladder, whole_cache
 from grpo_jax.rollout.rollout import Rollout
@@ -73,9 +75,21 @@ def choose_ladder(
     waits: bool,
 ) -> Ladder:
     """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
-    cpu = on_cpu(params, mesh)
-    step = decode_step(model, params, prompt_length, whole_cache(length, fixed=not cpu), cpu=cpu)
-    return Ladder.of(groups, width, length, step, shards=shard_count(mesh), waits=waits, fixed=not cpu)
+    cpu, shards = on_cpu(params, mesh), shard_count(mesh)
+    slots = whole_cache(length, fixed=not cpu)
+    step = decode_step(model, params, prompt_length, slots, cpu=cpu)
+    grows = not _goes_through_tiles(model, groups * width // shards, (slots, prompt_length))
+    return Ladder.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
+
+
+def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, int]) -> bool:
+    """Whether a kernel computes a step's attention in all layers that have some: it reads the slots that are full."""
+    shape = model.config
+    heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
+    chosen = implementation(shape.attention)
+    return bool(heads) and all(
+        has_step_kernel(chosen, head_dim=width, keys=keys, programs=completions * count) for count, width in heads
+    )
 
 
 class _Pending(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
-from grpo_jax.rollout.decode import Stream, decode, grow, move, place_stream, prefill, refill, variables_shape
+from grpo_jax.rollout.decode import Stream, decode, grow, move, place_stream, prefill, refill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
 from grpo_jax.rollout.ladder import Ladder
 from grpo_jax.rollout.layout import choose_ladder, places, stream_count
+from grpo_jax.rollout.variables import copies, variables_shape
 from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_cached
 
 Tree = TypeVar("Tree")
@@ -96,6 +97,10 @@ class RolloutShapes:
                 below = self.ladder.slots_below(at, slots)
                 if below is not None:
                     yield self.move(at, slots, below)
+
+    def copied(self) -> tuple[Any, Any]:
+        """Shapes of the params that a decode does not look at, and of what it is given in their place."""
+        return copies(self.model, self.params)
 
     def largest(self) -> Program:
         """The decode of all completions that stand on the devices at a time, in one stream, with a whole cache."""

@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 from grpo_jax.devices.sharding import mesh_of, split
 from grpo_jax.maths.stops import Stops
-from grpo_jax.rollout.decode import Drawn, Stream, decode, decode_variables, move, on_cpu, prefill, read_chunk, refill
+from grpo_jax.rollout.decode import Drawn, Stream, decode, move, on_cpu, prefill, read_chunk, refill
 from grpo_jax.rollout.draw import DecodeSettings, Variables
+from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import CachedModel, Completions, Params, Prompts, as_argument
 
 Result = TypeVar("Result")

@@ -24,6 +24,7 @@ from grpo_jax.rollout import layout as layout_module
 from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import as_argument
 
 rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
@@ -137,7 +138,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         adapters = init_adapters(jax.random.key(1), params, rank=rank)
         adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
         model, params = LoraModel(params, model), adapters
-    variables = decode_module.decode_variables(model, params)
+    variables = decode_variables(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
@@ -164,7 +165,7 @@ def test_kernels_stand_as_they_are_on_several_devices():
     _, params = model_and_params()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert decode_module.decode_variables(None, spread).keys() == {"params"}
+    assert decode_variables(None, spread).keys() == {"params"}
 
 
 def test_one_long_decode_inside_jit_gives_the_same_completions():

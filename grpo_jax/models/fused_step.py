@@ -1,0 +1,198 @@
+"""Attention of one decode step as a kernel: each completion's new token over its prompt and its own keys.
+
+XLA writes a decode step's scores, their maxima, weights and sums to memory, a dozen programs in each layer, and reads
+all slots of the cache. Here one program a completion and key head goes through the tiles of keys that are there:
+
+```
+    keys of the prompt    own keys, in a ring of slots
+    │ ■ │ ■ │ ■ │ · │     │ · │ ■ │ ■ │ ■ │ · │ · │       ■ read   · left out
+                 length      start     slot
+```
+
+The new token's own key and value have been written before.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, PartitionSpec
+
+from grpo_jax.models.attention import axes_that_cut
+from grpo_jax.models.fused import add_tile, start_of_sums
+from grpo_jax.models.sight import Kernel
+
+LEAST_SIDE = 16
+"""Least side of a tile: a product of tensor cores has no less."""
+
+TILE_BYTES = 8192
+"""Bytes of a tile of keys: four programs fit a multiprocessor, each with the tiles that it has asked for."""
+
+FEWEST_PROGRAMS = 96
+"""Completions times key heads on a device at least: each goes through its keys alone, and fewer leave a GPU idle."""
+
+
+def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
+    """Return whether the implementation has a kernel for a decode step.
+
+    Args:
+      implementation: as `sight.implementation` returns it.
+      head_dim: channels of a head, for the kernel a power of two from 16 to 256.
+      keys: slots of the cache, and of the prompts.
+      programs: completions times key heads on a device.
+
+    Example:
+      >>> [has_step_kernel("triton", head_dim=d, keys=(512, 100), programs=128) for d in (64, 96)]
+      [True, False]
+    """
+    if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
+        return False
+    whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return whole and (programs >= FEWEST_PROGRAMS or implementation == "interpreted")
+
+
+def step_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    index: jax.Array | int,
+    start: jax.Array | None,
+    kernel: Kernel,
+    mesh: Mesh | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`attention.group_attention` of one token of each completion. It has no gradient.
+
+    Args:
+      q: [B, H_kv, G, 1, R, d].
+      k: [B, H_kv, G, d, S].
+      v: [B, H_kv, G, S, d].
+      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B].
+      index, start, sinks: as there.
+      kernel: "triton" or "interpreted", with scale, window and soft cap; the tiles are chosen here.
+      mesh: over whose devices the first two axes are cut, as in `attention.attend`; None: one device.
+
+    Returns:
+      The shape of q, in the dtype of v.
+    """
+    b, h, g, _, r, d = q.shape
+    pk, pv, lengths = prefix
+    slots, p = v.shape[3], pv.shape[2]
+    chex.assert_shape([q, k, v], [(b, h, g, 1, r, d), (b, h, g, d, slots), (b, h, g, slots, d)])
+    chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
+    slot = jnp.broadcast_to(jnp.reshape(index, (-1, 1)), (b, g))
+    first = jnp.zeros((b, g), jnp.int32) if start is None else jnp.broadcast_to(start.reshape(b, -1), (b, g))
+    one = functools.partial(_of_device, kernel=kernel)
+    if mesh is None:
+        return one(q, k, v, prefix, slot, first, sinks)
+    by_prompt, by_head = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
+    each, rows = PartitionSpec(by_prompt, by_head), PartitionSpec(by_prompt)
+    specs = (each, each, each, (each, each, rows), rows, rows, PartitionSpec(by_head))
+    local = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+    return local(q, k, v, prefix, slot, first, sinks)
+
+
+def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
+    """`step_attention` on one device; slot and first slot [B, G]."""
+    (b, h, g, _, r, d), (pk, pv, lengths) = q.shape, prefix
+    slots, p = v.shape[3], pv.shape[2]
+    rows = max(LEAST_SIDE, 1 << (r - 1).bit_length())
+    most = max(LEAST_SIDE, TILE_BYTES // (d * q.dtype.itemsize))
+    sizes = _tile(slots, most), _tile(p, most)
+
+    position = slot - first
+    window = 2**30 if kernel.window is None else kernel.window
+    # The tiles [begin, end) of own keys and of the prompt's, and where the query stands.
+    whole = slot >= slots  # the ring has gone round: all slots are looked at
+    oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
+    newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
+    length = jnp.broadcast_to(lengths[:, None], (b, g))
+    prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
+    ends = -(-length // sizes[1])
+    place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, ends], axis=-1).astype(jnp.int32)
+
+    q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
+    inputs = [q, k, v, pk, pv, place]
+    at = [
+        pl.BlockSpec((None, None, None, rows, d), lambda i, j: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, None, d, slots), lambda i, j: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, None, slots, d), lambda i, j: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, d, p), lambda i, j: (i // h, i % h, 0, 0)),
+        pl.BlockSpec((None, None, p, d), lambda i, j: (i // h, i % h, 0, 0)),
+        pl.BlockSpec((None, None, place.shape[-1]), lambda i, j: (i // h, j, 0)),
+    ]
+    if sinks is not None:
+        inputs.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - r))))
+        at.append(pl.BlockSpec((None, rows), lambda i, j: (i % h, 0)))
+    interpreted = kernel.implementation == "interpreted"
+    out = pl.pallas_call(
+        functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
+        grid=(b * h, g),
+        in_specs=at,
+        out_specs=at[0],
+        out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
+        interpret=interpreted,
+        name="step_attention",
+        compiler_params=None if interpreted else _compiler_params(),
+    )(*inputs)
+    return out[:, :, :, None, :r]
+
+
+def _step_kernel(q, k, v, pk, pv, place, *more, kernel, slots, prompt_slots, sizes):
+    *sinks, out = more
+    own, (slot, position, length) = q[...], (place[0], place[1], place[2])
+    rows, size = own.shape[0], sizes[0]
+
+    def add(sums, keys, values, at, length, seen):
+        visible = jnp.broadcast_to(seen[None], (rows, length))
+        span = pl.ds(at, length)
+        return add_tile(sums, own, keys[:, span], values[span, :], visible, kernel, keys_axis=0)
+
+    def add_prompt(j, sums):
+        at, number = _begin(j, sizes[1], prompt_slots)
+        seen = (number < length) & (number >= j * sizes[1])
+        if kernel.window is not None:
+            seen &= length + position - number < kernel.window
+        return add(sums, pk, pv, at, sizes[1], seen)
+
+    def add_own(j, sums):
+        at, number = _begin(j, size, slots)
+        distance = slot - number
+        distance = jnp.where(distance < 0, distance + slots, distance)
+        seen = (distance <= position) & (number >= j * size)
+        if kernel.window is not None:
+            seen &= distance < kernel.window
+        return add(sums, k, v, at, size, seen)
+
+    sums = start_of_sums(own.shape)
+    sums = jax.lax.fori_loop(place[5], place[6], add_prompt, sums)
+    values, top, total = jax.lax.fori_loop(place[3], place[4], add_own, sums)
+    if sinks:
+        higher = jnp.maximum(top, sinks[0][...])
+        values, total = values * jnp.exp(top - higher)[:, None], total * jnp.exp(top - higher)
+        total += jnp.exp(sinks[0][...] - higher)
+    out[...] = (values / total[:, None]).astype(out.dtype)
+
+
+def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
+    """Return where tile j begins, and the numbers of its keys: the last one ends with the slots."""
+    at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
+    return at, at + jnp.arange(size)
+
+
+def _tile(slots: int, most: int) -> int:
+    """Return the keys of a tile: a power of two, if there is one that divides the slots."""
+    divisor = min(most, slots & -slots)
+    return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)
+
+
+def _compiler_params() -> pl.CompilerParams:
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=4, num_stages=3)

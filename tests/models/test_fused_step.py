@@ -1,0 +1,94 @@
+"""A decode step's attention as a kernel: the values of the scores written out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax import generate, make_prompts
+from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.models.attention import group_attention
+from grpo_jax.models.fused_step import has_step_kernel, step_attention
+from grpo_jax.models.sight import Kernel, implementation
+from grpo_jax.models.transformer import Transformer
+
+KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
+B, H, G, R = 2, 2, 3, 2
+
+
+def arrays(*shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=None, sinks=False, mesh=None, own=()):
+    shapes = (B, H, G, 1, R, d), (B, H, G, d, slots), (B, H, G, slots, d), (B, H, d, p), (B, H, p, d), (H, R)
+    q, k, v, pk, pv, scores = arrays(*shapes)
+    sinks, lengths = scores if sinks else None, jnp.array([p, p // 3])
+    # What has never been written is not looked at: a number that is none would be seen in the sums.
+    k, v = (x.at[(..., *at)].set(jnp.nan) for x, at in zip((k, v), own, strict=True)) if own else (k, v)
+    kernel = Kernel(KERNEL, 0, 0, d**-0.5, window, soft_cap)
+    places = {"index": index, "start": start}
+    ours = jax.jit(lambda *x: step_attention(*x, (pk, pv, lengths), kernel=kernel, mesh=mesh, sinks=sinks, **places))
+    how = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, **places}
+    return ours(q, k, v), group_attention(q, jnp.nan_to_num(k), jnp.nan_to_num(v), (pk, pv, lengths), **how)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"slots": 64}, id="some slots"),
+        pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
+        pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
+        pytest.param({"slots": 64, "index": 70, "start": jnp.array([20, 60])}, id="a ring that has gone round"),
+        pytest.param({"slots": 64, "index": 40, "start": jnp.array([[0, 3, 40], [7, 39, 38]])}, id="each its start"),
+        pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
+        pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
+        pytest.param({"slots": 32, "index": jnp.array([4, 31]), "sinks": True}, id="an index of each, sinks"),
+    ],
+)
+def test_the_scores_written_out(given):
+    ours, plain = of_both(**given)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_slots_that_wait_for_their_token_are_not_read():
+    after = ((slice(None), slice(64, None)), (slice(64, None), slice(None)))
+    ours, plain = of_both(slots=256, index=63, d=64, own=after)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_the_devices_of_a_mesh_compute_their_own():
+    if len(jax.devices()) < 4:
+        pytest.skip("one device")
+    ours, plain = of_both(slots=64, mesh=make_mesh({"fsdp": 2, "tensor": 2}))
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [{}, {"windows": (3, 20), "attention_soft_cap": 5.0}], ids=["plain", "windows"])
+def test_a_rollout(shape):
+    """The same tokens, and their log-probs, through cache, moves and padding."""
+    model, params = tiny_model(**shape, head_dim=16)
+    prompts = make_prompts([[3, 4, 5] * 6, [6], [7, 8]])
+
+    def drawn(kind):
+        of = Transformer(dataclasses.replace(model.config, attention=kind))
+        how = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (1,)}
+        return generate(of, params, prompts, jax.random.key(1), **how)
+
+    ours, plain = drawn(KERNEL), drawn("einsum")
+    assert (ours.tokens == plain.tokens).all()
+    np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_few_completions_and_other_sizes_have_no_kernel():
+    def has(**other):
+        return has_step_kernel("triton", **{"head_dim": 64, "keys": (512, 100), "programs": 128} | other)
+
+    assert has()
+    assert not any(has(**one) for one in ({"head_dim": 80}, {"head_dim": 512}, {"keys": (512, 8)}, {"programs": 64}))
+    assert not has_step_kernel("einsum", head_dim=64, keys=(64, 64), programs=128)
