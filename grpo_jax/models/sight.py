@@ -14,6 +14,8 @@ a mask [queries, keys], so no prompt is copied for its completions and nothing g
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -46,7 +48,13 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    return "triton" if platform in ("gpu", "cuda") and capability >= 8 else "tiles"
+    return "triton" if platform in ("gpu", "cuda") and capability >= 8 and _has_triton() else "tiles"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether this jax has Pallas's way to Triton, which jax 0.11 announces to remove."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 class Marks(flax.struct.PyTreeNode):
@@ -117,9 +125,7 @@ class Kernel(NamedTuple):
         """Return it with tiles that the implementation can hold: on a GPU, in a program's own memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
-        if (
-            jnp.dtype(dtype).itemsize > 2
-        ):  # multiplied without tensor cores, term by term: what is larger compiles for long
+        if jnp.dtype(dtype).itemsize > 2:  # without tensor cores, term by term: larger tiles take long to compile
             return cls(implementation, *((64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)))
         return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)))
 
