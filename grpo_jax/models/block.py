@@ -103,10 +103,10 @@ class Attention(nn.Module):
             return attend(q, k, v, context.prefix, context.sight, kernel, c.mesh, sinks)
         if self._steps_by_kernel(q, keys, context):
             b, _, g, *_ = q.shape
-            own = (x.reshape(b, h, g, *x.shape[-2:]) for x in (keys, v))
+            keys, v = (x.reshape(b, h, g, *x.shape[-2:]) for x in (keys, v))
             kernel = Kernel(implementation(c.attention), 0, 0, scale, window, soft_cap)
             places = {"index": context.index, "start": context.start}
-            return step_attention(q, *own, context.prefix, **places, kernel=kernel, mesh=c.mesh, sinks=sinks)
+            return step_attention(q, keys, v, context.prefix, **places, kernel=kernel, mesh=c.mesh, sinks=sinks)
         if context.segments is not None:
             attention = functools.partial(packed_attention, q, k, v, context.prefix, context.segments)
         else:

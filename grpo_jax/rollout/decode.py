@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from grpo_jax.devices.platform import platform_of
 from grpo_jax.devices.sharding import constrain, for_head, for_lookup
 from grpo_jax.devices.streams import shared
 from grpo_jax.models.attention import Cache, Prefix
@@ -328,10 +329,13 @@ def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Whether one CPU decodes: its loops can be watched for nothing."""
+    """Whether one CPU decodes: its loops can be watched for nothing.
+
+    Of `params` the places count; shapes that have none are of arrays on the default device.
+    """
     at = {
         device.platform
         for x in jax.tree.leaves(params)
         for device in getattr(getattr(x, "sharding", None), "device_set", ())
     }
-    return mesh is None and at <= {"cpu"}
+    return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}

@@ -17,7 +17,7 @@ from grpo_jax.devices.sharding import abstract
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
 from grpo_jax.rollout.draw import Variables
-from grpo_jax.types import Model, Params
+from grpo_jax.types import CachedModel, Params
 
 MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
 """Names of the arrays that a decoder multiplies by in its dtype; the last three are those of experts."""
@@ -26,7 +26,7 @@ _jit_kernels_by_columns = jax.jit(kernels_by_columns)
 _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
 
 
-def decode_variables(model: Model, params: Params) -> Variables:
+def decode_variables(model: CachedModel, params: Params) -> Variables:
     """The params, and on a CPU the kernels once more by columns, for `decode` to apply the model to."""
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params))}
@@ -34,7 +34,7 @@ def decode_variables(model: Model, params: Params) -> Variables:
     return {"params": _with(params, _jit_rounded(wide, _dtype(model))) if wide else params}
 
 
-def variables_shape(model: Model, params: Params) -> Variables:
+def variables_shape(model: CachedModel, params: Params) -> Variables:
     """The shapes of `decode_variables`, of a model and params that are there."""
     if _by_columns(params):
         return jax.eval_shape(
@@ -46,7 +46,7 @@ def variables_shape(model: Model, params: Params) -> Variables:
     return {"params": _with(shapes, rounded) if rounded else shapes}
 
 
-def copies(model: Model, params: Params) -> tuple[Any, Any]:
+def copies(model: CachedModel, params: Params) -> tuple[Any, Any]:
     """The shapes of the params that `decode` does not look at, and of what it is given in their place."""
     variables = variables_shape(model, params)
     if "columns" in variables:
@@ -60,11 +60,11 @@ def _by_columns(params: Params) -> bool:
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
-def _dtype(model: Model) -> jnp.dtype:
+def _dtype(model: CachedModel) -> jnp.dtype:
     return jnp.dtype(model.config.dtype)
 
 
-def _wide_kernels(model: Model, params: Params) -> dict[tuple[str, ...], Any]:
+def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], Any]:
     """The matrices, by their paths, that a decoder rounds to its dtype at each product, the embedding among them."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
         return {}  # of a model of the user's own nobody knows; adapters are small

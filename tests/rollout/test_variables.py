@@ -1,0 +1,128 @@
+"""What a decode step multiplies by: kernels rounded once, to the values that every step would make of them."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_model
+
+from grpo_jax import GRPOConfig, generate, make_prompts
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.planning.account import Account
+from grpo_jax.planning.loaded import Loaded
+from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.layout import choose_ladder
+from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.variables import decode_variables
+from grpo_jax.types import as_argument
+
+rollout_module = importlib.import_module("grpo_jax.rollout.rollout")
+
+
+@functools.cache
+def on_two_devices(**shape):
+    """A model that computes in bfloat16, with params in float32, cut over two devices as an accelerator holds them."""
+    model, params = tiny_model(**shape)
+    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
+    return Transformer(dataclasses.replace(model.config, dtype="bfloat16", mesh=mesh)), place(params, mesh)
+
+
+SPARSE = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True, False)}
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": False, "qkv_bias": True}, SPARSE])
+def test_rounded_kernels_sample_the_same_bits(shape, monkeypatch):
+    model, params = on_two_devices(**shape)
+    prompts = make_prompts([[3, 4, 5], [6], [7, 8], [9]])
+    variables = decode_variables(model, params)
+    matrices = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+    assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(variables)) == len(matrices) > 0
+    assert all(
+        x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        for x, y in zip(jax.tree.leaves(variables), jax.tree.leaves(params), strict=False)
+        if x.dtype == jnp.bfloat16
+    )
+
+    def sampled():
+        how = {"num_generations": 2, "max_completion_length": 20, "eos_token_ids": (1,)}
+        return generate(model, params, prompts, jax.random.key(1), **how)
+
+    ours = sampled()
+    monkeypatch.setattr(rollout_module, "decode_variables", lambda _, params: {"params": params})
+    plain = sampled()
+    np.testing.assert_array_equal(ours.tokens, plain.tokens)
+    np.testing.assert_array_equal(ours.log_probs, plain.log_probs)
+
+
+def test_no_step_rounds_a_kernel():
+    """The program of a burst converts no matrix; given the params as they are, it would convert all."""
+    model, params = on_two_devices()
+    sizes = {"num_generations": 2, "max_completion_length": 20}
+    shapes = RolloutShapes.of(model, params, 4, 5, **sizes, settings=DecodeSettings())
+
+    def rounded(shapes):
+        text = shapes.largest().lower().as_text()
+        of = {f"(tensor<{x.shape[0]}x{x.shape[1]}xf32>)" for x in jax.tree.leaves(params) if x.ndim == 2}
+        return sum("stablehlo.convert" in line and any(f"{x} ->" in line for x in of) for line in text.splitlines())
+
+    assert rounded(shapes) == 0
+    assert rounded(dataclasses.replace(shapes, variables={"params": shapes.params})) > 0
+
+
+@pytest.mark.quick
+def test_what_is_rounded_already_is_not_copied():
+    model, params = tiny_model()
+    assert decode_variables(model, params)["params"] is params
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), on_two_devices()[1])
+    assert decode_variables(on_two_devices()[0], half)["params"] is half
+
+
+def test_a_plan_counts_the_copies_and_the_cache():
+    model = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    model |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+    def added(dtype):
+        config = GRPOConfig(mesh={"fsdp": 2}, compute_dtype=dtype, max_completion_length=64)
+        account = Account.of(model, config, 64, Loaded(), jax.devices()[:2])
+        program = account.rollout.largest().lower().compile().memory_analysis()
+        memory = type("Memory", (), {"arguments": program.argument_size_in_bytes, "temporaries": 0})
+        return account.added("rollout", memory)
+
+    wide, half = added("float32"), added("bfloat16")
+    matrices = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32
+    assert "params for decoding" not in wide
+    assert half["params for decoding"] == 2 * matrices // 2, "of each device"
+    keys = 2 * 16 * (64 + 8 * 64)  # of each device one prompt, and eight completions
+    assert half["KV cache"] == pytest.approx(2 * keys, rel=0.02)
+    assert wide["KV cache"] == pytest.approx(4 * keys, rel=0.02)
+
+
+def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
+    """A run's programs are made from such shapes: on a GPU they once were those of a CPU, compiled and never used."""
+    model, params = tiny_model()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def ladder(of):
+        return choose_ladder(as_argument(model), of, 5, 4, 2, 20, mesh=None, waits=False)
+
+    assert not ladder(shapes).fixed
+    monkeypatch.setattr(decode_module, "platform_of", lambda: ("gpu", 9.0))
+    assert ladder(shapes).fixed
+    assert not ladder(params).fixed, "these are on a CPU"
+
+
+def test_a_cache_need_not_grow_where_a_kernel_reads_what_is_full():
+    model, params = tiny_model(head_dim=16)
+
+    def slots(kind, prompt_length=20):
+        of = Transformer(dataclasses.replace(model.config, attention=kind))
+        return choose_ladder(as_argument(of), params, prompt_length, 4, 2, 512, mesh=None, waits=False).slots
+
+    assert slots("einsum") == slots("interpreted", prompt_length=5) == (128, 256, 511)
+    assert slots("interpreted") == (511,)
