@@ -131,12 +131,27 @@ def test_an_update_on_a_mesh_exchanges_weights_and_no_activations(device, mesh):
     assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
-def test_a_decode_on_a_gpu_copies_no_keys():
+@pytest.mark.parametrize("completions", [8, 64], ids=["written out", "by a kernel"])
+def test_a_decode_on_a_gpu_copies_no_keys(completions):
     """The cache is written in place: the copies of a burst are as many for a cache of any size, and small."""
-    (short, _, _, few), (long, _, _, many) = compiled("H100", [1024, 4096], phase="rollout")
+    lengths = [1024, 4096]
+    (short, _, _, few), (long, _, _, many) = compiled(
+        "H100", lengths, phase="rollout", per_device_train_batch_size=completions
+    )
     assert few == many
-    of_a_layer = 2 * 8 * 2 * 64 * 3072  # bytes that the longer cache has more, of keys or of values
+    of_a_layer = 2 * completions * 2 * 64 * 3072  # bytes that the longer cache has more, of keys or of values
     assert long - short < of_a_layer / 2
+
+
+@pytest.mark.parametrize(("device", "mesh"), [("H100", None), ("H100-2", {"fsdp": 2}), ("H100-2", {"tensor": 2})])
+def test_a_decode_step_of_many_completions_on_a_gpu_is_a_kernel_in_each_layer(device, mesh):
+    """Of 128 completions on each device, or of as many heads of theirs; nothing of the cache is exchanged."""
+    completions = 128 if mesh is None else 256
+    config = {"per_device_train_batch_size": completions // (1 if mesh is None else mesh.get("fsdp", 1)), "mesh": mesh}
+    ((_, exchanged, kernels, _),) = compiled("H100" if mesh is None else device, [256], phase="rollout", **config)
+    assert kernels["__gpu$xla.gpu.triton"] == MODEL["num_hidden_layers"]
+    of_a_layer = 2 * completions // 2 * 64 * 256  # bytes of keys
+    assert max(exchanged.values(), default=0) < of_a_layer
 
 
 @pytest.mark.quick
