@@ -22,6 +22,9 @@ from jax.experimental import pallas as pl
 from grpo_jax.models.matmul import tile_product
 from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, padded, repeated
 
+MOST_PARTS, LEAST_PART = 8, 64
+"""Programs that share the queries of a tile of a prompt's keys, at most; and tiles of queries for each, at least."""
+
 MASKED = -1e30
 """A score no softmax can see, finite so that a query that sees nothing stays finite."""
 
@@ -48,6 +51,7 @@ def fused_attention(
     chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
     chex.assert_shape(sight.queries.number, (a, n))
     rows, keys = padded(repeated(sight.queries, r), kernel.rows), padded(sight.keys, kernel.columns)
+    kernel = kernel._replace(shared=sight.keys.number.shape[1] - n)
     # Triton's arrays are powers of two, and a product has 16 channels at least.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
@@ -236,8 +240,14 @@ def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, c
     dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
 
 
-def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, kernel):
+def _key_kernel(
+    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, kernel, parts=1
+):
     own, marks = (k[...], v[...]), (key[...], key_position[...])
+    begin, end = 0, count[...]
+    if parts > 1:
+        part = pl.program_id(2)
+        begin, end = end * part // parts, end * (part + 1) // parts
 
     def add(j, sums):
         at = pl.ds(tiles[j] * kernel.rows, kernel.rows)
@@ -247,14 +257,19 @@ def _key_kernel(q, k, v, number, prompt, position, key, key_position, tiles, cou
         more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
-    sums = jax.lax.fori_loop(0, count[...], add, (jnp.zeros(own[0].shape),) * 2)
+    sums = jax.lax.fori_loop(begin, end, add, (jnp.zeros(own[0].shape),) * 2)
     dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)
 
 
-def _call(body, kernel, inputs, outputs, *, by_rows):
-    """Run a kernel over all tiles of queries, or of keys; `inputs`: (array, axis that is cut, shared by the heads)."""
+def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=1):
+    """Run a kernel over tiles of queries, or of keys; `inputs`: (array, axis that is cut, shared by the heads).
+
+    Over `count` tiles from the `first` on, by default over all. Several `parts` are programs of one tile, each with an
+    output of its own, [parts, ...].
+    """
     a, h, m, _ = inputs[0][0].shape
-    count = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
+    whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
+    count = whole if count is None else count
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape, cut, shared):
@@ -263,14 +278,24 @@ def _call(body, kernel, inputs, outputs, *, by_rows):
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
         block = (None,) * lead + (None if cut == "line" else size[cut] if mine else length, *rest)
-        return pl.BlockSpec(block, lambda i, j: (i // h, i % h)[:lead] + ((j if mine else 0),) + (0,) * len(rest))
+        zeros = (0,) * len(rest)
+        return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if mine else 0, *zeros))
 
+    def result(like, cut):
+        shape = (*like.shape[:2], count * size[cut], *like.shape[3:])
+        block, zeros = (None, None, size[cut], *shape[3:]), (0,) * len(shape[3:])
+        if parts == 1:
+            return jax.ShapeDtypeStruct(shape, like.dtype), pl.BlockSpec(block, lambda i, j: (i // h, i % h, j, *zeros))
+        each = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
+        return jax.ShapeDtypeStruct((parts, *shape), like.dtype), each
+
+    shapes, places = zip(*(result(*output) for output in outputs), strict=True)
     return pl.pallas_call(
-        functools.partial(body, kernel=kernel),
-        grid=(a * h, count),
+        functools.partial(body, kernel=kernel, **({"parts": parts} if parts > 1 else {})),
+        grid=(a * h, count, parts) if parts > 1 else (a * h, count),
         in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
-        out_specs=[spec(x.shape, cut, False) for x, cut in outputs],
-        out_shape=[x for x, _ in outputs],
+        out_specs=places,
+        out_shape=shapes,
         interpret=kernel.implementation == "interpreted",
         name=body.__name__.strip("_"),
         compiler_params=None if kernel.implementation == "interpreted" else _compiler_params(),
@@ -304,9 +329,29 @@ def _kernel_backward(kernel, q, k, v, rows, keys, tiles, g, lse, delta):
     more = [(x, "rows", False) for x in (g, lse, delta)]
     inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=True) + more
     (dq,) = _call(_query_kernel, kernel, inputs, [(like(q), "rows")], by_rows=True)
-    inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=False) + more
-    dk, dv = _call(_key_kernel, kernel, inputs, [(like(k), "columns"), (like(v), "columns")], by_rows=False)
-    return dq, dk, dv
+    return dq, *_key_gradients(kernel, _inputs(q, k, v, rows, keys, tiles, by_rows=False) + more)
+
+
+def _key_gradients(kernel, inputs):
+    """Return the gradients of keys and values.
+
+    A tile of a prompt's keys is seen by all queries of its group, and one of a completion's keys by those after it. One
+    program for each would leave a GPU waiting for those of the prompts, so several share the queries of such a tile.
+    """
+    (k, *_), (v, *_) = inputs[1:3]
+    whole, shared = k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
+    parts = min(MOST_PARTS, inputs[0][0].shape[2] // kernel.rows // LEAST_PART)
+    shared = shared if parts > 1 else 0
+
+    def of(first, count, parts=1):
+        like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (k, v)]
+        return _call(_key_kernel, kernel, inputs, like, by_rows=False, first=first, count=count, parts=parts)
+
+    own = of(shared, whole - shared) if shared < whole else []
+    if not shared:
+        return own
+    sums = [x.sum(axis=0).astype(like.dtype) for x, like in zip(of(0, shared, parts), (k, v), strict=True)]
+    return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
 # A sink is one more term of the softmax's sum, so it needs no tile: with the log-sum-exp that has it, the gradients of

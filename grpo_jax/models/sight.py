@@ -111,6 +111,7 @@ class Kernel(NamedTuple):
       rows: queries of a tile; the R heads that share a key head are R queries.
       columns: keys of a tile.
       scale, window, soft_cap: as in `attention.group_attention`.
+      shared: keys of the prompts, which come first, in the sight that it is for.
     """
 
     implementation: str
@@ -119,6 +120,7 @@ class Kernel(NamedTuple):
     scale: float = 1.0
     window: int | None = None
     soft_cap: float | None = None
+    shared: int = 0
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:

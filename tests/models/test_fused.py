@@ -11,6 +11,7 @@ from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts
 from grpo_jax.devices.sharding import constrained_sharding, make_mesh
+from grpo_jax.models import fused
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
 from grpo_jax.models.packing import pack
 from grpo_jax.models.sight import Kernel, implementation
@@ -89,6 +90,23 @@ def test_packed_sequences(kind, window):
         return there * attend(q, k, v, (pk, pv, LENGTHS), sight, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tiles"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_several_programs_share_the_queries_that_see_a_prompt(kind, window, monkeypatch):
+    """All completions of a group see each key of their prompt: one program would go through all of their tiles."""
+    shared, plain = [], fused._call
+
+    def seen(body, *args, **how):
+        shared.append((how.get("first", 0), how.get("count"), how.get("parts", 1)))
+        return plain(body, *args, **how)
+
+    monkeypatch.setattr(fused, "_call", seen)
+    monkeypatch.setattr(fused, "LEAST_PART", 2)
+    test_packed_sequences(kind, window)
+    # 96 rows of queries are six tiles; 14 keys of two prompts, and 48 of their completions, are one tile and three.
+    assert {(0, 1, 3), (1, 3, 1)} < set(shared)
 
 
 @pytest.mark.quick
