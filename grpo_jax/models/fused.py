@@ -289,9 +289,12 @@ def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=
         each = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
         return jax.ShapeDtypeStruct((parts, *shape), like.dtype), each
 
+    one = functools.partial(body, kernel=kernel)
+    if parts > 1:
+        one = functools.partial(one, parts=parts)
     shapes, places = zip(*(result(*output) for output in outputs), strict=True)
     return pl.pallas_call(
-        functools.partial(body, kernel=kernel, **({"parts": parts} if parts > 1 else {})),
+        one,
         grid=(a * h, count, parts) if parts > 1 else (a * h, count),
         in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
         out_specs=places,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class RolloutShapes:
                 if below is not None:
                     yield self.move(at, slots, below)
 
-    def copied(self) -> tuple[Any, Any]:
+    def copied(self) -> tuple[Params, Params]:
         """Shapes of the params that a decode does not look at, and of what it is given in their place."""
         return copies(self.model, self.params)
 

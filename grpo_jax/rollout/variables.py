@@ -7,7 +7,7 @@ again, where 2 would do. So they are rounded once, before the first step, to the
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
     return {"params": _with(shapes, rounded) if rounded else shapes}
 
 
-def copies(model: CachedModel, params: Params) -> tuple[Any, Any]:
+def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
     """The shapes of the params that `decode` does not look at, and of what it is given in their place."""
     variables = variables_shape(model, params)
     if "columns" in variables:
@@ -64,7 +64,7 @@ def _dtype(model: CachedModel) -> jnp.dtype:
     return jnp.dtype(model.config.dtype)
 
 
-def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], Any]:
+def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
     """The matrices, by their paths, that a decoder rounds to its dtype at each product, the embedding among them."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
         return {}  # of a model of the user's own nobody knows; adapters are small
@@ -75,5 +75,5 @@ def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], A
     }
 
 
-def _with(params: Params, some: dict[tuple[str, ...], Any]) -> Params:
+def _with(params: Params, some: Mapping[tuple[str, ...], object]) -> Params:
     return unflatten_dict(flatten_dict(params) | some)
