@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     hours = None if arguments.minutes is None else (60 * arguments.minutes - process_seconds()) / 3600
     callbacks = [keep, stop_after(hours)]
-    train(policy, train_problems(seed=arguments.seed), problems.score, make_config(arguments), callbacks=callbacks)
+    rows, config = train_problems(seed=arguments.seed), make_config(arguments)
+    train(policy, rows, problems.score, config, callbacks=callbacks, donate=True)  # TRL's trainer takes its model too
     names = [name for name in lines[-1] if name.startswith("seconds/")]
     later = lines[DROPPED:] or lines
     return {

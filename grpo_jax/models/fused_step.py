@@ -120,20 +120,21 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
     inputs = [q, k, v, pk, pv, place]
     at = [
-        pl.BlockSpec((None, None, None, rows, d), lambda i, j: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, None, d, slots), lambda i, j: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, None, slots, d), lambda i, j: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, d, p), lambda i, j: (i // h, i % h, 0, 0)),
-        pl.BlockSpec((None, None, p, d), lambda i, j: (i // h, i % h, 0, 0)),
-        pl.BlockSpec((None, None, place.shape[-1]), lambda i, j: (i // h, j, 0)),
+        pl.BlockSpec((None, None, None, rows, d), lambda j, i: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, None, d, slots), lambda j, i: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, None, slots, d), lambda j, i: (i // h, i % h, j, 0, 0)),
+        pl.BlockSpec((None, None, d, p), lambda j, i: (i // h, i % h, 0, 0)),
+        pl.BlockSpec((None, None, p, d), lambda j, i: (i // h, i % h, 0, 0)),
+        pl.BlockSpec((None, None, place.shape[-1]), lambda j, i: (i // h, j, 0)),
     ]
     if sinks is not None:
         inputs.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - r))))
-        at.append(pl.BlockSpec((None, rows), lambda i, j: (i % h, 0)))
+        at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     interpreted = kernel.implementation == "interpreted"
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        grid=(b * h, g),
+        # A group's programs are neighbours in time: what one reads of the prompt the others find in the GPU's cache.
+        grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],
         out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
