@@ -177,7 +177,7 @@ HEAD = f"""# Accelerators
 **Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
 computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Tokens per
 second are a *bound*, operations over the peak and bytes over the bandwidth of the data sheets, which no program
-reaches; no step was timed on a GPU or TPU.
+reaches. What was timed on an H100 is in [Speed](speed.md#on-an-h100); no TPU has run anything yet.
 
 ## Models and machines
 
@@ -191,7 +191,8 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
 - **held**: GB on each device that stay for the whole run: the params and AdamW's two moments, as in `grpo-jax train`
   and with `train(policy, …, donate=True)`. Without `donate` the caller's params stay beside them: a third more.
 - **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
-  longer completions were not tried.
+  longer completions were not tried. The table is of before a rollout had a copy of the weights in the compute dtype,
+  which adds 2 bytes a parameter to it, over the devices ("params for decoding" in a plan).
 - **longest T**: where the first phase reaches the memory with all groups at once, on straight lines between the
   lengths of the table.
 - **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
@@ -233,7 +234,11 @@ grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16
 - **Layers** are one loop on TPUs, so that a deep model compiles in the time of a shallow one, and one after another on
   GPUs and CPUs.
 - **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at which
-  completions the last one ended. A key cache has a multiple of 64 slots.
+  completions the last one ended. A key cache has a multiple of 64 slots. Weights in float32 are rounded to the compute
+  dtype once, before the first step.
+- **Attention of a decode step**, on GPUs from Ampere on, with 96 completions times key heads on a device or more and
+  heads of a power of two of channels (16 to 256), is a kernel too (Pallas, Triton): it goes through the keys that are
+  there, so that the cache has one size. Elsewhere scores are written out, and the cache grows in three.
 - **Updates** are packed: each device puts its own completions end to end.
 
 ## Precision
@@ -241,10 +246,11 @@ grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16
 `compute_dtype="auto"` is bfloat16 on TPUs and on GPUs from Ampere on, and float32 elsewhere. Sums, softmax, norms,
 log-probs and the loss are float32 on every device, and so are the products that make logits. In float32, a GPU rounds
 the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.update("jax_default_matmul_precision",
-"highest")` asks for more; the fused kernel always computes float32 exactly. The sampler and the scorer are given the
-same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by how much, and a hint
-says when it is more than rounding explains (largest gaps measured, on a CPU with operands rounded so: 4e-5 with exact
-products, 0.02 in TF32, 0.1 with a TPU's default for float32, 0.54 in bfloat16).
+"highest")` asks for more; the fused kernels always compute float32 exactly, without tensor cores. The sampler and the
+scorer are given the same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by
+how much, and a hint says when it is more than rounding explains (largest gaps measured, on a CPU with operands rounded
+so: 4e-5 with exact products, 0.02 in TF32, 0.1 with a TPU's default for float32, 0.54 in bfloat16; on an H100 in
+bfloat16 0.06).
 
 ## Compiling in less time
 
