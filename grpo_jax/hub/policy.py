@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.platform import compute_dtype
+from grpo_jax.devices.platform import compute_dtype, platform_of
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
@@ -22,7 +22,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.types import Json, Model, Tokenizer
+from grpo_jax.types import Json, Model, Params, Tokenizer
 
 
 def init_policy(
@@ -61,7 +61,7 @@ def init_policy(
         )
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
-    params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    params = _random_params(model, key)
     if generation_config is None:
         generation_config = {
             name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(name) is not None
@@ -76,6 +76,17 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
+
+
+def _random_params(model: Transformer, key: jax.Array) -> Params:
+    """Params as `model.init` makes them.
+
+    In one program a GPU's compiler takes a third of a second for the random numbers of each matrix, one after another:
+    on an H100's machine 71 s for 24 layers. So there each shape is a program.
+    """
+    if platform_of()[0] == "cpu":
+        return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]
 
 
 def with_settings(

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from grpo_jax.hub import policy as policy_module
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_array
+from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
@@ -406,6 +408,19 @@ def greedy_of_case(case):
 @pytest.mark.quick
 def test_there_is_a_case_for_each_family():
     assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3_moe", "qwen3_5", "lfm2", "gpt_oss", "gemma4"])
+def test_a_gpu_makes_the_random_weights_shape_by_shape(name, monkeypatch):
+    """Of each shape there is one program, whatever the layers; the numbers are those of a CPU, but for an ulp."""
+    raw = raw_config(name)
+    plain = init_policy(raw, jax.random.key(0)).params
+    monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
+    ours = init_policy(raw, jax.random.key(0)).params
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), ours, plain)
+    # What of another seed is other is random; so nothing here is compared with constants alone.
+    other = init_policy(raw, jax.random.key(1)).params
+    assert any((x != y).any() for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True))
 
 
 def test_logits_and_greedy_tokens_equal_the_golden_file(case, greedy_of_case):
