@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_turns
 from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.devices.sharding import make_mesh
+from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
 from grpo_jax.models.fused_step import has_step_kernel, step_attention
 from grpo_jax.models.sight import Kernel, implementation
@@ -80,6 +82,20 @@ def test_a_rollout(shape):
         return generate(of, params, prompts, jax.random.key(1), **how)
 
     ours, plain = drawn(KERNEL), drawn("einsum")
+    assert (ours.tokens == plain.tokens).all()
+    np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
+
+
+def test_several_turns(monkeypatch):
+    """Of completions that begin, wait and go on each in slots of their own, beside recurrent layers."""
+    plain, _ = test_turns.play()
+    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
+    shape = dataclasses.replace(test_turns.SHAPE, attention="interpreted")
+    monkeypatch.setattr(test_turns, "MODEL", Transformer(shape))
+    steps, own = [], fused_step.step_attention
+    monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
+    ours, _ = test_turns.play()
+    assert steps
     assert (ours.tokens == plain.tokens).all()
     np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
 
