@@ -115,6 +115,7 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
     length = jnp.broadcast_to(lengths[:, None], (b, g))
     prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
     ends = -(-length // sizes[1])
+    # Eight numbers, the last one nobody's: a kernel's arrays are powers of two.
     place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, ends], axis=-1).astype(jnp.int32)
 
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))

@@ -78,17 +78,18 @@ def choose_ladder(
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
-    grows = not _goes_through_tiles(model, groups * width // shards, (slots, prompt_length))
+    grows = not _goes_through_tiles(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
     return Ladder.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
 
 
-def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, int]) -> bool:
+def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
     """Whether a kernel computes a step's attention in all layers that have some: it reads the slots that are full."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
     chosen = implementation(shape.attention)
     return bool(heads) and all(
-        has_step_kernel(chosen, head_dim=width, keys=keys, programs=completions * count) for count, width in heads
+        has_step_kernel(chosen, head_dim=width, keys=keys, programs=completions * count // devices)
+        for count, width in heads
     )
 
 

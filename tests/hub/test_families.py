@@ -416,6 +416,7 @@ def test_a_gpu_makes_the_random_weights_shape_by_shape(name, monkeypatch):
     raw = raw_config(name)
     plain = init_policy(raw, jax.random.key(0)).params
     monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
+    monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program of all"))
     ours = init_policy(raw, jax.random.key(0)).params
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), ours, plain)
     # What of another seed is other is random; so nothing here is compared with constants alone.

@@ -70,18 +70,29 @@ def test_the_devices_of_a_mesh_compute_their_own():
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
+def count_steps(monkeypatch):
+    """A list that gets an entry for each step's attention that is traced as a kernel."""
+    steps, own = [], fused_step.step_attention
+    monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
+    return steps
+
+
 @pytest.mark.parametrize("shape", [{}, {"windows": (3, 20), "attention_soft_cap": 5.0}], ids=["plain", "windows"])
-def test_a_rollout(shape):
+def test_a_rollout(shape, monkeypatch):
     """The same tokens, and their log-probs, through cache, moves and padding."""
     model, params = tiny_model(**shape, head_dim=16)
     prompts = make_prompts([[3, 4, 5] * 6, [6], [7, 8]])
+    steps = count_steps(monkeypatch)
 
     def drawn(kind):
         of = Transformer(dataclasses.replace(model.config, attention=kind))
         how = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (1,)}
         return generate(of, params, prompts, jax.random.key(1), **how)
 
-    ours, plain = drawn(KERNEL), drawn("einsum")
+    plain = drawn("einsum")
+    assert not steps
+    ours = drawn(KERNEL)
+    assert steps
     assert (ours.tokens == plain.tokens).all()
     np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
 
@@ -92,8 +103,7 @@ def test_several_turns(monkeypatch):
     monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
     shape = dataclasses.replace(test_turns.SHAPE, attention="interpreted")
     monkeypatch.setattr(test_turns, "MODEL", Transformer(shape))
-    steps, own = [], fused_step.step_attention
-    monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
+    steps = count_steps(monkeypatch)
     ours, _ = test_turns.play()
     assert steps
     assert (ours.tokens == plain.tokens).all()

@@ -45,7 +45,7 @@ def test_rounded_kernels_sample_the_same_bits(shape, monkeypatch):
     assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(variables)) == len(matrices) > 0
     assert all(
         x.sharding.is_equivalent_to(y.sharding, x.ndim)
-        for x, y in zip(jax.tree.leaves(variables), jax.tree.leaves(params), strict=False)
+        for x, y in zip(jax.tree.leaves(variables), jax.tree.leaves(params), strict=True)
         if x.dtype == jnp.bfloat16
     )
 
@@ -126,3 +126,13 @@ def test_a_cache_need_not_grow_where_a_kernel_reads_what_is_full():
 
     assert slots("einsum") == slots("interpreted", prompt_length=5) == (128, 256, 511)
     assert slots("interpreted") == (511,)
+
+
+@pytest.mark.parametrize(("mesh", "grows"), [(None, False), ({"tensor": 2}, False), ({"fsdp": 2, "tensor": 2}, True)])
+def test_a_device_of_a_mesh_has_to_have_enough_completions_for_the_kernel(mesh, grows):
+    """48 completions of two key heads on one device; on several each has its part of them, or of the heads."""
+    model, params = tiny_model(head_dim=16)
+    model = Transformer(dataclasses.replace(model.config, attention="triton"))
+    mesh, each = (None, 48) if mesh is None else (make_mesh(mesh), 96)
+    ladder = choose_ladder(as_argument(model), params, 20, each, 1, 512, mesh=mesh, waits=False)
+    assert (len(ladder.slots) > 1) == grows
