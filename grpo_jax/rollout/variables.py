@@ -27,7 +27,7 @@ _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in a
 
 
 def decode_variables(model: CachedModel, params: Params) -> Variables:
-    """What `decode` applies the model to: the params, and their kernels by columns or in the compute dtype."""
+    """Return the params for `decode` to apply the model to, with kernels by columns or in the compute dtype."""
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params))}
     wide = _wide_kernels(model, params)
