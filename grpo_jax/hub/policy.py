@@ -103,12 +103,19 @@ def with_settings(
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
         remat_policy=config.gradient_checkpointing_policy,
+        remat_on_cpu=_recomputes_on_cpu(config, devices, mesh),
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
         # Its compiler takes a second or more for each layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
     return _with_shape(model, shape)
+
+
+def _recomputes_on_cpu(config: Config, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether whole layers are recomputed on one CPU: on a mesh they would wait for a number from another device."""
+    whole = config.gradient_checkpointing_policy == "nothing_saveable" and (mesh is None or mesh.size == 1)
+    return whole and platform_of(devices)[0] == "cpu"
 
 
 def with_checkpointing(model: Model, *, recompute: bool) -> Model:

@@ -340,7 +340,8 @@ def _settings(model: Model) -> Json:
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
-    for name in ("dtype", "remat", "remat_policy", "initializer_range", "attention", "mesh", "loop_layers"):
+    recomputing = ("remat", "remat_policy", "remat_on_cpu")
+    for name in ("dtype", *recomputing, "initializer_range", "attention", "mesh", "loop_layers"):
         del shape[name]
     return json.loads(json.dumps({**shape, **lora}))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.attention import attend, group_attention, packed_attention
+from grpo_jax.models.context import Context
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
 from grpo_jax.models.fused_step import has_step_kernel, step_attention
 from grpo_jax.models.layers import (
@@ -23,9 +24,11 @@ from grpo_jax.models.layers import (
     tokens_of,
     unit_rms,
 )
+from grpo_jax.models.recompute import recomputed
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import Kernel, implementation
+from grpo_jax.types import Params
 
 
 class Attention(nn.Module):
@@ -251,3 +254,24 @@ class Layer(nn.Module):
         gate = ACTIVATIONS[c.activation](linear(c, "per_layer_input_gate", c.layer_input_size)(x))
         y = linear(c, "per_layer_projection", c.hidden_size)(gate * layer_input)
         return self._norm("post_per_layer_input_norm", y)
+
+
+def apply_alone(
+    layer: Layer, written: tuple[str, ...], variables: Params, x: jax.Array, context: Context
+) -> tuple[tuple[jax.Array, object], Params]:
+    """Apply a layer by a function that JAX traces once for all layers of its kind.
+
+    Returns:
+      What the layer returns, and the collections `written` by it.
+    """
+    c = layer.config
+    tied = c.remat and c.remat_on_cpu
+    # Without its name and parent, a layer equals all others of its kind.
+    alone = Layer(c, layer.kind, parent=None) if tied else layer.clone(parent=None, name=None)
+    return _apply(alone, written, tied, variables, x, context)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _apply(layer, written, tied, variables, x, context):
+    apply = functools.partial(layer.apply, mutable=written)
+    return (recomputed(apply) if tied else apply)(variables, x, context)

@@ -163,6 +163,8 @@ class TransformerConfig:
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: the values that are kept even so, a name of `jax.checkpoint_policies`.
+      remat_on_cpu: recompute in a way that holds on CPUs (`recompute.recomputed`): nothing is kept whatever the policy,
+        and layers can be differentiated backwards alone.
       attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
         `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. With
         "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
@@ -225,6 +227,7 @@ class TransformerConfig:
     dtype: str = "float32"
     remat: bool = False
     remat_policy: str = "nothing_saveable"
+    remat_on_cpu: bool = False
     attention: str = "auto"
     mesh: Mesh | None = None
     loop_layers: bool = False

@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, see
-from grpo_jax.models.block import Layer
+from grpo_jax.models.block import Layer, apply_alone
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.context import Context
 from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
@@ -29,12 +29,6 @@ from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sight import Kernel, Sight, implementation
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply_layer(layer, written, variables, x, context):
-    """Return a layer's result, and the collections that it writes."""
-    return layer.apply(variables, x, context, mutable=written)
 
 
 class Embedding(nn.Module):
@@ -260,9 +254,7 @@ class Transformer(nn.Module):
         layer = self.layers[i]
         if not self._only_reads():
             return layer(x, context)
-        # Without its name and parent, a layer equals all others of its kind.
-        alone = layer.clone(parent=None, name=None)
-        result, written = _apply_layer(alone, self._written(), layer.variables, x, context)
+        result, written = apply_alone(layer, self._written(), layer.variables, x, context)
         self._sow(written)
         return result
 

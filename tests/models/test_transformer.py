@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -263,14 +262,14 @@ def test_remat_changes_no_gradient(config):
     _, params = make(config)
     tokens = batch()[1][0]
     assert not config.remat
-    grads, recomputed = [], []
+    grads, flops = [], []
     for remat in (False, True):
-        cloned = Transformer(dataclasses.replace(config, remat=remat))
+        cloned = Transformer(dataclasses.replace(config, remat=remat, remat_on_cpu=True))
         loss = lambda params: jax.nn.log_softmax(cloned.apply({"params": params}, tokens))[..., 3].mean()
-        jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params))
-        recomputed.append(len(re.findall(r"= (?:remat2?|checkpoint)\[", jaxpr)))
-        grads.append(jax.jit(jax.grad(loss))(params))
-    assert recomputed[1] >= recomputed[0] + config.num_layers, "whole layers beside the gates of the MLPs"
+        program = jax.jit(jax.grad(loss)).lower(params).compile()
+        flops.append(program.cost_analysis()["flops"])
+        grads.append(program(params))
+    assert flops[1] > 1.15 * flops[0], "the layers are computed a second time"
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
 
 

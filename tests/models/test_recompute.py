@@ -1,0 +1,83 @@
+"""What is recomputed is not kept: the compiler's own account on a CPU, and the gradients of the function itself."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import GRPOConfig
+from grpo_jax.hub.policy import with_settings
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.recompute import recomputed
+from grpo_jax.models.transformer import Transformer
+
+CONFIG = TransformerConfig(32, 64, 512, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def compiled(**changes):
+    """The gradient of a loss with respect to the params, compiled; and the params."""
+    model = Transformer(dataclasses.replace(CONFIG, **changes))
+    tokens = jnp.arange(4 * 64).reshape(4, 64) % 32
+    params = model.init(jax.random.key(0), tokens)["params"]
+    loss = lambda params: jax.nn.log_softmax(model.apply({"params": params}, tokens))[..., 3].mean()
+    return jax.jit(jax.grad(loss)).lower(params).compile(), params
+
+
+@pytest.mark.quick
+def test_recomputed_layers_hold_the_activations_of_one():
+    """Of 256 tokens and 6 layers: gate, up and their product have 512 numbers a token; attention keeps more."""
+    (kept, params), (again, _) = compiled(), compiled(remat=True, remat_on_cpu=True)
+    inner = 3 * 256 * 512 * 4  # bytes of a layer's MLP
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in (kept, again)]
+    assert temporaries[0] > 5 * inner
+    assert temporaries[1] < temporaries[0] / 3
+    flops = [program.cost_analysis()["flops"] for program in (kept, again)]
+    assert 1.2 < flops[1] / flops[0] < 1.4, "a forward pass more beside one and a backward pass"
+    chex.assert_trees_all_close(kept(params), again(params), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.quick
+def test_a_policy_keeps_what_it_says():
+    """`recomputed` knows of none: a run on a CPU that has one recomputes by `jax.checkpoint`."""
+    model = Transformer(CONFIG)
+    for name, on_cpu in (("nothing_saveable", True), ("dots_saveable", False)):
+        config = GRPOConfig(gradient_checkpointing=True, gradient_checkpointing_policy=name)
+        shape = with_settings(model, config, jax.devices("cpu")).config
+        assert (shape.remat, shape.remat_policy, shape.remat_on_cpu) == (True, name, on_cpu)
+
+
+def trees(x):
+    weights = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "numbers": jnp.arange(3)}
+    return weights, x, {"bias": jnp.ones(3), "at": jnp.array([2, 0, 1]), "none": None}
+
+
+def function(weights, x, beside):
+    y = jnp.tanh(x @ weights["w"] + beside["bias"][None])[:, beside["at"]] * weights["numbers"][None]
+    return y, {"sum": jnp.sin(y).sum(), "at": beside["at"]}
+
+
+@pytest.mark.quick
+def test_gradients_are_those_of_the_function_whatever_is_among_its_arguments():
+    def loss(apply):
+        def of(weights, x, bias):
+            y, other = apply({**trees(x)[0], "w": weights}, x, {**trees(x)[2], "bias": bias})
+            return (y**2).sum() + other["sum"]
+
+        return of
+
+    x = jax.random.normal(jax.random.key(0), (4, 2))
+    arguments = trees(x)[0]["w"], x, trees(x)[2]["bias"]
+    for argnums in ((0, 1, 2), (1,), (0,)):
+        plain = jax.jit(jax.value_and_grad(loss(function), argnums))(*arguments)
+        again = jax.jit(jax.value_and_grad(loss(recomputed(function)), argnums))(*arguments)
+        chex.assert_trees_all_close(plain, again, rtol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_gradient_that_is_not_finite_stays_so(bad):
+    gradient = jax.grad(lambda x: recomputed(lambda _, x: jnp.sin(x))(1.0, x)[0] * bad)(jnp.ones(3))
+    assert not np.isfinite(gradient[0])
