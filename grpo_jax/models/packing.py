@@ -7,6 +7,7 @@ sequences of N tokens each, all of one shape: one compiled program serves every 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -77,8 +78,9 @@ HALF = 256
 FEW = 8
 """A batch of so many sequences at most may be packed in halves: that saves half of one at best."""
 
-OPEN = 4
-"""Sequences that a completion is tried in before a new one is begun."""
+OPEN = (1, 2, 4)
+"""Sequences that a completion is tried in before a new one is begun: as few of them as need no more sequences than the
+most. With few, the prompts of a sequence are near each other, and an update keeps the activations of fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
@@ -128,8 +130,12 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     return shapes
 
 
-def best_shape(shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1) -> SequenceShape:
+def best_shape(
+    shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, neighbours: int | None = None
+) -> SequenceShape:
     """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
+
+    `devices` and `neighbours` are those of `pack`.
 
     Example:
       >>> shapes = sequence_shapes(256, 256, fused=False, batch_tokens=512)
@@ -137,11 +143,12 @@ def best_shape(shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, 
       [(256, True), (256, False), (64, False)]
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
+    begins = range(0, groups.shape[1], neighbours or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
-        """Those of all sequences: each group takes whole blocks."""
-        blocks = -(-groups // shape.block).sum(axis=1).max()
-        return -(-int(blocks) * shape.block // shape.size) * shape.size
+        """Those of all sequences: each group takes whole blocks, and neighbours fill sequences of their own."""
+        blocks = np.add.reduceat(-(-groups // shape.block), begins, axis=1).max(axis=0)
+        return int((-(-blocks * shape.block // shape.size)).sum()) * shape.size
 
     fitting = [shape for shape in shapes if lengths.max() <= shape.longest]
     if any(shape.whole for shape in fitting):
@@ -158,11 +165,12 @@ def pack(
     longest: int | None = None,
     devices: int = 1,
     whole: bool = True,
+    neighbours: int | None = None,
 ) -> list[PackedSequence]:
     """Lay the completions of a batch end to end.
 
     They stay with their group where they can: group by group, long ones first, each into the first sequence with room
-    among the last `OPEN` that were begun.
+    among the last few that were begun (`OPEN`).
 
     Args:
       tokens: [B, G, T] integer.
@@ -172,6 +180,7 @@ def pack(
       longest: tokens of the longest segment that the sequences are made for; None: T.
       devices: A, a divisor of B.
       whole: whether there is that special case of blocks for completions that are all T long.
+      neighbours: so many of a device's prompts at a time are packed, the next into sequences of their own; None: all.
 
     Returns:
       Packed sequences of one shape, at least one.
@@ -203,12 +212,14 @@ def pack(
     # of four tokens, which a policy may turn to, fill a sequence all the same.
     most = max(8, min(size // 4, 32 * size // longest))
     flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
-    chosen = [_choose(part, size // block, block, most) for part in own]
-    count = max(map(len, chosen))
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
+    members: list[tuple[dict[int, list[int]], ...]] = []  # of each sequence, on each device
+    for begin in range(0, b // devices, neighbours or b):
+        now = slice(begin, begin + (neighbours or b))
+        chosen = [_choose(part[now], size // block, block, most, first=begin) for part in own]
+        members += itertools.zip_longest(*chosen, fillvalue={})
     sequences = []
-    for i in range(count):
-        groups = [part[i] if i < len(part) else {} for part in chosen]
+    for groups in members or [({},) * devices]:
         parts = map(lay_out, groups, flat, own.reshape(devices, -1))
         arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]  # NumPy's until they reach the device
         laid, number, position, prompt, *rest = arrays
@@ -217,26 +228,39 @@ def pack(
 
 
 def pack_best(
-    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    shapes: Sequence[SequenceShape],
+    *,
+    devices: int = 1,
+    neighbours: int | None = None,
 ) -> list[PackedSequence]:
     """`pack` in the shape that fits best (`best_shape`)."""
-    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices)
-    return pack_as(shape, tokens, mask, devices=devices)
+    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices, neighbours=neighbours)
+    return pack_as(shape, tokens, mask, devices=devices, neighbours=neighbours)
 
 
-def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
+def pack_as(
+    shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1, neighbours: int | None = None
+) -> list[PackedSequence]:
     """`pack` in that shape."""
+    size, block, longest, whole = shape
     return pack(
-        tokens, mask, size=shape.size, block=shape.block, longest=shape.longest, whole=shape.whole, devices=devices
+        tokens, mask, size=size, block=block, longest=longest, whole=whole, devices=devices, neighbours=neighbours
     )
 
 
 def pack_evenly(
-    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    shapes: Sequence[SequenceShape],
+    *,
+    devices: int = 1,
+    neighbours: int | None = None,
 ) -> tuple[np.ndarray, list[PackedSequence]]:
     """An order of the prompts in which all devices have about as many tokens, and `pack_best` in that order."""
     order = evenly(lengths_of(mask).sum(axis=1), devices)
-    return order, pack_best(tokens[order], mask[order], shapes, devices=devices)
+    return order, pack_best(tokens[order], mask[order], shapes, devices=devices, neighbours=neighbours)
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
@@ -260,17 +284,33 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
     return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
 
 
-def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G]."""
+def _choose(lengths: np.ndarray, room: int, block: int, most: int, *, first: int) -> list[dict[int, list[int]]]:
+    """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G].
+
+    `first` is the number of the first of these prompts. No sequences for completions that have no token.
+    """
+    *few, many = OPEN
+    full = _fill(lengths, room, block, most, first=first, tried=many)
+    for tried in few:
+        members = _fill(lengths, room, block, most, first=first, tried=tried)
+        if len(members) <= len(full):
+            return members
+    return full
+
+
+def _fill(
+    lengths: np.ndarray, room: int, block: int, most: int, *, first: int, tried: int
+) -> list[dict[int, list[int]]]:
+    """`_choose`, each completion into the first sequence with room of the last `tried`."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
     used: list[int] = []  # and the blocks that all of them take
-    for prompt, own in enumerate(lengths):
+    for prompt, own in enumerate(lengths, first):
         for i in np.argsort(-own, kind="stable"):
             n = int(own[i])
             if n == 0:
                 continue
-            for at in range(max(0, len(members) - OPEN), len(members) + 1):
+            for at in range(max(0, len(members) - tried), len(members) + 1):
                 if at == len(members):
                     members.append({})
                     filled.append({})
@@ -282,7 +322,7 @@ def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[
                     filled[at][prompt] = before + n
                     used[at] += more
                     break
-    return members or [{}]
+    return members
 
 
 def _lay_out(

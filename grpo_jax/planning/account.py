@@ -244,7 +244,7 @@ class Account:
         beside = max(0, memory.arguments + memory.results - self.own_bytes - taught)
         added = {"gradients, activations and batch": beside + memory.temporaries}
         if kept := kept_bytes(self.run.updater, self.state, self.batch, tokens=_tokens(self.run)):
-            added["activations of all prompts"] = kept
+            added["activations of prompts"] = kept
         return added
 
     @functools.cached_property

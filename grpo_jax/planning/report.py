@@ -23,7 +23,7 @@ class Plan:
       peaks: bytes on each device while a phase is at its peak, `held` included: "rollout", "reference", "update", of
         `sft` this alone, and "teacher" where one tells log-probs before the update.
       parts: bytes of what a phase adds to `held`: "KV cache" (with the states of recurrent layers), "decode
-        temporaries", "gradients, activations and batch", "activations of all prompts" (its own, kept from reading them
+        temporaries", "gradients, activations and batch", "activations of prompts" (its own, kept from reading them
         to the last backward pass), ….
       operations: of each phase of one iteration, over all devices.
       sizes: prompts and completions of an iteration, and tokens.

@@ -43,15 +43,26 @@ from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, loss_of, router_coef, sampling_of
-from grpo_jax.update.prompts import Reading, Shards, deal, place_read, read_all, rngs_of, sum_trees, vjp_prompts
+from grpo_jax.update.order import parts_needed, plan_order
+from grpo_jax.update.prompts import (
+    PromptsInTurn,
+    Reading,
+    Shards,
+    count_neighbours,
+    deal,
+    place_gradients,
+    read_all,
+    rngs_of,
+    sum_trees,
+    zero_gradients,
+)
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key, zeros_like
+from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key
 from grpo_jax.update.teaching import Reader, Teacher, apart, compare_packed, teacher_prompts
 
 CPU_TOKENS = 512
 """Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
 more, activations leave the cache."""
-
 
 ACCELERATOR_TOKENS = 32768
 """Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
@@ -155,7 +166,10 @@ class PackedUpdater(BaseUpdater):
         """
         batch = apart(batch)
         shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
-        order, sequences = pack_evenly(np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices)
+        neighbours = count_neighbours(batch.prompts, shapes[0].size, shards)
+        order, sequences = pack_evenly(
+            np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices, neighbours=neighbours
+        )
         if shards.devices > 1:
             batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
         return split(batch, self.mesh), Packing(sequences, shards, shapes[0].size)
@@ -185,24 +199,34 @@ class PackedUpdater(BaseUpdater):
         if chooses_by_covariance(self.config):
             batch = batch.replace(cov_share=_cov_share(batch, log_probs, config=self.config, mesh=self.mesh))
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
-        reading = Reading(state.params, batch.prompts, dropout, self.model)
-        read, pullback = vjp_prompts(reading, size, shards)
-        minibatch = Minibatch(state, read, batch, totals, selected, dropout, self.read_teacher(state, batch, packing))
+        prompts = PromptsInTurn(Reading(state.params, batch.prompts, dropout, self.model), size, shards)
+        reader, part = self.read_teacher(state, batch, packing), batch.mask.shape[0] // shards.devices // prompts.count
+        needs = [parts_needed(sequence, batch.mask.shape[1], part) for sequence in sequences]
+        # Streams are for small models. They would wait for each other at the end of every leg.
+        streams = len(deal(state.params, len(sequences)))
+        grads, sums = list[tuple[Params, ReadPrompts]](), list[MetricSums]()
+        for leg in plan_order(needs, at_once=streams > 1):
+            read = prompts.read(leg.reads)
+            minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+            grads = grads or [zero_gradients((state.params, read), shards=shards) for _ in range(streams)]
 
-        def add_sequences(numbers: range) -> tuple[tuple[Params, ReadPrompts], list[MetricSums]]:
-            grads, sums = zero_gradients((state.params, read), shards=shards), []
-            for i in numbers:
-                add = self.add_sequence(in_turn(grads), minibatch, split(sequences[i], self.mesh), i, shards)
-                grads, more = add()
-                sums.append(more)
-            return grads, sums
+            def add_share(stream: int, grads=grads, minibatch=minibatch, numbers=leg.sequences):
+                total, found = grads[stream], []
+                for i in numbers[stream::streams]:
+                    add = self.add_sequence(in_turn(total), minibatch, split(sequences[i], self.mesh), i, shards)
+                    total, more = add()
+                    found.append(more)
+                return total, found
 
-        results = run_in_streams(add_sequences, deal(state.params, len(sequences)))
-        # The backward pass through the prompts is dealt out to the streams too, each adding to the gradient of its own
-        # sequences; the streams' gradients are added last.
-        grads = pullback([grads for (grads, _), _ in results], sum_trees([grads for (_, grads), _ in results]))
-        # Two by two: whatever the number of sequences, one program.
-        return grads, functools.reduce(_merge, [functools.reduce(_merge, own) for _, own in results])
+            results = run_in_streams(add_share, range(streams))
+            sums += [more for _, found in results for more in found]
+            # The way back through the prompts is dealt out to the streams too, each adding to the gradient of its own
+            # sequences; the streams' gradients are added last.
+            of_read = sum_trees([of_read for (_, of_read), _ in results])
+            of_params = prompts.leave(leg.backs, [of_params for (of_params, _), _ in results], of_read)
+            grads = [(own, of_read) for own in of_params]
+        # Metrics two by two: whatever the number of sequences, one program.
+        return sum_trees([own for own, _ in grads]), functools.reduce(_merge, sums)
 
     def read_teacher(self, state: TrainState, batch: Batch, packing: Packing) -> Reader | None:
         """The teacher with the prompts of a batch that is laid out; None where it has no part in an update."""
@@ -330,18 +354,6 @@ def _cov_share(batch, log_probs, *, config, mesh):
     return constrain(cov_share(batch, log_probs, config), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("shards",))
-def zero_gradients(like, *, shards):
-    # Also of what was read: gradients of keys and values are sums over many sequences, whatever the compute dtype.
-    return _place_gradients(zeros_like(like), shards)
-
-
-def _place_gradients(grads: tuple[Params, ReadPrompts], shards: Shards) -> tuple[Params, ReadPrompts]:
-    """Gradients of the params and of the read prompts, where these are."""
-    of_params, of_read = grads
-    return keep_placed(of_params, shards.mesh), place_read(of_read, shards)
-
-
 @shared
 @functools.partial(jax.jit, static_argnames=("config", "on_policy", "surrogate", "shards"), donate_argnums=(0,))
 def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
@@ -371,7 +383,7 @@ def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_polic
 
     more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
     total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads, more)
-    return _place_gradients(total, shards), sums
+    return place_gradients(total, shards), sums
 
 
 @shared

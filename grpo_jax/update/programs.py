@@ -19,8 +19,17 @@ from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Params, Prompts
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
-from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, apply_sums, zero_gradients
-from grpo_jax.update.prompts import Reading, Shards, add_prompts, count_reads, join_reads, read_some
+from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, apply_sums
+from grpo_jax.update.prompts import (
+    Reading,
+    Shards,
+    add_prompts,
+    count_neighbours,
+    count_reads,
+    read_some,
+    zero_gradients,
+    zero_reads,
+)
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
 from grpo_jax.update.teaching import Reader, apart, teacher_prompts
@@ -186,7 +195,10 @@ def _results(program: Program) -> Any:
 
 
 def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-    """Bytes that an update holds on a device beside its largest program: the activations of all prompts."""
+    """Bytes that an update holds on a device beside its largest program: activations of prompts, at most.
+
+    Those of all prompts that may have completions in one packed sequence (`prompts.count_neighbours`).
+    """
     if isinstance(updater, PaddedUpdater):  # all is one program
         return 0
     shards = updater.shards(batch.prompts)
@@ -195,12 +207,13 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     read = functools.partial(read_some, count=count, backward=True, shards=shards)
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
     _, kept = jax.eval_shape(read, Reading(state.params, batch.prompts, dropout, updater.model), 0)
-    return count * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
+    together = count * count_neighbours(batch.prompts, size, shards) * shards.devices // len(batch.prompts.lengths)
+    return together * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
 
 
 def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
-    """Bytes that wait for the way back in an update, on a device: gradients, and the activations of all prompts and of
-    the packed sequences that are at work.
+    """Bytes that wait for the way back in an update, on a device: gradients, and the activations of prompts and of the
+    packed sequences that are at work.
 
     Counted without a compiler, from what a traced forward pass hands on: a lower bound, without what comes and goes.
     """
@@ -231,7 +244,7 @@ def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: 
     count = count_reads(prompts, size, shards)
     some = functools.partial(read_some, count=count, backward=False, shards=shards)
     part, _ = jax.eval_shape(some, Reading(params, prompts, None, updater.model), 0)
-    return jax.eval_shape(functools.partial(join_reads, shards=shards), [part] * count)
+    return jax.eval_shape(functools.partial(zero_reads, count=count, shards=shards), part)
 
 
 def _shape_teacher(updater: PackedUpdater, state: TrainState, batch: Batch, size: int, shards: Shards) -> Reader | None:
@@ -242,7 +255,7 @@ def _shape_teacher(updater: PackedUpdater, state: TrainState, batch: Batch, size
     count = count_reads(prompts, size, shards)
     some = functools.partial(read_some, count=count, backward=False, shards=shards)
     part, _ = jax.eval_shape(some, Reading(teacher.params, prompts, None, teacher.model), 0)
-    read = jax.eval_shape(functools.partial(join_reads, shards=shards), [part] * count)
+    read = jax.eval_shape(functools.partial(zero_reads, count=count, shards=shards), part)
     return _placed(Reader(teacher, read, prompts.lengths), updater.mesh, state.params)
 
 

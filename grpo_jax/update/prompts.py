@@ -1,5 +1,6 @@
 """The prompts of an update: read once for all of their completions, and the way back through them.
 
+They are read in equal parts, and the activations of a part are kept as long as a packed sequence needs it (`order`).
 From the reading of the prompts to the backward pass through them, only residuals that depend on tokens are kept. Those
 that are weights, or weights cast to the compute dtype, are made anew in the backward pass: kept, they would be a copy
 of the weights for each batch of prompts that is read at a time.
@@ -8,7 +9,7 @@ of the weights for each batch of prompts that is read at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -19,11 +20,16 @@ from grpo_jax.devices.sharding import constrain, keep_placed
 from grpo_jax.devices.streams import count_streams, in_turn, run_in_streams, shared
 from grpo_jax.models.scoring import ReadPrompts, read_prompts
 from grpo_jax.types import CachedModel, Params, Prompts
+from grpo_jax.update.step import zeros_like
 
 Tree = TypeVar("Tree")
 
 Activations = list[jax.Array]
 """Those leaves of a pullback that depend on more than weights: what the way back through the prompts needs."""
+
+
+LEAST_KEPT = 4096
+"""Tokens of prompts whose activations may be kept at the same time on a device, however small a packed sequence is."""
 
 
 class Shards(NamedTuple):
@@ -60,46 +66,71 @@ class Reading(NamedTuple):
 
 def read_all(reading: Reading, size: int, shards: Shards) -> ReadPrompts:
     """`read_prompts` of all prompts, at most `size` tokens at a time."""
-    return join_reads([read for read, _ in _read_parts(reading, size, shards, backward=False)], shards=shards)
+    prompts = PromptsInTurn(reading, size, shards, backward=False)
+    return prompts.read(range(prompts.count))
 
 
-def vjp_prompts(
-    reading: Reading, size: int, shards: Shards
-) -> tuple[ReadPrompts, Callable[[Sequence[Params], ReadPrompts], Params]]:
-    """`read_all`, and as of `jax.vjp` the pullback: the gradient of the params from that of the read prompts.
+class PromptsInTurn:
+    """The prompts of an update in equal parts, each read when it is needed and left when nothing needs it any more.
 
-    The pullback adds it to sums of gradients, one for each stream, which it is given first and consumes.
+    Between the two its activations are kept, and no longer.
+
+    Attributes:
+      count: of the parts; each has at most `size` tokens, or is a single prompt.
+      kept: the activations of parts that are read and not yet left, by their numbers.
     """
-    parts = _read_parts(reading, size, shards, backward=True)
-    read = join_reads([read for read, _ in parts], shards=shards)
-    kept = [activations for _, activations in parts]
-    del parts
 
-    def pullback(sums: Sequence[Params], read_grads: ReadPrompts) -> Params:
+    def __init__(self, reading: Reading, size: int, shards: Shards, *, backward: bool = True):
+        self.count = count_reads(reading.prompts, size, shards)
+        self.kept: dict[int, Activations] = {}
+        self._reading, self._shards, self._backward = reading, shards, backward
+        self._read: ReadPrompts | None = None
+
+    def read(self, parts: Sequence[int]) -> ReadPrompts:
+        """All prompts, of which these parts have been read and those before; the others are zeros.
+
+        The parts are dealt out to the streams. What an earlier call returned is consumed.
+        """
+
+        def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
+            count, backward, shards = self.count, self._backward, self._shards
+            some = functools.partial(read_some, self._reading, count=count, backward=backward, shards=shards)
+            return [in_turn(some(parts[i])) for i in numbers]
+
+        shares = run_in_streams(read_share, deal(self._reading.params, len(parts))) if parts else []
+        for i, number in enumerate(parts):
+            read, activations = shares[i % len(shares)][i // len(shares)]
+            self._put(read, number)
+            if self._backward:
+                self.kept[number] = activations
+        assert self._read is not None, "the first call reads at least one part"
+        return self._read
+
+    def _put(self, read: ReadPrompts, number: int) -> None:
+        """One part among all prompts."""
+        if self.count == 1:
+            self._read = read
+            return
+        if self._read is None:
+            self._read = zero_reads(read, count=self.count, shards=self._shards)
+        self._read = put_read(self._read, read, number, count=self.count, shards=self._shards)
+
+    def leave(self, parts: Sequence[int], sums: Sequence[Params], read_grads: ReadPrompts) -> list[Params]:
+        """Go back through some parts: the gradient of the params from that of what was read of them.
+
+        It is added to sums of gradients, one for each stream, which are consumed.
+        """
+
         def add_share(stream: int) -> Params:
-            total = sums[stream]
-            for i in range(stream, len(kept), len(sums)):  # a stream may have none
+            total, count, shards = sums[stream], self.count, self._shards
+            for number in parts[stream :: len(sums)]:  # a stream may have none
+                kept = self.kept.pop(number)
                 total = add_prompts(
-                    in_turn(total), kept[i], read_grads, read, reading, i, count=len(kept), shards=shards
+                    in_turn(total), kept, read_grads, self._read, self._reading, number, count=count, shards=shards
                 )
             return total
 
-        return sum_trees(run_in_streams(add_share, range(len(sums))))
-
-    return read, pullback
-
-
-def _read_parts(
-    reading: Reading, size: int, shards: Shards, *, backward: bool
-) -> list[tuple[ReadPrompts, Activations]]:
-    """The prompts read in equal parts of at most `size` tokens, the parts dealt out to the streams."""
-    count = count_reads(reading.prompts, size, shards)
-
-    def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
-        return [in_turn(read_some(reading, i, count=count, backward=backward, shards=shards)) for i in numbers]
-
-    shares = run_in_streams(read_share, deal(reading.params, count))
-    return [shares[i % len(shares)][i // len(shares)] for i in range(count)]
+        return run_in_streams(add_share, range(len(sums)))
 
 
 def sum_trees(trees: Sequence[Tree]) -> Tree:
@@ -117,6 +148,17 @@ def count_reads(prompts: Prompts, size: int, shards: Shards) -> int:
     b, p = prompts.tokens.shape
     b //= shards.devices
     return b // max(n for n in range(1, b + 1) if b % n == 0 and (n == 1 or n * p <= size))
+
+
+def count_neighbours(prompts: Prompts, size: int, shards: Shards) -> int:
+    """Prompts of a device that may have completions in one packed sequence, so that their activations are kept at once.
+
+    Whole parts, with the tokens of a packed sequence or `LEAST_KEPT`; with fewer, short completions would fill none.
+    """
+    count = count_reads(prompts, size, shards)
+    tokens = prompts.tokens.size // shards.devices // count
+    groups = -(-count // max(1, max(size, LEAST_KEPT) // tokens))
+    return -(-count // groups) * (prompts.tokens.shape[0] // shards.devices // count)
 
 
 def _take(tree: Tree, number: jax.Array | int, count: int, shards: Shards) -> Tree:
@@ -197,15 +239,21 @@ def _depend(jaxpr: Jaxpr, arguments: list[bool]) -> list[bool]:
     return marks_of(jaxpr.outvars)
 
 
-@functools.partial(jax.jit, static_argnames=("shards",))
-def join_reads(reads, *, shards):
-    """The prompts [B, ...] of all parts, on each device its own one after another."""
+@functools.partial(jax.jit, static_argnames=("count", "shards"))
+def zero_reads(read, *, count, shards):
+    """Room for all prompts, by the shapes of one of `count` parts."""
+    return place_read(jax.tree.map(lambda x: jnp.zeros((count * x.shape[0], *x.shape[1:]), x.dtype), read), shards)
 
-    def joined(*parts):
-        by_device = [x.reshape(shards.devices, -1, *x.shape[1:]) for x in parts]
-        return jnp.concatenate(by_device, axis=1).reshape(-1, *parts[0].shape[1:])
 
-    return place_read(jax.tree.map(joined, *reads), shards)
+@functools.partial(jax.jit, static_argnames=("count", "shards"), donate_argnums=(0,))
+def put_read(whole, read, number, *, count, shards):
+    """All prompts [B, ...] with one part among them, on each device its own."""
+
+    def put(whole: jax.Array, x: jax.Array) -> jax.Array:
+        parts, own = (y.reshape(shards.devices, -1, *x.shape[1:]) for y in (whole, x))
+        return jax.lax.dynamic_update_slice_in_dim(parts, own, number * own.shape[1], axis=1).reshape(whole.shape)
+
+    return place_read(jax.tree.map(put, whole, read), shards)
 
 
 @shared
@@ -219,3 +267,15 @@ def add_prompts(total, kept, read_grads, read, reading, number, *, count, shards
     read_grads = jax.tree.map(lambda g, x: g.astype(x.dtype), read_grads, read)
     (more,) = jax.tree.unflatten(tree, leaves)(_take(read_grads, number, count, shards))
     return keep_placed(jax.tree.map(jnp.add, total, more), shards.mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("shards",))
+def zero_gradients(like, *, shards):
+    # Also of what was read: gradients of keys and values are sums over many sequences, whatever the compute dtype.
+    return place_gradients(zeros_like(like), shards)
+
+
+def place_gradients(grads: tuple[Params, ReadPrompts], shards: Shards) -> tuple[Params, ReadPrompts]:
+    """Gradients of the params and of the read prompts, where these are."""
+    of_params, of_read = grads
+    return keep_placed(of_params, shards.mesh), place_read(of_read, shards)

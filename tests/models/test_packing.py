@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.models import packing
 from grpo_jax.models.packing import BLOCK, best_shape, pack, pack_best, padding_share, sequence_shapes, sequence_size
 
 
@@ -162,6 +163,48 @@ def test_completions_of_a_few_tokens_fill_a_sequence_too():
     sequences = pack(mask.astype(np.int32), mask, size=512)
     assert len(sequences) == 1
     assert sequences[0].lengths.sum() == mask.sum() == 512
+
+
+def prompts_of(sequences, group):
+    """Numbers of the prompts that each sequence has completions of."""
+    return [sorted({int(i) // group for i in x.completions[x.lengths > 0]}) for x in sequences]
+
+
+@pytest.mark.quick
+def test_neighbours_have_sequences_of_their_own():
+    """Prompts of one token each would all be in one sequence; two by two they are in three."""
+    mask = np.arange(4) < np.ones((6, 2, 1), int)
+    tokens = np.arange(48).reshape(6, 2, 4)
+    assert prompts_of(pack(tokens, mask, size=64, block=4), 2) == [[0, 1, 2, 3, 4, 5]]
+    sequences = pack(tokens, mask, size=64, block=4, neighbours=2)
+    assert prompts_of(sequences, 2) == [[0, 1], [2, 3], [4, 5]]
+    assert [x.tokens[0, :2].tolist() for x in sequences] == [[0, 4], [16, 20], [32, 36]], "their own tokens"
+    on_two = pack(tokens, mask, size=64, block=4, devices=2, neighbours=2)
+    assert prompts_of(on_two, 2) == [[0, 1], [2]], "each device counts its own three prompts"
+
+
+@pytest.mark.quick
+def test_the_best_shape_counts_what_neighbours_leave_empty():
+    shapes = sequence_shapes(512, 64, fused=False, batch_tokens=8 * 8 * 64)
+    lengths = np.full((8, 8), 8)  # 512 tokens: one sequence of eight prompts, and a quarter of one of two
+    assert best_shape(shapes, lengths, 64).size == 512
+    assert best_shape(shapes, lengths, 64, neighbours=2).size == 256
+
+
+@pytest.mark.quick
+def test_a_sequence_has_few_prompts_where_that_needs_no_more_sequences(monkeypatch):
+    """With one sequence open, a prompt's completions are in neighbouring sequences; with four, in any of four."""
+    prompts = {(1, 2, 4): 0, (4, 4): 0}  # of all sequences
+    for seed in range(20):
+        lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, (8, 8)), 256)
+        mask, counts = np.arange(256) < lengths[..., None], []
+        for tried in prompts:
+            monkeypatch.setattr(packing, "OPEN", tried)
+            sequences = pack(mask.astype(int), mask, size=512)
+            counts.append(len(sequences))
+            prompts[tried] += sum(map(len, prompts_of(sequences, 8)))
+        assert counts[0] == counts[1]
+    assert prompts[1, 2, 4] < 0.95 * prompts[4, 4], prompts
 
 
 def halves(tokens, t, *, batch_tokens):

@@ -286,6 +286,7 @@ def grown(monkeypatch, model, params, config, b):
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)  # each has its own sums of gradients
     one = batch()
     repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
+    one = one.replace(mask=jnp.zeros(one.mask.shape, bool).at[:, 0, 0].set(True))  # all in one sequence
     prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))
     given = jax.tree.map(repeat, one.replace(prompts=None)).replace(prompts=prompts)
     state = create_state(params, OPTIMIZER, jax.random.key(0))
@@ -318,6 +319,38 @@ def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(
     assert counted_four == 2 * counted_two
     assert (four - two) / 2 == pytest.approx(counted_two / 2, abs=read + 1024)
     assert (four - two) / 2 < weights / 4
+
+
+@pytest.mark.parametrize(("least", "most"), [(16, 1), (32, 2), (4096, 4)])
+def test_prompts_are_kept_as_long_as_a_sequence_needs_them(monkeypatch, least, most):
+    """Each full completion is a sequence, so one prompt is kept; four of a token are one, of as many as are told."""
+    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(prompts_module, "LEAST_KEPT", least)
+    counts, add = [], packed.PackedUpdater.add_sequence
+
+    def watched(self, *arguments, **keywords):
+        counts[-1].append(len(prompts_in_turn[-1].kept))
+        return add(self, *arguments, **keywords)
+
+    class Watched(prompts_module.PromptsInTurn):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            prompts_in_turn.append(self)
+
+    prompts_in_turn = []
+    monkeypatch.setattr(packed, "PromptsInTurn", Watched)
+    monkeypatch.setattr(packed.PackedUpdater, "add_sequence", watched)
+    model, params = tiny_model()
+    prompts = Prompts(jnp.arange(64).reshape(4, 16) % 24, jnp.array([16, 3, 5, 8]))
+    for mask in (np.ones((4, G, T), bool), np.zeros((4, G, T), bool)):
+        mask[:, 0, 0] = True
+        b = batch(prompts=prompts, mask=jnp.asarray(mask))
+        counts.append([])
+        plain, packed_step = both(model, params, b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+        chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
+    full, short = counts
+    assert (max(full), max(short)) == (1, most)
+    assert not any(each.kept for each in prompts_in_turn), "nothing is kept after an update"
 
 
 @pytest.mark.quick

@@ -1,0 +1,47 @@
+"""Prompts are read before the first sequence that needs them, and left after the last one."""
+
+import numpy as np
+import pytest
+
+from grpo_jax.models.packing import pack
+from grpo_jax.update.order import parts_needed, plan_order
+
+
+def random_needs(seed):
+    rng = np.random.default_rng(seed)
+    return [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
+    needs = random_needs(seed)
+    legs, kept = plan_order(needs, at_once=at_once), set()
+    for leg in legs:
+        assert not kept & set(leg.reads)
+        kept |= set(leg.reads)
+        assert all(needs[number] <= kept for number in leg.sequences)
+        assert set(leg.backs) <= kept
+        kept -= set(leg.backs)
+    assert not kept
+    assert [number for leg in legs for number in leg.sequences] == list(range(len(needs)))
+    reads = [part for leg in legs for part in leg.reads]
+    assert sorted(reads) == sorted(part for leg in legs for part in leg.backs) == sorted(set().union(*needs) or {0})
+
+
+@pytest.mark.quick
+def test_no_part_is_kept_longer_than_it_is_needed():
+    legs = plan_order([{0, 1}, {1}, {3, 2}, {3}])
+    assert [tuple(leg) for leg in legs] == [([0, 1], [0], [0]), ([], [1], [1]), ([2, 3], [2], [2]), ([], [3], [3])]
+
+
+@pytest.mark.quick
+def test_the_parts_of_a_sequence_are_those_of_its_completions_on_every_device():
+    """Eight prompts of two completions on two devices, two prompts a part: the third on each has no tokens."""
+    lengths = np.array([[4, 4], [4, 4], [0, 0], [4, 4], [4, 4], [4, 4], [0, 0], [1, 4]])
+    mask = np.arange(4) < lengths[..., None]
+    needs = [parts_needed(x, 2, 2) for x in pack(mask.astype(int), mask, size=8, block=4, devices=2)]
+    assert needs == [{0}, {0}, {1}]
+    needs = [parts_needed(x, 2, 1) for x in pack(mask.astype(int), mask, size=8, block=4, devices=2)]
+    assert needs == [{0}, {1}, {3}]
