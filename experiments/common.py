@@ -73,6 +73,10 @@ class Stopwatch:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
+    def put(self, phase: str, seconds: float) -> None:
+        """Seconds of a phase that was timed by an earlier process; "total" is without them."""
+        self._phases[phase] = seconds
+
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds to a tenth."""

@@ -16,12 +16,15 @@ Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_hay
 greedy, family_relationships 0.13 → 0.61 and 0.20 → 0.63. Rewarded by coin flips it forgets how to answer: 0.01 and 0.02
 of both together. 39 minutes a seed on two cores (seed 2, alone), 51 for the control, whose completions grow longer.
 The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
-with `final`, its checkpoint, and `instruct.png`.
+with `final`, its checkpoint, and `instruct.png`. With `--run-dir` the same command goes on after an interruption: what
+is finished is not done again, and a run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +140,8 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
         temperature_eval=0.0,
         per_device_eval_batch_size=arguments.batch,
         logging_steps=1,
-        save_steps=None,
+        save_steps=arguments.eval_steps,
+        save_total_limit=1,
     )
 
 
@@ -159,6 +163,38 @@ def test(policy: Policy, params: Any, arguments: argparse.Namespace) -> dict[str
     found: dict[str, Any] = dict(rates(policy, rows, params, batch_size=arguments.batch))
     other = rates(policy, held_out([GENERAL], arguments.held_out), params, batch_size=arguments.batch)
     return found | {GENERAL: other[GENERAL], "kl": round(kl_to_start(policy, rows[: arguments.batch], params), 3)}
+
+
+def kept(path: Path, watch: Stopwatch, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The results of `make`, and in a file with the seconds that they took, which is read where there is one."""
+    if not path.exists():
+        with watch(path.stem):
+            found = make()
+        written = path.with_suffix(".part")
+        written.write_text(json.dumps({"found": found, "seconds": watch.seconds[path.stem]}) + "\n", encoding="utf-8")
+        written.rename(path)
+    held = json.loads(path.read_text(encoding="utf-8"))
+    watch.put(path.stem, held["seconds"])
+    return held["found"]
+
+
+def directory_of(arguments: argparse.Namespace) -> Path:
+    """The run directory, new, or with what an earlier call with the same settings has left."""
+    settings = {
+        name: value for name, value in vars(arguments).items() if name not in ("run_dir", "seeds", "no_control")
+    }
+    if arguments.run_dir and (Path(arguments.run_dir) / "settings.json").exists():
+        run_dir = Path(arguments.run_dir)
+        before = json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))
+        if changed := sorted(name for name in settings if settings[name] != before.get(name)):
+            raise SystemExit(
+                f"--run-dir {run_dir} was begun with other settings of {', '.join(changed)}: repeat those, "
+                "or give this run a directory of its own."
+            )
+        return run_dir
+    run_dir = fresh_directory(arguments.run_dir, "instruct")
+    (run_dir / "settings.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    return run_dir
 
 
 def curve(run_dir: Path) -> tuple[list[int], list[float]]:
@@ -225,7 +261,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
     add("--eval-steps", type=int, default=32, help="GRPO steps between two such tests (default %(default)s)")
     add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
-    add("--run-dir", help="an empty or new directory (default runs/instruct-<time>)")
+    add("--run-dir", help="a new directory, or one to go on in (default runs/instruct-<time>)")
     return parser.parse_args(argv)
 
 
@@ -237,17 +273,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         policy = from_pretrained(arguments.model)
     if arguments.measure:
         return measure(policy, arguments)
-    run_dir = fresh_directory(arguments.run_dir, "instruct")
-    with watch("before"):
-        before = test(policy, policy.params, arguments)
+    run_dir = directory_of(arguments)
+    before = kept(run_dir / "before.json", watch, lambda: test(policy, policy.params, arguments))
     print(f"before: {before}", flush=True)
     first = arguments.seeds[0]
     runs: dict[str, tuple[Callable[..., Any], int]] = {f"seed_{seed}": (score, seed) for seed in arguments.seeds}
     runs |= {} if arguments.no_control else {"control": (coin_flips(first), first)}
     arms: dict[str, dict[str, Any]] = {}
     for name, (reward_fn, seed) in runs.items():
-        with watch(name):
-            arms[name] = {"before": before, "after": train_arm(policy, reward_fn, name, run_dir, arguments, seed)}
+        make = functools.partial(train_arm, policy, reward_fn, name, run_dir, arguments, seed)
+        arms[name] = {"before": before, "after": kept(run_dir / f"{name}.json", watch, make)}
         print(f"{name}, after: {arms[name]['after']}", flush=True)
     draw(arms, run_dir, run_dir / "instruct.png")
     return report_results(run_dir, arms, watch)

@@ -10,9 +10,9 @@ its command is given the model as a directory, the rows as JSONL and `problems.p
 
 Each side runs in a process of its own, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
 the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` keeps no compiled
-programs. `--minutes 30 --steps 200` ends both by the clock, with learning rates that fall to 0 over 200 steps. With
---trl comes a table: the median of the iterations after the first two, and the seconds until the mean reward of 5
-iterations has come to the last one of TRL's.
+programs. `--recompute` is our side with gradient checkpointing. `--minutes 30 --steps 200` ends both by the clock, with
+learning rates that fall to 0 over 200 steps. With --trl comes a table: the median of the iterations after the first
+two, and the seconds until the mean reward of 5 iterations has come to the last one of TRL's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_config(arguments: argparse.Namespace) -> GRPOConfig:
         max_steps=arguments.steps,
         seed=arguments.seed,
         beta=0.0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=arguments.recompute,
         logging_steps=1,
         save_steps=None,
         save_minutes=None,
@@ -91,6 +91,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     shared = ["--steps", str(arguments.steps), "--length", str(arguments.length), "--seed", str(arguments.seed)]
     here = [sys.executable, "-m", "experiments.real_model", "--model", arguments.model, *shared]
     here += ["--learning-rate", str(arguments.learning_rate), *(["--cold"] if arguments.cold else [])]
+    here += ["--recompute"] if arguments.recompute else []
     there = [*shlex.split(arguments.trl), str(out / "model"), str(rows), f"{problems.__file__}:score", *shared]
     there += ["--lr", str(arguments.learning_rate)]
     if arguments.minutes is not None:
@@ -165,6 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=5e-6, help="default %(default)s")
     add("--seed", type=int, default=0, help="default %(default)s")
     add("--cold", action="store_true", help="keep no compiled programs, and read none")
+    add("--recompute", action="store_true", help="gradient checkpointing here (not in TRL): less memory, more time")
     add("--trl", metavar="COMMAND", help="compare with TRL: the command of its script")
     add("--run-dir", help="with --trl: an empty or new directory (default runs/real_model-<time>)")
     return parser.parse_args(argv)

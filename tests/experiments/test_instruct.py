@@ -79,6 +79,33 @@ def test_the_script_runs_from_a_checkpoint_to_a_picture(model, tmp_path, capsys)
     assert not np.array_equal(start, moved)
 
 
+def test_the_same_command_goes_on_after_an_interruption(model, tmp_path, monkeypatch, capsys):
+    """The second run is cut off at its last test: the first is not done again, and the second not trained again."""
+    flags = ["--model", model, "--run-dir", tmp_path / "run", "--seeds", 0, 1, "--no-control", "--steps", 2]
+    flags += ["--eval-steps", 1, "--prompts", 2, "--problems", 12, "--held-out", 4, "--curve", 3, "--batch", 4]
+    flags, test, tested = [str(flag) for flag in flags], instruct.test, []
+
+    def cut_off(*arguments):
+        tested.append(1)
+        if len(tested) == 3:  # before, seed 0, seed 1
+            raise KeyboardInterrupt
+        return test(*arguments)
+
+    monkeypatch.setattr(instruct, "test", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        instruct.main(flags)
+    metrics = [tmp_path / "run" / name / "metrics.jsonl" for name in ("seed_0", "seed_1")]
+    written = [path.read_bytes() for path in metrics]
+    results = instruct.main(flags)
+    assert len(tested) == 4
+    assert [path.read_bytes() for path in metrics] == written
+    assert list(results["arms"]) == ["seed_0", "seed_1"]
+    assert {"before", "seed_0", "seed_1"} <= set(results["seconds"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="was begun with other settings of steps: repeat those"):
+        instruct.main([*flags, "--steps", "3"])
+
+
 def test_base_rates_alone(model, capsys, monkeypatch):
     monkeypatch.setattr(instruct, "PADDING", 288)  # a token of the tiny model is a letter
     found = instruct.main(["--model", str(model), "--measure", "--tasks", "chain_sum", "sudoku", "--held-out", "4"])

@@ -49,6 +49,15 @@ def test_the_clock_ends_both_sides(model, tmp_path):  # noqa: F811
     assert len(results["grpo_jax"]["step_seconds"]) == 1
 
 
+def test_only_our_side_is_told_to_recompute(model, tmp_path, monkeypatch):  # noqa: F811
+    commands, result = [], {"first_line_seconds": 2.0, "step_seconds": [1.0], "rewards": [0.0], "peak_rss_gb": 1.0}
+    monkeypatch.setattr(real_model, "measure", lambda command: commands.append(command) or result)
+    real_model.main(["--model", str(model), "--recompute", "--run-dir", str(tmp_path / "run"), "--trl", "trl.py"])
+    assert ["--recompute" in command for command in commands] == [True, False]
+    kept, recomputed = (real_model.make_config(real_model.parse(flags)) for flags in ([], ["--recompute"]))
+    assert (kept.gradient_checkpointing, recomputed.gradient_checkpointing) == (False, True)
+
+
 @pytest.mark.quick
 def test_a_reward_that_one_side_never_reaches_has_no_multiple():
     ours = {"first_line_seconds": 30.0, "step_seconds": [9.0] * 6, "rewards": [0.0] * 6, "peak_rss_gb": 5.0}
