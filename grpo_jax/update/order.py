@@ -37,7 +37,7 @@ def plan_order(needs: Sequence[set[int]], *, at_once: bool = False) -> list[Leg]
 
     Args:
       needs: for each packed sequence, the parts that its completions belong to.
-      at_once: one leg with everything in it, for sequences that are at work beside each other.
+      at_once: for sequences that are at work beside each other: a leg ends only where nothing is kept.
 
     Returns:
       At least one leg, and at least one part that is read in it.
@@ -47,15 +47,15 @@ def plan_order(needs: Sequence[set[int]], *, at_once: bool = False) -> list[Leg]
       [([0, 1], [0], [0]), ([2], [1], [1, 2])]
     """
     needs = [*needs] if any(needs) else [{0}, *needs[1:]]  # without any completion too there is something to read
-    if at_once:
-        every = sorted(set().union(*needs))
-        return [Leg(every, [*range(len(needs))], every)]
     last = {part: number for number, parts in enumerate(needs) for part in parts}
-    legs, known = [], set[int]()
+    legs, known, kept = list[Leg](), set[int](), set[int]()
     for number, parts in enumerate(needs):
         backs = [part for part in sorted(parts) if last[part] == number]
-        legs.append(Leg(sorted(parts - known), [number], backs))
-        known |= parts
+        leg = Leg(sorted(parts - known), [number], backs)
+        if at_once and kept:
+            leg = Leg(*(before + now for before, now in zip(legs.pop(), leg, strict=True)))
+        legs.append(leg)
+        known, kept = known | parts, (kept | parts) - set(backs)
     return legs
 
 

@@ -224,7 +224,7 @@ class PackedUpdater(BaseUpdater):
             # sequences; the streams' gradients are added last.
             of_read = sum_trees([of_read for (_, of_read), _ in results])
             of_params = prompts.leave(leg.backs, [of_params for (of_params, _), _ in results], of_read)
-            grads = [(own, of_read) for own in of_params]
+            grads = [(own, of_read) for own, ((_, of_read), _) in zip(of_params, results, strict=True)]
         # Metrics two by two: whatever the number of sequences, one program.
         return sum_trees([own for own, _ in grads]), functools.reduce(_merge, sums)
 

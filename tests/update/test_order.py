@@ -37,6 +37,13 @@ def test_no_part_is_kept_longer_than_it_is_needed():
 
 
 @pytest.mark.quick
+def test_sequences_beside_each_other_are_one_leg_until_nothing_is_kept():
+    legs = plan_order([{0, 1}, {1}, {2}, {3, 2}], at_once=True)
+    assert [leg.sequences for leg in legs] == [[0, 1], [2, 3]]
+    assert [sorted(leg.reads) for leg in legs] == [sorted(leg.backs) for leg in legs] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.quick
 def test_the_parts_of_a_sequence_are_those_of_its_completions_on_every_device():
     """Eight prompts of two completions on two devices, two prompts a part: the third on each has no tokens."""
     lengths = np.array([[4, 4], [4, 4], [0, 0], [4, 4], [4, 4], [4, 4], [0, 0], [1, 4]])

@@ -321,10 +321,11 @@ def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(
     assert (four - two) / 2 < weights / 4
 
 
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize(("least", "most"), [(16, 1), (32, 2), (4096, 4)])
-def test_prompts_are_kept_as_long_as_a_sequence_needs_them(monkeypatch, least, most):
+def test_prompts_are_kept_as_long_as_a_sequence_needs_them(monkeypatch, least, most, streams):
     """Each full completion is a sequence, so one prompt is kept; four of a token are one, of as many as are told."""
-    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(prompts_module, "count_streams", lambda _, parts: min(streams, parts))
     monkeypatch.setattr(prompts_module, "LEAST_KEPT", least)
     counts, add = [], packed.PackedUpdater.add_sequence
 
