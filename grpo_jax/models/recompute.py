@@ -31,8 +31,8 @@ def recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
 
     Example:
       >>> square = recomputed(lambda weights, x: jnp.sin(weights * x) ** 2)
-      >>> jax.grad(square, argnums=1)(2.0, 0.5), jax.grad(lambda x: jnp.sin(2.0 * x) ** 2)(0.5)
-      (Array(1.8185949, dtype=float32, weak_type=True), Array(1.8185949, dtype=float32, weak_type=True))
+      >>> round(float(jax.grad(square, argnums=1)(2.0, 0.5)), 4), round(float(2 * jnp.sin(2.0)), 4)
+      (1.8186, 1.8186)
     """
 
     @jax.custom_vjp

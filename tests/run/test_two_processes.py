@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,15 +15,40 @@ import pytest
 from grpo_jax.watch.writer import read_lines
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
+RUNNING = []
+
+
+class Process(subprocess.Popen):
+    """A process whose words go to files: of a pipe that nobody reads yet, 64 KiB are enough to make it wait."""
+
+    def __init__(self, *command):
+        self.words = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        super().__init__([sys.executable, *command], stdout=self.words[0], stderr=self.words[1])
+        RUNNING.append(self)
+
+    def communicate(self, timeout=None):
+        """What it said to stdout and stderr, once it has ended."""
+        self.wait(timeout)
+        RUNNING.remove(self)
+        for words in self.words:
+            words.seek(0)
+        said = [words.read() for words in self.words]
+        for words in self.words:
+            words.close()
+        return said
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    """No process outlives its test."""
+    yield
+    for process in [*RUNNING]:
+        process.kill()
+        process.communicate()
 
 
 def start(run_dir, steps, *flags):
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(run_dir), str(steps), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Process(str(SCRIPT), str(run_dir), str(steps), *flags)
 
 
 def free_port():
