@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.sft import Config
@@ -69,6 +70,21 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
     return optax.stateless(add)
 
 
+def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, by a factor: g · min(1, most / ‖g‖).
+
+    Both of Adam's moments take the clipped gradient. XLA computes a product again for each of them, but not a quotient,
+    as optax has it: of that it would hold all leaves at the same time, a copy of the whole gradient.
+    """
+
+    def clip(updates: Params, params: Params | None = None) -> Params:
+        norm = optax.tree.norm(updates)
+        factor = jnp.where(norm < most, 1.0, most / norm)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates)
+
+    return optax.stateless(clip)
+
+
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again.
@@ -76,7 +92,7 @@ def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransforma
     The learning rate is that of the `step` which `update` is given, by `update.state.finish_update`: steps whose update
     was skipped count. Adam's own count, of its bias correction, is of the updates that were made.
     """
-    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     adamw = optax.chain(  # the parts of `optax.adamw`, and its state
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         _add_decay(config.weight_decay),
