@@ -120,13 +120,33 @@ def test_the_state_is_that_of_adamw_so_that_older_checkpoints_are_read():
 
 @pytest.mark.quick
 def test_without_decay_the_updates_have_the_bytes_of_adamw():
-    config = GRPOConfig(learning_rate=0.1)
-    ours = make_optimizer(config, 10)
-    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(make_schedule(config, 10), weight_decay=0.0))
+    config = GRPOConfig(learning_rate=0.1, max_grad_norm=0)
+    ours, plain = make_optimizer(config, 10), optax.adamw(make_schedule(config, 10), weight_decay=0.0)
     params = tiny_policy().params
     grads = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), params)
     step = lambda optimizer: jax.jit(optimizer.update)(grads, optimizer.init(params), params)[0]
     chex.assert_trees_all_equal(step(ours), step(plain))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1e-3, 10.0])
+def test_gradients_are_clipped_as_optax_does_and_no_second_gradient_is_held(size):
+    """A small gradient stays; of a large one that does, XLA would hold all clipped leaves beside the gradient."""
+    config = GRPOConfig(learning_rate=0.1)
+    ours = make_optimizer(config, 10)
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(make_schedule(config, 10), weight_decay=0.0))
+    params = {str(i): jnp.zeros((64, 64 + i)) for i in range(20)}
+    grads = jax.tree.map(lambda x: jnp.asarray(size * RNG.normal(size=x.shape), x.dtype), params)
+    found, state = jax.jit(ours.update)(grads, ours.init(params), params)
+    expected, plain_state = jax.jit(plain.update)(grads, plain.init(params), params)
+    chex.assert_trees_all_close((found, state), (expected, plain_state), rtol=1e-5)
+
+    def step(params, state, grads):
+        updates, state = ours.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, ours.init(params), grads).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(grads))
 
 
 @pytest.mark.quick
