@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
+
+Result = TypeVar("Result")
 
 
 class Lowerable(Protocol):
     """A jitted function."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: object, **kwargs: object) -> Any: ...
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
+    def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +50,19 @@ class Program:
 
     def __call__(self) -> Any:
         """Make the call; all arguments are arrays."""
-        return self.function(*self.arguments, **self.keywords)
+        return self._given_to(self.function)
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it."""
-        return self.function.lower(*self.arguments, **self.keywords)
+        return self._given_to(self.function.lower)
+
+    def compile(self) -> None:
+        """Compile what the call needs, which may be several programs (`pieces.in_pieces`)."""
+        several = getattr(self.function, "compile", None)
+        if several is None:
+            self.lower().compile()
+        else:
+            self._given_to(several)
+
+    def _given_to(self, function: Callable[..., Result]) -> Result:
+        return function(*self.arguments, **self.keywords)

@@ -268,10 +268,10 @@ def apply_alone(
     tied = c.remat and c.remat_on_cpu
     # Without its name and parent, a layer equals all others of its kind.
     alone = Layer(c, layer.kind, parent=None) if tied else layer.clone(parent=None, name=None)
-    return _apply(alone, written, tied, variables, x, context)
+    return apply_layer(alone, written, tied, variables, x, context)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _apply(layer, written, tied, variables, x, context):
+def apply_layer(layer, written, tied, variables, x, context):
     apply = functools.partial(layer.apply, mutable=written)
     return (recomputed(apply) if tied else apply)(variables, x, context)

@@ -62,7 +62,7 @@ def compiled_ahead(run: BaseRun, state: TrainState, *, say: Callable[[str], None
             if done.is_set():
                 return
             with contextlib.suppress(Exception):  # whoever needs the program meets the fault, and tells of it
-                program.lower().compile()
+                program.compile()
 
     with beside(compile_all):
         try:

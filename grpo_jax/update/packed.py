@@ -26,9 +26,10 @@ import numpy as np
 import optax
 
 from grpo_jax.config.sft import Config
+from grpo_jax.devices.pieces import in_pieces
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
-from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams, shared
+from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams
 from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
@@ -354,8 +355,7 @@ def _cov_share(batch, log_probs, *, config, mesh):
     return constrain(cov_share(batch, log_probs, config), mesh)
 
 
-@shared
-@functools.partial(jax.jit, static_argnames=("config", "on_policy", "surrogate", "shards"), donate_argnums=(0,))
+@functools.partial(in_pieces, static=("config", "on_policy", "surrogate", "shards"), donate=1)
 def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
     state, read, batch, totals, selected, dropout, teacher = minibatch
@@ -386,8 +386,7 @@ def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_polic
     return place_gradients(total, shards), sums
 
 
-@shared
-@functools.partial(jax.jit, static_argnames=("sampling", "with_entropy", "shards"), donate_argnums=(0,))
+@functools.partial(in_pieces, static=("sampling", "with_entropy", "shards"), donate=1)
 def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, shards):
     """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
     new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)[:2]

@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, plan, train
+from grpo_jax.devices import pieces
 from grpo_jax.devices.program import Program
 from grpo_jax.run import loop, warm_up
 from grpo_jax.run.beginning import new_state
@@ -99,17 +100,21 @@ def test_after_the_second_iteration_hardly_anything_is_compiled(monkeypatch, set
     "settings",
     [
         {"beta": 0.0},
+        {"beta": 1e-3, "gradient_checkpointing": True},
         {"beta": 1e-3, "num_generations": 8, "rollout_batch_size": 24},
         {"num_iterations": 2, "max_steps": 2},
         {"per_device_train_batch_size": 16, "mesh": {"data": 2, "fsdp": 2}, "max_completion_length": 100},
     ],
-    ids=["no reference", "prompts that wait", "two passes", "a mesh"],
+    ids=["no reference", "in pieces", "prompts that wait", "two passes", "a mesh"],
 )
 def test_what_is_compiled_ahead_is_what_the_run_calls(monkeypatch, settings):
     """Where all of it is there before the first iteration, the iteration compiles none of these functions."""
     end, names, begin = _End(), [], loop._begin_iteration
     monkeypatch.setattr(warm_up, "programs_of", lambda *given: [*programs_of(*given), end])
     functions = {"prefill", "refill", "decode", "move", "_add_sequence", "read_some", "add_prompts", "apply_sums"}
+    if "gradient_checkpointing" in settings:
+        monkeypatch.setattr(pieces, "CACHED", -1)
+        functions |= {"layer_piece", "other_piece"}
 
     def begin_when_all_is_there(state):
         if not end.reached.is_set():
