@@ -28,6 +28,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from grpo_jax.devices.platform import platform_of
 from grpo_jax.devices.program import Lowerable
 from grpo_jax.devices.streams import CACHED
+from grpo_jax.types import Params
 
 CALLED = "apply_layer"
 """Name of the jitted function whose calls become pieces."""
@@ -93,33 +94,41 @@ class Pieces(NamedTuple):
 
 
 class in_pieces:
-    """A jitted function, called in pieces where its arrays are on one CPU, and large.
+    """A jitted function, called in pieces where its weights are on one CPU, and large.
 
     Small ones, of which several run side by side, keep their program: the host would be at work between the pieces.
     Threads that call it are let in one after another, as by `streams.shared`.
 
     Args:
       function: whose calls of a jitted function named `CALLED` become pieces.
+      weights: its positional arguments → the weights.
       static: as `static_argnames` of `jax.jit`.
       donate: how many of the first positional arguments are consumed.
 
     Example:
-      >>> @functools.partial(in_pieces, static=("n",))
+      >>> @functools.partial(in_pieces, weights=lambda x: x, static=("n",))
       ... def power(x, *, n):
       ...     return x**n
       >>> power(jnp.arange(3), n=2).tolist()
       [0, 1, 4]
     """
 
-    def __init__(self, function: Callable[..., object], *, static: Sequence[str] = (), donate: int = 0):
-        self._static, self._donate, self._lock = static, donate, threading.Lock()
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *,
+        weights: Callable[..., Params],
+        static: Sequence[str] = (),
+        donate: int = 0,
+    ):
+        self._weights, self._static, self._donate, self._lock = weights, static, donate, threading.Lock()
         self._jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=tuple(range(donate)))
         self._known: dict[ClosedJaxpr, Pieces] = {}
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         with self._lock:
-            if not is_large_on_cpu((args, kwargs)):
+            if not is_large_on_cpu(self._weights(*args)):
                 return _called(self._jitted, args, kwargs)
             pieces, leaves, result = self._cut(args, kwargs)
             return jax.tree.unflatten(result, pieces.run(leaves))
@@ -129,7 +138,7 @@ class in_pieces:
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile what a call would, for arguments of these shapes."""
-        if is_large_on_cpu((args, kwargs)):
+        if is_large_on_cpu(self._weights(*args)):
             self._cut(args, kwargs)[0].compile()
         else:
             _called(self._jitted.lower, args, kwargs).compile()
@@ -150,9 +159,9 @@ def _called(function: Callable[..., Result], args: tuple[object, ...], kwargs: d
     return function(*args, **kwargs)
 
 
-def is_large_on_cpu(tree: object) -> bool:
-    """Whether arrays, or shapes with their places, are on one CPU, and more than its cache may hold."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | Shape)]
+def is_large_on_cpu(weights: Params) -> bool:
+    """Whether weights, or their shapes with their places, are on one CPU, and more than its cache may hold."""
+    leaves = [x for x in jax.tree.leaves(weights) if isinstance(x, jax.Array | Shape)]
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return False
     devices = {device for x in leaves if x.sharding is not None for device in x.sharding.device_set}

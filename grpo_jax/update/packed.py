@@ -268,13 +268,8 @@ class PackedUpdater(BaseUpdater):
         name: str = "update",
     ) -> Program:
         """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
-        keywords = {
-            "model": self.model,
-            "config": self.config,
-            "on_policy": self.on_policy,
-            "surrogate": self.surrogate,
-            "shards": shards,
-        }
+        keywords: dict[str, object] = {"model": self.model, "config": self.config, "on_policy": self.on_policy}
+        keywords |= {"surrogate": self.surrogate, "shards": shards}
         return Program(name, _add_sequence, (grads, minibatch, sequence, number), keywords)
 
     def put_scores(
@@ -355,7 +350,9 @@ def _cov_share(batch, log_probs, *, config, mesh):
     return constrain(cov_share(batch, log_probs, config), mesh)
 
 
-@functools.partial(in_pieces, static=("config", "on_policy", "surrogate", "shards"), donate=1)
+@functools.partial(
+    in_pieces, weights=lambda _, x, *__: x.state.params, static=("config", "on_policy", "surrogate", "shards"), donate=1
+)
 def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
     state, read, batch, totals, selected, dropout, teacher = minibatch
@@ -386,7 +383,7 @@ def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_polic
     return place_gradients(total, shards), sums
 
 
-@functools.partial(in_pieces, static=("sampling", "with_entropy", "shards"), donate=1)
+@functools.partial(in_pieces, weights=lambda _, x, *__: x, static=("sampling", "with_entropy", "shards"), donate=1)
 def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, shards):
     """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
     new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)[:2]

@@ -190,7 +190,7 @@ def _read(reading, number, *, count, shards):
     return place_read(read_prompts(model, params, some, rngs=rngs_of(dropout, 0, number)), shards)
 
 
-@functools.partial(in_pieces, static=("count", "backward", "shards"))
+@functools.partial(in_pieces, weights=lambda reading, number: reading.params, static=("count", "backward", "shards"))
 def read_some(reading, number, *, count, backward, shards):
     """One part of the prompts read, and with `backward` its `Activations`."""
     if not backward:
@@ -256,7 +256,12 @@ def put_read(whole, read, number, *, count, shards):
     return place_read(jax.tree.map(put, whole, read), shards)
 
 
-@functools.partial(in_pieces, static=("count", "shards"), donate=1)
+@functools.partial(
+    in_pieces,
+    weights=lambda total, kept, read_grads, read, reading, number: reading.params,
+    static=("count", "shards"),
+    donate=1,
+)
 def add_prompts(total, kept, read_grads, read, reading, number, *, count, shards):
     """The gradient of the params, with what comes through one part of the prompts added to it."""
     # Traced once more for what comes of weights alone; XLA drops the rest of it.

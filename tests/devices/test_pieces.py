@@ -31,7 +31,7 @@ def loss_of(params, x):
 def made(layers, function=loss_of):
     """A function that adds a gradient to a sum, and its arguments."""
 
-    @functools.partial(in_pieces, static=("factor",), donate=1)
+    @functools.partial(in_pieces, weights=lambda total, params, x: params, static=("factor",), donate=1)
     def add(total, params, x, *, factor):
         grads, hidden = jax.grad(lambda params: function(params, x), has_aux=True)(params)
         return jax.tree.map(lambda total, g: total + factor * g, total, grads), hidden
