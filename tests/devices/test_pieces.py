@@ -9,6 +9,7 @@ import pytest
 
 from grpo_jax.devices import pieces
 from grpo_jax.devices.pieces import in_pieces, is_large_on_cpu
+from grpo_jax.models import block
 
 RNG = np.random.default_rng(0)
 
@@ -42,7 +43,7 @@ def made(layers, function=loss_of):
         "head": weights(8, 5),
         "embed": weights(8, 8),
     }
-    params["scale"] = jnp.float32(0.3)
+    params["scale"] = jax.jit(lambda: 0.3)()  # with a weak type
     return add, jax.tree.map(jnp.ones_like, params), params, weights(2, 3, 8)
 
 
@@ -123,6 +124,12 @@ def test_a_sum_is_let_go_when_its_gradient_is_added(large):
         most = max(most, len(alive))
         alive -= piece.last
     assert most == 3
+
+
+@pytest.mark.quick
+def test_the_layers_of_models_are_what_is_called():
+    """By their name: another one would leave the whole program one piece, with the same numbers."""
+    assert block.apply_layer.__name__ == pieces.CALLED
 
 
 @pytest.mark.quick
