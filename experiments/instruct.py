@@ -135,6 +135,7 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=min(5, arguments.steps),
         reward_weights=[1.0, 0.0],
+        compute_dtype=arguments.compute_dtype,
         seed=seed,
         eval_steps=arguments.eval_steps,
         temperature_eval=0.0,
@@ -256,6 +257,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=160, help="GRPO steps (default %(default)s)")
     add("--prompts", type=int, default=8, help=f"problems of a step, × {GROUP} completions (default %(default)s)")
     add("--learning-rate", type=float, default=1e-5, help="default %(default)s")
+    add("--compute-dtype", default="bfloat16", help="of matrix products, or float32 (default %(default)s)")
     add("--problems", type=int, default=2000, help="made to learn from, of each task (default %(default)s)")
     add("--held-out", type=int, default=100, help="made to test on, of each task (default %(default)s)")
     add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
@@ -270,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments, watch = parse(argv), Stopwatch()
     use_compile_cache()
     with watch("loading"):
-        policy = from_pretrained(arguments.model)
+        policy = from_pretrained(arguments.model, dtype=arguments.compute_dtype, param_dtype="float32")
     if arguments.measure:
         return measure(policy, arguments)
     run_dir = directory_of(arguments)

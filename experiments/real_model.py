@@ -50,6 +50,7 @@ def make_config(arguments: argparse.Namespace) -> GRPOConfig:
         max_steps=arguments.steps,
         seed=arguments.seed,
         beta=0.0,
+        compute_dtype=arguments.compute_dtype,
         gradient_checkpointing=arguments.recompute,
         logging_steps=1,
         save_steps=None,
@@ -165,6 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=int, default=64, help="longest completion in tokens (default %(default)s)")
     add("--learning-rate", type=float, default=5e-6, help="default %(default)s")
     add("--seed", type=int, default=0, help="default %(default)s")
+    add("--compute-dtype", default="float32", help="of products here, or bfloat16 (default %(default)s)")
     add("--cold", action="store_true", help="keep no compiled programs, and read none")
     add("--recompute", action="store_true", help="gradient checkpointing here (not in TRL): less memory, more time")
     add("--trl", metavar="COMMAND", help="compare with TRL: the command of its script")

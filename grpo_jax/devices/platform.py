@@ -45,6 +45,18 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
     return "bfloat16" if platform == "tpu" or capability >= 8 else "float32"
 
 
+def has_wide_sums(devices: Sequence[jax.Device] = ()) -> bool:
+    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.wide`).
+
+    That is so on CPUs from jax 0.10 on, which has them made by the processor's matrix units. Before, such products were
+    slower there than any.
+
+    Args:
+      devices: those that compute, of one kind; none for the default device.
+    """
+    return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
+
+
 def memory_of(device: jax.Device) -> int | None:
     """Return the bytes that a device's programs may hold: of a CPU those of the machine, or of the container.
 

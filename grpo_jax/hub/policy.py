@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.platform import compute_dtype, platform_of
+from grpo_jax.devices.platform import compute_dtype, has_wide_sums, platform_of
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
@@ -106,6 +106,7 @@ def with_settings(
         remat_on_cpu=_recomputes_on_cpu(config, devices, mesh),
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
+        wide_sums=has_wide_sums(devices),
         # Its compiler takes a second or more for each layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from grpo_jax.devices.platform import has_wide_sums
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import Rope
@@ -170,6 +171,7 @@ class TransformerConfig:
         "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
         completions (`fused_step`); other steps with a cache write the scores out: they are small.
       mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
+      wide_sums: ask XLA for the products of bfloat16 matrices in float32 (`models.wide`); None: where that is fastest.
       loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
         for all of them, at the cost of a copy of their weights at run time.
     """
@@ -230,6 +232,7 @@ class TransformerConfig:
     remat_on_cpu: bool = False
     attention: str = "auto"
     mesh: Mesh | None = None
+    wide_sums: bool | None = None
     loop_layers: bool = False
 
     @property
@@ -240,6 +243,11 @@ class TransformerConfig:
         sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
         shared = (False,) * (n - self.shared_kv_layers) + (True,) * self.shared_kv_layers
         return tuple(map(LayerKind, windows, rotary, sparse, mixers, shared))
+
+    @property
+    def asks_for_wide_sums(self) -> bool:
+        """Whether products are asked for in float32, where their operands are not."""
+        return self.dtype == "bfloat16" and (has_wide_sums() if self.wide_sums is None else self.wide_sums)
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """Key and value heads of a layer of attention, and the width of one."""
@@ -284,7 +292,7 @@ class Linear(nn.Module):
 
     Where the collection "columns" has Wᵀ (`kernels_by_columns`), that is what is read, for decoding on a CPU; a kernel
     may be `Quantized`. Products of operands in `dtype` are returned in `result_dtype` without being rounded to `dtype`
-    before; None: in `dtype`.
+    before; None: in `dtype`. `wide` as in `matmul`.
     """
 
     features: int
@@ -292,6 +300,7 @@ class Linear(nn.Module):
     dtype: Any
     stddev: float
     result_dtype: Any = None
+    wide: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -305,9 +314,9 @@ class Linear(nn.Module):
             y = matmul_quantized(x.astype(self.dtype), kernel, out)
         elif self.has_variable("columns", "kernel"):
             turned: jax.Array = self.get_variable("columns", "kernel")
-            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out)
+            y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out, self.wide)
         else:
-            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out)
+            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out, self.wide)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(out)[None]
@@ -318,13 +327,14 @@ class Linear(nn.Module):
                 x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
             a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
             b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + matmul(x.astype(self.dtype) @ a, b, out)
+            y = y + matmul(matmul(x.astype(self.dtype), a, None, self.wide), b, out, self.wide)
         return y.reshape(*shape[:-1], self.features)
 
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
     """Return a `Linear` of that name, as a part of the module that calls this, in the config's dtype."""
-    return Linear(features, use_bias, jnp.dtype(config.dtype), config.initializer_range, name=name)
+    wide = config.asks_for_wide_sums
+    return Linear(features, use_bias, jnp.dtype(config.dtype), config.initializer_range, wide=wide, name=name)
 
 
 def tokens_of(x: jax.Array) -> jax.Array:

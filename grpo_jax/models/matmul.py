@@ -16,20 +16,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
+from grpo_jax.models.wide import Axes, wide_product, wide_sums
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, wide: bool = False) -> jax.Array:
     """x w, for x [N, I] and w [I, O].
 
     The sums are returned in `dtype`, without being rounded to that of x and w before; None: in that of x and w.
-    Gradients are made, and come back, in the dtype of x and w.
+    Gradients are made, and come back, in the dtype of x and w. With `wide` XLA gives all sums in float32, those of the
+    gradients too, and they are rounded then: see `models.wide`.
     """
-    return jnp.matmul(x, w, preferred_element_type=dtype)
+    return wide_sums(x, w, (1, 0)).astype(dtype or x.dtype) if wide else jnp.matmul(x, w, preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul_transposed(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """x wᵀ, for x [N, I] and w [O, I]; `dtype` as in `matmul`."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def matmul_transposed(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, wide: bool = False) -> jax.Array:
+    """x wᵀ, for x [N, I] and w [O, I]; `dtype` and `wide` as in `matmul`."""
+    if wide:
+        return wide_sums(x, w, (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, w.T, preferred_element_type=dtype)
 
 
@@ -40,13 +45,15 @@ def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.A
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU; `dtype` as in `matmul`.
+def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: DTypeLike | None = None, wide: bool = False) -> jax.Array:
+    """x w, for x [N, I] and turned = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows, on one CPU; the rest as in `matmul`.
 
     XLA would make one product of this one and its transposes, x by the rows of wᵀ, which takes about as long as x w;
     the barriers keep them apart.
     """
     apart = jax.lax.optimization_barrier
+    if wide:
+        return apart(wide_sums(turned, x, (1, 1))).T.astype(dtype or x.dtype)
     return apart(jnp.matmul(turned, apart(x.T), preferred_element_type=dtype)).T
 
 
@@ -87,13 +94,21 @@ def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.A
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
 
+def _wide_jvp(x, w, dx, dw, contract: Axes, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
+    y = wide_sums(x, w, contract).astype(dtype or x.dtype)
+    terms = (lambda dx: wide_product(dx, w, contract), dx), (lambda dw: wide_product(x, dw, contract), dw)
+    return y, _tangent(y, *terms)
+
+
 def _as_it_is(x: jax.Array) -> jax.Array:
     return x
 
 
 @functools.partial(matmul.defjvp, symbolic_zeros=True)
-def _matmul_jvp(dtype, primals, tangents):
+def _matmul_jvp(dtype, wide, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
+    if wide:
+        return _wide_jvp(x, w, dx, dw, (1, 0), dtype)
     y = jnp.matmul(x, w, preferred_element_type=dtype)  # itself, so that policies of `jax.checkpoint` see a product
     # Writing out pays where x is at least as wide as the product.
     apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
@@ -101,8 +116,10 @@ def _matmul_jvp(dtype, primals, tangents):
 
 
 @functools.partial(matmul_transposed.defjvp, symbolic_zeros=True)
-def _matmul_transposed_jvp(dtype, primals, tangents):
+def _matmul_transposed_jvp(dtype, wide, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
+    if wide:
+        return _wide_jvp(x, w, dx, dw, (1, 1), dtype)
     y = jnp.matmul(x, w.T, preferred_element_type=dtype)
     apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
     return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: apart(x) @ apart(dw).T, dw))

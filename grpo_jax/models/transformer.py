@@ -29,6 +29,7 @@ from grpo_jax.models.matmul import matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sight import Kernel, Sight, implementation
+from grpo_jax.models.wide import wide_sums
 
 
 class Embedding(nn.Module):
@@ -60,7 +61,8 @@ class Embedding(nn.Module):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if self.held is not None:
             return matmul_quantized(x, self.held, jnp.float32).reshape(*shape[:-1], -1)
-        return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32).reshape(*shape[:-1], -1)
+        wide = self.config.asks_for_wide_sums
+        return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32, wide).reshape(*shape[:-1], -1)
 
 
 class Transformer(nn.Module):
@@ -94,7 +96,8 @@ class Transformer(nn.Module):
         self.layers = [layer(c, kind) for kind in c.layer_kinds]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
-            self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range, jnp.float32)
+            wide = c.asks_for_wide_sums
+            self.lm_head = Linear(c.vocab_size, False, jnp.dtype(c.dtype), c.initializer_range, jnp.float32, wide)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [B, T, V] float32 of tokens [B, T]."""
@@ -335,6 +338,8 @@ class Transformer(nn.Module):
         if self.embed_tokens.held is not None:
             return self._cap(self.embed_tokens.attend(hidden).T)
         table = self.embed_tokens.embedding.astype(hidden.dtype)
+        if self.config.asks_for_wide_sums:
+            return self._cap(wide_sums(table, hidden, (1, 1)))
         return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
 
     def _cap(self, logits: jax.Array) -> jax.Array:

@@ -65,11 +65,15 @@ CPU_TOKENS = 512
 """Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
 more, activations leave the cache."""
 
+WIDE_TOKENS = 1024
+"""Those on a CPU whose matrix units make the products (`models.wide`): for each sequence the weights are rounded to 16
+bits, and their gradients added up, which takes as long as some hundred tokens."""
+
 ACCELERATOR_TOKENS = 32768
 """Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
 
 
-def sequence_tokens(tokens: int, longest: int, *, cpu: bool) -> int:
+def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False) -> int:
     """Tokens that a packed sequence is made for, where a micro-batch has `tokens` on a device.
 
     It gets more where the longest completion has more, and up to a whole number of blocks.
@@ -78,7 +82,9 @@ def sequence_tokens(tokens: int, longest: int, *, cpu: bool) -> int:
       >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
       (32768, 65536)
     """
-    return min(tokens, CPU_TOKENS if cpu else max(longest, ACCELERATOR_TOKENS))
+    if cpu:
+        return min(tokens, WIDE_TOKENS if wide else CPU_TOKENS)
+    return min(tokens, max(longest, ACCELERATOR_TOKENS))
 
 
 class Packing(NamedTuple):
@@ -185,7 +191,8 @@ class PackedUpdater(BaseUpdater):
         t = batch[-1]
         if tokens is None:
             micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-            tokens = sequence_tokens(micro, t, cpu=all(device.platform == "cpu" for device in devices_of(params)))
+            cpu = all(device.platform == "cpu" for device in devices_of(params))
+            tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.asks_for_wide_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
