@@ -246,8 +246,13 @@ class TransformerConfig:
 
     @property
     def asks_for_wide_sums(self) -> bool:
-        """Whether products are asked for in float32, where their operands are not."""
-        return self.dtype == "bfloat16" and (has_wide_sums() if self.wide_sums is None else self.wide_sums)
+        """Whether products are asked for in float32, where their operands are not.
+
+        On a mesh they are not: in the gradient of weights XLA would put the tokens of all devices in one vector.
+        """
+        if self.dtype != "bfloat16" or self.mesh is not None:
+            return False
+        return has_wide_sums() if self.wide_sums is None else self.wide_sums
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """Key and value heads of a layer of attention, and the width of one."""
@@ -311,7 +316,7 @@ class Linear(nn.Module):
         # As one plain matrix product: the backward pass of [B, G, T, in] takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if isinstance(kernel, Quantized):
-            y = matmul_quantized(x.astype(self.dtype), kernel, out)
+            y = matmul_quantized(x.astype(self.dtype), kernel, out, self.wide)
         elif self.has_variable("columns", "kernel"):
             turned: jax.Array = self.get_variable("columns", "kernel")
             y = matmul_by_columns(x.astype(self.dtype), turned.astype(self.dtype), out, self.wide)

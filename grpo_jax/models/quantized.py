@@ -29,6 +29,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.typing import DTypeLike
 
+from grpo_jax.models.wide import wide_product, wide_sums
+
 NF4 = np.array(
     [
         -1.0,
@@ -152,13 +154,20 @@ def quantized_kernel(module: nn.Module, name: str = "kernel") -> Quantized | Non
     return held if isinstance(held, Quantized) else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def matmul_quantized(x: jax.Array, w: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
-    """x W, for x [N, in]; `dtype` as in `matmul.matmul`. The gradient goes to x alone.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def matmul_quantized(x: jax.Array, w: Quantized, dtype: DTypeLike | None = None, wide: bool = False) -> jax.Array:
+    """x W, for x [N, in]; `dtype` and `wide` as in `matmul.matmul`. The gradient goes to x alone.
 
     W is written out in the dtype of x where it is needed, and again for the gradient: kept from the forward to the
     backward pass, the matrices would be the model in 16 bits.
     """
+    return _value(x, w, dtype, wide)
+
+
+def _value(x: jax.Array, w: Quantized, dtype: DTypeLike | None, wide: bool) -> jax.Array:
+    """The product itself, in which policies of `jax.checkpoint` see one."""
+    if wide:
+        return wide_sums(x, rows_for(x, w), (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)
 
 
@@ -188,16 +197,19 @@ def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(matmul_quantized.defjvp, symbolic_zeros=True)
-def _matmul_quantized_jvp(dtype, primals, tangents):
+def _matmul_quantized_jvp(dtype, wide, primals, tangents):
     (x, w), (dx, _) = primals, tangents
-    y = jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)  # itself: policies of `jax.checkpoint` see it
+    y = _value(x, w, dtype, wide)
     if isinstance(dx, SymbolicZero):
         return y, jnp.zeros_like(y)
 
     def forwards(w, dx):
+        if wide:
+            return wide_product(dx, rows_for(dx, w), (1, 1)).astype(y.dtype)
         return (dx @ rows_for(dx, w).T).astype(y.dtype)
 
     def backwards(w, g):
-        return g.astype(x.dtype) @ rows_for(g.astype(x.dtype), w)
+        g = g.astype(x.dtype)
+        return wide_product(g, rows_for(g, w), (1, 0)) if wide else g @ rows_for(g, w)
 
     return y, linear_call(forwards, backwards, w, dx)

@@ -59,9 +59,9 @@ class Embedding(nn.Module):
 
     def attend(self, x):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        if self.held is not None:
-            return matmul_quantized(x, self.held, jnp.float32).reshape(*shape[:-1], -1)
         wide = self.config.asks_for_wide_sums
+        if self.held is not None:
+            return matmul_quantized(x, self.held, jnp.float32, wide).reshape(*shape[:-1], -1)
         return matmul_transposed(x, self.embedding.astype(x.dtype), jnp.float32, wide).reshape(*shape[:-1], -1)
 
 

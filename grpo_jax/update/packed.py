@@ -66,8 +66,7 @@ CPU_TOKENS = 512
 more, activations leave the cache."""
 
 WIDE_TOKENS = 1024
-"""Those on a CPU whose matrix units make the products (`models.wide`): for each sequence the weights are rounded to 16
-bits, and their gradients added up, which takes as long as some hundred tokens."""
+"""Those where a CPU's matrix units multiply (`models.wide`), and rounding the weights, for each sequence, weighs more."""
 
 ACCELERATOR_TOKENS = 32768
 """Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
@@ -82,9 +81,7 @@ def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False)
       >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
       (32768, 65536)
     """
-    if cpu:
-        return min(tokens, WIDE_TOKENS if wide else CPU_TOKENS)
-    return min(tokens, max(longest, ACCELERATOR_TOKENS))
+    return min(tokens, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(longest, ACCELERATOR_TOKENS))
 
 
 class Packing(NamedTuple):

@@ -69,13 +69,13 @@ def test_a_tree_knows_whether_anything_in_it_is_quantized():
     assert not is_quantized({"a": {"kernel": jnp.ones((2, 2))}})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_product_and_its_gradients_are_those_of_the_matrix(dtype):
+@pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_the_product_and_its_gradients_are_those_of_the_matrix(dtype, wide):
     w, x = held("nf4"), jax.random.normal(jax.random.key(0), (5, 128)).astype(dtype)
     plain = w.matrix(dtype)
-    ours = lambda x: jnp.sin(matmul_quantized(x, w, jnp.float32)).sum()
+    ours = lambda x: jnp.sin(matmul_quantized(x, w, jnp.float32, wide)).sum()
     theirs = lambda x: jnp.sin(jnp.matmul(x, plain, preferred_element_type=jnp.float32)).sum()
-    assert matmul_quantized(x, w).dtype == x.dtype
+    assert matmul_quantized(x, w, None, wide).dtype == x.dtype
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5 if dtype == "float32" else 0.05)
     close(jax.jit(ours)(x), theirs(x))
     close(

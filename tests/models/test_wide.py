@@ -1,0 +1,181 @@
+"""Products of bfloat16 matrices with sums in float32: values, derivatives, and what XLA's CPU backend makes of them."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.devices.platform import has_wide_sums
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed
+from grpo_jax.models.quantized import Quantized, matmul_quantized
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.models.wide import wide_product, wide_sums
+from grpo_jax.update.packed import sequence_tokens
+
+BF16 = jnp.bfloat16
+SHAPE = TransformerConfig(
+    96, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dtype="bfloat16", initializer_range=0.3
+)
+CONTRACTS = {(1, 0): ((5, 6), (6, 4)), (1, 1): ((5, 6), (4, 6)), (0, 0): ((6, 5), (6, 4))}
+
+
+def pair(contract, dtype=BF16, seed=0):
+    """Two matrices of small whole numbers, whose products and sums are exact in every dtype here."""
+    keys = jax.random.split(jax.random.key(seed))
+    return tuple(
+        jax.random.randint(key, shape, -3, 4).astype(dtype)
+        for key, shape in zip(keys, CONTRACTS[contract], strict=True)
+    )
+
+
+def plain(x, y, contract):
+    return jnp.tensordot(x, y, axes=([contract[0]], [contract[1]]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+def test_the_product_is_the_sum_over_one_axis_of_each(contract):
+    x, y = pair(contract)
+    for made in (wide_product(x, y, contract), jax.jit(wide_product, static_argnums=2)(x, y, contract)):
+        assert made.dtype == BF16
+        np.testing.assert_array_equal(made, plain(*pair(contract, jnp.float32), contract).astype(BF16))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+def test_derivatives_are_those_of_the_plain_product(contract):
+    """Backwards, forwards, forwards over backwards, and mapped over either side or both; all of it exact here."""
+    wide, narrow = pair(contract), pair(contract, jnp.float32)
+
+    def derivatives(product, at, dtype):
+        of = lambda x, y: (product(x, y).astype(jnp.float32) * weights).sum()
+        many = lambda x: jnp.stack([x, 2 * x, 0 * x])
+        weights = jnp.arange(20.0).reshape(5, 4) % 3 - 1
+        square = lambda x, y: (product(x, y).astype(jnp.float32) ** 2).sum() / 2
+        grad = jax.grad(of, (0, 1))
+        return (
+            grad(*at),
+            jax.jvp(of, at, at)[1],
+            jax.jvp(jax.grad(square, (0, 1)), at, jax.tree.map(jnp.ones_like, at))[1],
+            [
+                jax.vmap(grad, axes)(*(many(x) if axis == 0 else x for x, axis in zip(at, axes, strict=True)))
+                for axes in ((0, None), (None, 0), (0, 0))
+            ],
+        )
+
+    got = derivatives(lambda x, y: wide_product(x, y, contract), wide, BF16)
+    want = derivatives(lambda x, y: plain(x, y, contract), narrow, jnp.float32)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours.astype(jnp.float32), theirs.astype(ours.dtype).astype(jnp.float32))
+
+
+FORMS = {"matmul": (matmul, (48, 80), (1, 0)), "transposed": (matmul_transposed, (80, 48), (1, 1))}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [None, jnp.float32], ids=["rounded", "sums"])
+def test_a_wide_matmul_is_the_matmul(name, dtype):
+    product, shape, _ = FORMS[name]
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, w = jax.random.normal(keys[0], (32, 48)).astype(BF16), jax.random.normal(keys[1], shape).astype(BF16)
+    y, pullback = jax.vjp(lambda x, w: product(x, w, dtype, True), x, w)
+    expected, reference = jax.vjp(lambda x, w: product(x, w, jnp.float32), *(z.astype(jnp.float32) for z in (x, w)))
+    assert y.dtype == (dtype or BF16)
+    g = jax.random.normal(keys[2], y.shape).astype(BF16)
+    found = (y, *pullback(g.astype(y.dtype)))
+    for ours, theirs in zip(found, (expected, *reference(g.astype(jnp.float32))), strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=1e-2, atol=1e-2)  # 8 bits of mantissa
+
+
+@pytest.mark.quick
+def test_a_wide_product_by_columns_is_the_product():
+    keys = jax.random.split(jax.random.key(2))
+    x, w = jax.random.normal(keys[0], (3, 48)).astype(BF16), jax.random.normal(keys[1], (48, 80)).astype(BF16)
+    np.testing.assert_array_equal(matmul_by_columns(x, w.T, jnp.float32, True), matmul(x, w, jnp.float32, True))
+
+
+def operands(text):
+    """The dtypes of the operands of each product in an optimized program, which XLA may have put into a fusion."""
+    types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text)) | dict(re.findall(r"(%?[\w.]+): (\w+)\[", text))
+    found = []
+    for left, right in re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
+        found.append({types.get(name) or types[name.removeprefix("%")] for name in (left, right)})
+    return found
+
+
+def takes_bfloat16():
+    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `models.wide` asks for is given."""
+    x = jnp.ones((64, 64), BF16)
+    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
+    return operands(text) == [{"bf16"}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMS)
+def test_no_product_is_made_in_float32(name):
+    """Neither the value nor the gradient of a side: XLA would not say so, it would take three times as long."""
+    if not takes_bfloat16():
+        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
+    product, shape, _ = FORMS[name]
+    x, w, g = jnp.ones((32, 48), BF16), jnp.ones(shape, BF16), jnp.ones((32, 80), BF16)
+
+    def gradients(x, w, g):
+        y, pullback = jax.vjp(lambda x, w: product(x, w, None, True), x, w)
+        return y, pullback(g)
+
+    assert operands(jax.jit(gradients).lower(x, w, g).compile().as_text()) == 3 * [{"bf16"}]
+
+
+@pytest.mark.quick
+def test_nor_by_a_matrix_that_is_held_quantized():
+    if not takes_bfloat16():
+        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
+    w = Quantized(jnp.ones((80, 48), jnp.int8), jnp.ones((80, 1)), shape=(48, 80), block=48, dtype="float32")
+    x, g = jnp.ones((32, 48), BF16), jnp.ones((32, 80), BF16)
+
+    def gradients(x, w, g):
+        y, pullback = jax.vjp(lambda x: matmul_quantized(x, w, None, True), x)
+        return y, pullback(g)
+
+    assert operands(jax.jit(gradients).lower(x, w, g).compile().as_text()) == 2 * [{"bf16"}]
+
+
+def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
+    """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
+    if not has_wide_sums() or not takes_bfloat16():
+        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    params = Transformer(SHAPE).init(jax.random.key(0), tokens)["params"]
+    counts = []
+    for wide in (True, False):
+        model = Transformer(dataclasses.replace(SHAPE, wide_sums=wide))
+        loss = lambda params, model=model: model.apply({"params": params}, tokens).sum()
+        text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+        counts.append(sum(types == {"bf16"} for types in operands(text)))
+    weights = 7 * SHAPE.num_layers + 1
+    assert counts[0] >= 3 * weights - 1 > counts[1], counts
+
+
+@pytest.mark.quick
+def test_cpus_ask_for_them_and_others_do_not():
+    assert has_wide_sums(jax.devices("cpu")[:1]) == (jax.__version_info__ >= (0, 10))
+    assert not dataclasses.replace(SHAPE, dtype="float32").asks_for_wide_sums
+    assert not dataclasses.replace(SHAPE, wide_sums=False).asks_for_wide_sums
+    assert SHAPE.asks_for_wide_sums == has_wide_sums()
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
+    assert not dataclasses.replace(SHAPE, wide_sums=True, mesh=mesh).asks_for_wide_sums
+
+    class Gpu:
+        platform, compute_capability = "gpu", "9.0"
+
+    assert not has_wide_sums([Gpu()])
+
+
+@pytest.mark.quick
+def test_sequences_are_longer_where_each_of_them_rounds_the_weights():
+    assert sequence_tokens(4096, 64, cpu=True, wide=True) == 2 * sequence_tokens(4096, 64, cpu=True)
+    assert sequence_tokens(100, 64, cpu=True, wide=True) == 100
