@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from grpo_jax.models.attention import Cache, Prefix, Segments, see
 from grpo_jax.models.block import Layer, apply_alone
@@ -384,12 +385,13 @@ def projections(params: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     return ((path[:-1], leaf) for path, leaf in flatten_dict(params).items() if path[-1] == "kernel")
 
 
-def kernels_by_columns(params: Any) -> Any:
-    """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in].
+def kernels_by_columns(params: Any, dtype: DTypeLike) -> Any:
+    """The collection "columns" of a tree of parameters: each projection's kernel [in, out] as [out, in], in `dtype`.
 
     Quantized kernels are left out: a copy of them would be the model that they save.
     """
-    return unflatten_dict({(*at, "kernel"): x.T for at, x in projections(params) if not isinstance(x, Quantized)})
+    kernels = ((at, x) for at, x in projections(params) if not isinstance(x, Quantized))
+    return unflatten_dict({(*at, "kernel"): x.astype(dtype).T for at, x in kernels})
 
 
 def count_parameters(params: Any) -> int:

@@ -355,7 +355,7 @@ def test_logits_are_not_rounded_to_bfloat16(tied, of):
     model, params, hidden, exact = head_in_bfloat16(tied)
     variables = {"params": params}
     if of == "of wᵀ":
-        variables, of = variables | {"columns": transformer.kernels_by_columns(params)}, ""
+        variables, of = variables | {"columns": transformer.kernels_by_columns(params, model.config.dtype)}, ""
     # Each operation by itself: as one program, XLA for CPUs may leave out what rounding there is between two of them.
     logits = model.apply(variables, hidden, method=f"unembed{of}")
     logits = np.asarray(logits.T if of else logits)
