@@ -1,6 +1,6 @@
 """One Flax decoder by configuration, and the log-probs of completions under it. Pure: jax and flax alone.
 
-`transformer` is put together from `layers`, `rope`, `attention`, `experts` and `matmul`; `lora` adds adapters;
+`transformer` is put together from `layers`, `rope`, `attention`, `experts`, `matmul` and `wide`; `lora` adds adapters;
 `packing` lays rows end to end; `scoring` asks a model for the log-probs of completions.
 """
 
