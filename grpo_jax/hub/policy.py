@@ -106,7 +106,7 @@ def with_settings(
         remat_on_cpu=_recomputes_on_cpu(config, devices, mesh),
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
-        wide_sums=has_wide_sums(devices),
+        wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
         # Its compiler takes a second or more for each layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )

@@ -83,10 +83,12 @@ class Account:
         """
         mesh = make_mesh(config.mesh or {}, devices)
         on = list(mesh.devices.flat)
-        # Without devices that were asked for, the plan is that of an accelerator.
-        dtype = config.compute_dtype if devices is not None else config.compute_dtype.replace("auto", "bfloat16")
-        config = dataclasses.replace(config, compute_dtype=compute_dtype(dtype, on))
-        decoder = Transformer(read_config(without_quantization(raw), dtype=config.compute_dtype))
+        # Without devices that were asked for, the plan is that of an accelerator, whatever is here.
+        stands_in = devices is None and config.compute_dtype == "auto"
+        dtype = compute_dtype("bfloat16" if stands_in else config.compute_dtype, on)
+        config = dataclasses.replace(config, compute_dtype=dtype)
+        shape = read_config(without_quantization(raw), dtype=dtype)
+        decoder = Transformer(dataclasses.replace(shape, wide_sums=False if stands_in else None))
         params, base = loaded.params(decoder.config, raw)
         params, base = placed((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
@@ -313,13 +315,20 @@ class Account:
 def _taught_by(run: Run, raw: Json, params: Params, mesh: Mesh, devices: Sequence[jax.Device]) -> Run:
     """The run with another model as its teacher."""
     assert run.teaching is not None
-    decoder = Transformer(read_config(without_quantization(raw), dtype=run.config.compute_dtype))
+    shape = read_config(without_quantization(raw), dtype=run.config.compute_dtype)
+    decoder = Transformer(dataclasses.replace(shape, wide_sums=_wide(run)))
     model = with_settings(decoder, run.config, devices, mesh)
     teacher = Teacher(as_argument(model), placed(params, tree_sharding(params, mesh)))
     score_by = choose_updater(model, run.config, micro=run.updater.micro, mesh=mesh)
     teaching = dataclasses.replace(run.teaching, kind="policy", teacher=teacher, updater=score_by, prompt=None)
     in_update = None if run.updater.teacher is None else teacher
     return dataclasses.replace(run, teaching=teaching, updater=dataclasses.replace(run.updater, teacher=in_update))
+
+
+def _wide(run: Run) -> bool | None:
+    """Whether the run's own model asks for wide sums; None for one that says nothing of it."""
+    model = run.policy.model
+    return model.config.wide_sums if isinstance(model, Transformer | LoraModel) else None
 
 
 def _example_length(config: SFTConfig) -> int:

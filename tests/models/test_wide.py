@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax import GRPOConfig
 from grpo_jax.devices.platform import has_wide_sums
+from grpo_jax.hub.policy import with_settings
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed
 from grpo_jax.models.quantized import Quantized, matmul_quantized
@@ -173,6 +175,15 @@ def test_cpus_ask_for_them_and_others_do_not():
         platform, compute_capability = "gpu", "9.0"
 
     assert not has_wide_sums([Gpu()])
+
+
+@pytest.mark.quick
+def test_a_run_asks_by_its_devices_unless_the_model_says(monkeypatch):
+    config = GRPOConfig(compute_dtype="bfloat16")
+    for named, here, asked in ((None, True, True), (None, False, False), (False, True, False), (True, False, True)):
+        monkeypatch.setattr("grpo_jax.hub.policy.has_wide_sums", lambda devices, here=here: here)
+        model = with_settings(Transformer(dataclasses.replace(SHAPE, wide_sums=named)), config, jax.devices()[:1])
+        assert model.config.asks_for_wide_sums == asked
 
 
 @pytest.mark.quick
