@@ -12,9 +12,11 @@ Of problems it has not seen, answers are counted as right if the verifier gives 
 each, before and after, for each task; and so are those of a task that it does not learn (`GENERAL`), and the KL
 divergence from the model it was: what it forgot. The control is rewarded by coin flips.
 
-Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.90 sampled and 0.15 → 0.93
-greedy, family_relationships 0.13 → 0.61 and 0.20 → 0.63. Rewarded by coin flips it forgets how to answer: 0.01 and 0.02
-of both together. 39 minutes a seed on two cores (seed 2, alone), 51 for the control, whose completions grow longer.
+Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.88 sampled and 0.14 →
+0.91 greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. Rewarded by coin flips it loses what it could do: of both
+together 0.08 → 0.04 and 0.17 → 0.10. 24 to 28 minutes a seed on two cores whose matrix units multiply bfloat16, 40
+for the control, whose completions grow longer. With `--compute-dtype float32` it was 39 a seed, and 0.90 and 0.61
+sampled.
 The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
 with `final`, its checkpoint, and `instruct.png`. With `--run-dir` the same command goes on after an interruption: what
 is finished is not done again, and a run goes on from its last checkpoint.
