@@ -93,6 +93,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     here = [sys.executable, "-m", "experiments.real_model", "--model", arguments.model, *shared]
     here += ["--learning-rate", str(arguments.learning_rate), *(["--cold"] if arguments.cold else [])]
     here += ["--recompute"] if arguments.recompute else []
+    here += ["--compute-dtype", arguments.compute_dtype]
     there = [*shlex.split(arguments.trl), str(out / "model"), str(rows), f"{problems.__file__}:score", *shared]
     there += ["--lr", str(arguments.learning_rate)]
     if arguments.minutes is not None:

@@ -40,9 +40,7 @@ def matmul_transposed(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None
 
 def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Σ over one axis of each of two matrices, in float32: a tile's product, in a kernel or without one."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+    return wide_sums(x, y, contract, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def matmul_by_columns(x: jax.Array, turned: jax.Array, dtype: DTypeLike | None = None, wide: bool = False) -> jax.Array:

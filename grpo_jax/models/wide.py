@@ -17,10 +17,10 @@ from jax.interpreters import ad, batching, mlir
 Axes = tuple[int, int]
 
 
-def wide_sums(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
-    """Σ over one axis of each of two matrices, in float32."""
+def wide_sums(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.Precision | None = None) -> jax.Array:
+    """Σ over one axis of each of two matrices, in float32; `precision` as in `jax.lax.dot_general`."""
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def wide_product(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
