@@ -38,6 +38,7 @@ def small_blocks(monkeypatch):
     """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
     monkeypatch.setattr(packing, "BLOCK", 4)
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
+    monkeypatch.setattr(packed, "WIDE_TOKENS", 16)  # of bfloat16 on processors that have matrix units
 
 
 def batch(seed=0, **changes) -> Batch:
@@ -245,6 +246,14 @@ def test_on_a_cpu_a_packed_sequence_begins_when_the_one_before_is_through(monkey
     updater.gradients(state, b)
     assert all(ready for _, ready in begun)
     assert min(sum(name == other for other, _ in begun) for name in ("_add_sequence", "_score_sequence")) > 4
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_sequences_are_as_long_as_the_products_of_the_model_ask_for(monkeypatch, wide):
+    monkeypatch.setattr(packed, "WIDE_TOKENS", 32)
+    model, params = tiny_model(dtype="bfloat16", wide_sums=wide)
+    updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
+    assert updater.shapes(params, (4, G, T))[0].size == (32 if wide else 16)
 
 
 @pytest.mark.parametrize(("tokens", "reach"), [(24, 0), (16, 2)])
