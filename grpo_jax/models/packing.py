@@ -250,19 +250,6 @@ def pack_as(
     )
 
 
-def pack_evenly(
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    shapes: Sequence[SequenceShape],
-    *,
-    devices: int = 1,
-    neighbours: int | None = None,
-) -> tuple[np.ndarray, list[PackedSequence]]:
-    """An order of the prompts in which all devices have about as many tokens, and `pack_best` in that order."""
-    order = evenly(lengths_of(mask).sum(axis=1), devices)
-    return order, pack_best(tokens[order], mask[order], shapes, devices=devices, neighbours=neighbours)
-
-
 def lengths_of(mask: np.ndarray) -> np.ndarray:
     """Tokens [B, G] of completions up to the last True of mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)

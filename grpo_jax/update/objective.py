@@ -51,6 +51,16 @@ def has_bonus(config: GRPOConfig) -> bool:
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
+def learns_by_advantages(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
+    """Whether all of the loss is a product with advantages, so that a completion without one has no gradient.
+
+    Not known of the caller's own surrogate. What is learned from a teacher's distributions would come on top.
+    """
+    if isinstance(config, SFTConfig) or surrogate is not None or chooses_by_covariance(config):
+        return False
+    return not (config.beta or has_bonus(config) or config.distillation_coef or router_coef(model, config))
+
+
 def router_coef(model: Model, config: Config) -> float:
     """The factor on the load-balancing loss: the config's, or else the checkpoint's own; 0 without experts."""
     if not is_cached(model) or not model.config.num_experts:

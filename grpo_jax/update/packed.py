@@ -26,7 +26,6 @@ import numpy as np
 import optax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.pieces import in_pieces
 from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams
@@ -35,15 +34,16 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
+    evenly,
+    lengths_of,
     pack_best,
-    pack_evenly,
     padding_share,
     sequence_shapes,
 )
-from grpo_jax.models.scoring import ReadPrompts, score_packed
+from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, learns_by_advantages, sampling_of
 from grpo_jax.update.order import parts_needed, plan_order
 from grpo_jax.update.prompts import (
     PromptsInTurn,
@@ -51,15 +51,14 @@ from grpo_jax.update.prompts import (
     Shards,
     count_neighbours,
     deal,
-    place_gradients,
     read_all,
-    rngs_of,
     sum_trees,
     zero_gradients,
 )
+from grpo_jax.update.sequences import Minibatch, add_gradients, add_scores, measure
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key
-from grpo_jax.update.teaching import Reader, Teacher, apart, compare_packed, teacher_prompts
+from grpo_jax.update.teaching import Reader, Teacher, apart, teacher_prompts
 
 CPU_TOKENS = 512
 """Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
@@ -89,35 +88,15 @@ class Packing(NamedTuple):
 
     Attributes:
       sequences: all of one shape, on the host.
+      measured: likewise, of completions that have no gradient, so that nothing goes back through them.
       shards: how the prompts are cut over the mesh.
       size: tokens of prompts that are read at a time, at most.
     """
 
     sequences: list[PackedSequence]
+    measured: list[PackedSequence]
     shards: Shards
     size: int
-
-
-class Minibatch(NamedTuple):
-    """The arguments that all packed sequences of an update share: arrays on the device, or their shapes.
-
-    Attributes:
-      state: at whose params the gradient is.
-      read: its prompts, read.
-      batch: its completions.
-      totals: `count_totals` of it.
-      selected: its `top_entropy_mask` [B, G, T]; None where all tokens are trained.
-      dropout: `dropout_key`.
-      teacher: one whose distributions the policy's are compared with, its prompts read; None where there is none.
-    """
-
-    state: TrainState
-    read: ReadPrompts
-    batch: Batch
-    totals: dict[str, jax.Array]
-    selected: jax.Array | None
-    dropout: jax.Array | None
-    teacher: Reader | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +123,7 @@ class PackedUpdater(BaseUpdater):
         shards, shapes = self.shards(prompts), self.shapes(params, mask.shape)
         sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=shards.devices)
         prompts, mask = split((prompts, mask), self.mesh)
-        return self._score(params, prompts, mask, Packing(sequences, shards, shapes[0].size), with_entropy=False)[0]
+        return self._score(params, prompts, mask, Packing(sequences, [], shards, shapes[0].size), with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is consumed. The metric `padding_share` is added."""
@@ -156,7 +135,7 @@ class PackedUpdater(BaseUpdater):
         return state, {
             **metrics,
             "rows": jnp.float32(rows),
-            "padding_share": jnp.float32(padding_share(packing.sequences)),
+            "padding_share": jnp.float32(padding_share([*packing.sequences, *packing.measured])),
         }
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
@@ -166,17 +145,42 @@ class PackedUpdater(BaseUpdater):
     def lay_out(self, params: Params, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on its devices, and how it is packed.
 
-        On a mesh its prompts get an order in which all devices have about as many tokens; sums over them are the same.
+        On a mesh its prompts get an order in which all devices have about as many tokens, and on each device those come
+        first that have a gradient; sums over them are the same.
         """
         batch = apart(batch)
         shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
         neighbours = count_neighbours(batch.prompts, shapes[0].size, shards)
-        order, sequences = pack_evenly(
-            np.asarray(batch.tokens), np.asarray(batch.mask), shapes, devices=shards.devices, neighbours=neighbours
-        )
-        if shards.devices > 1:
+        mask, learns = np.asarray(batch.mask), self.learns(batch)
+        work = lengths_of(mask).sum(axis=1) * np.where(learns, 3, 1)  # the way back is twice the way there
+        each = evenly(work, shards.devices).reshape(shards.devices, -1)
+        order = np.concatenate([prompts[np.argsort(~learns[prompts], kind="stable")] for prompts in each])
+        if (order != np.arange(len(order))).any():
             batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
-        return split(batch, self.mesh), Packing(sequences, shards, shapes[0].size)
+        tokens, mask, learns = np.asarray(batch.tokens), mask[order], learns[order]
+
+        def pack_those(chosen: np.ndarray) -> list[PackedSequence]:
+            if not chosen.any():
+                return []
+            own = mask & chosen[:, None, None]
+            return pack_best(tokens, own, shapes, devices=shards.devices, neighbours=neighbours)
+
+        return split(batch, self.mesh), Packing(pack_those(learns), pack_those(~learns), shards, shapes[0].size)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the way back is left out for groups without advantages: where these have no gradient."""
+        return self.teacher is None and learns_by_advantages(self.model, self.config, self.surrogate)
+
+    def learns(self, batch: Batch) -> np.ndarray:
+        """Which prompts [B] have completions with a gradient: all, unless it is known to be a product with advantages.
+
+        A group of equal rewards has none: its metrics take a forward pass, which is a third of the work.
+        """
+        if not self.skips:
+            return np.ones(len(batch.mask), bool)
+        advantages = np.asarray(batch.advantages)
+        return (advantages != 0).any(axis=tuple(range(1, advantages.ndim)))
 
     def shards(self, prompts: Prompts) -> Shards:
         """How the prompts of a batch are cut over the mesh."""
@@ -195,7 +199,7 @@ class PackedUpdater(BaseUpdater):
 
     def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
         """Gradient and metric sums of a minibatch that is laid out."""
-        sequences, shards, size = packing
+        sequences, measured, shards, size = packing
         selected, log_probs, quantile = None, None, self.config.top_entropy_quantile
         if quantile < 1 or (chooses_by_covariance(self.config) and not self.on_policy):
             scores = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=quantile < 1)
@@ -210,7 +214,8 @@ class PackedUpdater(BaseUpdater):
         # Streams are for small models. They would wait for each other at the end of every leg.
         streams = len(deal(state.params, len(sequences)))
         grads, sums = list[tuple[Params, ReadPrompts]](), list[MetricSums]()
-        for leg in plan_order(needs, at_once=streams > 1):
+        legs = plan_order(needs, at_once=streams > 1) if needs else []
+        for leg in legs:
             read = prompts.read(leg.reads)
             minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
             grads = grads or [zero_gradients((state.params, read), shards=shards) for _ in range(streams)]
@@ -230,8 +235,25 @@ class PackedUpdater(BaseUpdater):
             of_read = sum_trees([of_read for (_, of_read), _ in results])
             of_params = prompts.leave(leg.backs, [of_params for (of_params, _), _ in results], of_read)
             grads = [(own, of_read) for own, ((_, of_read), _) in zip(of_params, results, strict=True)]
+        if measured:
+            rest = sorted(set(range(prompts.count)).difference(*(leg.reads for leg in legs)))
+            read = prompts.read(rest, backward=False)
+            minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+            grads = grads or [zero_gradients((state.params, minibatch.read), shards=shards)]
+            sums += self._measure(minibatch, measured, len(sequences))
         # Metrics two by two: whatever the number of sequences, one program.
         return sum_trees([own for own, _ in grads]), functools.reduce(_merge, sums)
+
+    def _measure(self, minibatch: Minibatch, sequences: list[PackedSequence], first: int) -> list[MetricSums]:
+        """Metric sums of packed sequences without a gradient, which are numbered from `first` on."""
+
+        def measure_share(numbers: range) -> list[MetricSums]:
+            return [
+                in_turn(self.measure_sequence(minibatch, split(sequences[i], self.mesh), first + i)()) for i in numbers
+            ]
+
+        shares = run_in_streams(measure_share, deal(minibatch.state.params, len(sequences)))
+        return [sums for share in shares for sums in share]
 
     def read_teacher(self, state: TrainState, batch: Batch, packing: Packing) -> Reader | None:
         """The teacher with the prompts of a batch that is laid out; None where it has no part in an update."""
@@ -246,7 +268,7 @@ class PackedUpdater(BaseUpdater):
         self, params: Params, prompts: Prompts, mask: jax.Array, packing: Packing, *, with_entropy: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [B, G, T] of all completions."""
-        sequences, shards, size = packing
+        sequences, shards, size = [*packing.sequences, *packing.measured], packing.shards, packing.size
         reading = Reading(params, prompts, None, self.model)
         read = read_all(reading, size, shards)
 
@@ -274,7 +296,14 @@ class PackedUpdater(BaseUpdater):
         """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
         keywords: dict[str, object] = {"model": self.model, "config": self.config, "on_policy": self.on_policy}
         keywords |= {"surrogate": self.surrogate, "shards": shards}
-        return Program(name, _add_sequence, (grads, minibatch, sequence, number), keywords)
+        return Program(name, add_gradients, (grads, minibatch, sequence, number), keywords)
+
+    def measure_sequence(
+        self, minibatch: Minibatch, sequence: PackedSequence, number: int, name: str = "measure"
+    ) -> Program:
+        """The call for the metric sums of a packed sequence without a gradient; of arrays or of shapes."""
+        keywords = {"model": self.model, "config": self.config, "on_policy": self.on_policy}
+        return Program(name, measure, (minibatch, sequence, number), keywords | {"surrogate": self.surrogate})
 
     def put_scores(
         self,
@@ -293,7 +322,7 @@ class PackedUpdater(BaseUpdater):
         arguments = (scores, params, read, lengths, mask, sequence)
         sampling = sampling_of(self.config)
         keywords = {"model": self.model, "sampling": sampling, "with_entropy": with_entropy, "shards": shards}
-        return Program(name, _score_sequence, arguments, keywords)
+        return Program(name, add_scores, arguments, keywords)
 
 
 Updater = PackedUpdater | PaddedUpdater
@@ -352,49 +381,3 @@ def _select(entropies, mask, *, quantile, mesh):
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _cov_share(batch, log_probs, *, config, mesh):
     return constrain(cov_share(batch, log_probs, config), mesh)
-
-
-@functools.partial(
-    in_pieces, weights=lambda _, x, *__: x.state.params, static=("config", "on_policy", "surrogate", "shards"), donate=1
-)
-def _add_sequence(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
-    """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
-    state, read, batch, totals, selected, dropout, teacher = minibatch
-    part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None, teacher_prompts=None))
-    part, coef = part.replace(mask=part.mask & sequence.mask), router_coef(model, config)
-    selected = None if selected is None else sequence.take(selected)
-    lengths, counted, rngs = batch.prompts.lengths, part.mask if coef else None, rngs_of(dropout, 1, number)
-    compared, sampling = compare_packed(teacher, sequence, part, config), sampling_of(config)
-
-    def loss_fn(params, read):
-        scores = score_packed(
-            model, params, read, lengths, sequence, sampling, counted=counted, rngs=rngs, compared=compared
-        )
-        return loss_of(
-            scores,
-            part,
-            state,
-            totals,
-            config=config,
-            on_policy=on_policy,
-            surrogate=surrogate,
-            selected=selected,
-            router_coef=coef,
-        )
-
-    more, sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read)
-    total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads, more)
-    return place_gradients(total, shards), sums
-
-
-@functools.partial(in_pieces, weights=lambda _, x, *__: x, static=("sampling", "with_entropy", "shards"), donate=1)
-def _score_sequence(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, shards):
-    """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
-    new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)[:2]
-    seen = sequence.take(mask)
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        # A segment that only fills the shape adds zeros to the first completion.
-        return constrain(sequence.add_to(old, jnp.where(seen, x, 0)), shards.mesh)
-
-    return jax.tree.map(put, scores, new)

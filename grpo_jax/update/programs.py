@@ -19,7 +19,7 @@ from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Params, Prompts
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
-from grpo_jax.update.packed import Minibatch, PackedUpdater, Updater, apply_sums
+from grpo_jax.update.packed import PackedUpdater, Updater, apply_sums
 from grpo_jax.update.prompts import (
     Reading,
     Shards,
@@ -30,6 +30,7 @@ from grpo_jax.update.prompts import (
     zero_gradients,
     zero_reads,
 )
+from grpo_jax.update.sequences import Minibatch
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
 from grpo_jax.update.teaching import Reader, apart, teacher_prompts
@@ -146,6 +147,11 @@ class _PackedShapes(NamedTuple):
         name = f"update {_sizes(shape)}"
         return self.updater.add_sequence(self.zeros, self.minibatch, sequence, 0, self.shards, name)
 
+    def measure(self, shape: SequenceShape) -> Program:
+        """The metrics of a packed sequence without a gradient."""
+        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
+        return self.updater.measure_sequence(self.minibatch, sequence, 0, f"measure {_sizes(shape)}")
+
     def score(self, shape: SequenceShape, params: Params, suffix: str = "", *, with_entropy: bool = False) -> Program:
         """Puts the scores of a packed sequence in their places."""
         sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
@@ -161,6 +167,8 @@ class _PackedShapes(NamedTuple):
         # Where a batch may be packed in halves, it mostly is: with half blocks, few lengths take no fewer tokens so.
         for shape in sorted(self.shapes, key=lambda shape: shape.block):
             yield self.update(shape)
+            if updater.skips:
+                yield self.measure(shape)
             if self.scores or chosen_first:
                 yield self.score(shape, state.params)
             if quantile < 1:
@@ -179,6 +187,9 @@ class _PackedShapes(NamedTuple):
             name = f"read {sizes}, to score"
             yield Program.of(name, read_some, reading, 0, count=count, backward=False, shards=shards)
         reading = Reading(self.state.params, prompts, dropout, updater.model)
+        if updater.skips and not (self.scores and dropout is None and same_shapes(self.scored_by, self.state.params)):
+            name = f"read {sizes}, to measure"
+            yield Program.of(name, read_some, reading, 0, count=count, backward=False, shards=shards)
         read = Program.of(f"read {sizes}", read_some, reading, 0, count=count, backward=True, shards=shards)
         yield read
         (_, kept), (grads, read_grads) = _placed(_results(read), None, self.state.params), self.zeros

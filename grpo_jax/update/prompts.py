@@ -87,14 +87,16 @@ class PromptsInTurn:
         self._reading, self._shards, self._backward = reading, shards, backward
         self._read: ReadPrompts | None = None
 
-    def read(self, parts: Sequence[int]) -> ReadPrompts:
+    def read(self, parts: Sequence[int], *, backward: bool | None = None) -> ReadPrompts:
         """All prompts, of which these parts have been read and those before; the others are zeros.
 
-        The parts are dealt out to the streams. What an earlier call returned is consumed.
+        The parts are dealt out to the streams. What an earlier call returned is consumed. Without `backward` no
+        activations of theirs are kept.
         """
+        backward = self._backward if backward is None else backward
 
         def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
-            count, backward, shards = self.count, self._backward, self._shards
+            count, shards = self.count, self._shards
             some = functools.partial(read_some, self._reading, count=count, backward=backward, shards=shards)
             return [in_turn(some(parts[i])) for i in numbers]
 
@@ -102,7 +104,7 @@ class PromptsInTurn:
         for i, number in enumerate(parts):
             read, activations = shares[i % len(shares)][i // len(shares)]
             self._put(read, number)
-            if self._backward:
+            if backward:
                 self.kept[number] = activations
         assert self._read is not None, "the first call reads at least one part"
         return self._read

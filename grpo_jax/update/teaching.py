@@ -44,7 +44,7 @@ class Teacher(flax.struct.PyTreeNode):
 
 
 class Reader(NamedTuple):
-    """A teacher that has read the prompts of a minibatch, as `_add_sequence` of `update.packed` takes it.
+    """A teacher that has read the prompts of a minibatch, as `update.sequences` takes it.
 
     Attributes:
       teacher: with params.

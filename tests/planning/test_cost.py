@@ -24,8 +24,8 @@ MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv
 P = 64
 MODULES = {
     "read_some": prompts_module,
-    "_score_sequence": packed,
-    "_add_sequence": packed,
+    "add_scores": packed,
+    "add_gradients": packed,
     "add_prompts": prompts_module,
     "apply_sums": packed,
 }
@@ -84,7 +84,7 @@ def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):
 
 
 def temporaries(monkeypatch, **sizes):
-    lowered, _ = programs_of_an_iteration(monkeypatch, **sizes)["_add_sequence"]
+    lowered, _ = programs_of_an_iteration(monkeypatch, **sizes)["add_gradients"]
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -107,9 +107,9 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
     sequences = int(np.ceil(b * g * 64 / 128))
     assert {kind: runs for kind, (_, runs) in programs.items()} == {
         "read_someFalse": b // 2,
-        "_score_sequence": sequences,
+        "add_scores": sequences,
         "read_someTrue": b // 2,
-        "_add_sequence": sequences,
+        "add_gradients": sequences,
         "add_prompts": b // 2,
         "apply_sums": 1,
     }

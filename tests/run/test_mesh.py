@@ -20,6 +20,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.types import as_argument
+from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.programs import update_programs
@@ -367,3 +368,38 @@ def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path
     settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 1}
     found = rehearse(policy, ROWS, lower_case, GRPOConfig(**settings))
     assert said.removeprefix(" · ") in found.sizes
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("learnt", [(), (1, 2, 6, 11)], ids=["none", "some"])
+def test_groups_without_advantages_are_only_measured_on_a_mesh_too(monkeypatch, axes, learnt):
+    """On each device its own come last; the numbers are those of one device and of whole micro-batches."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", 64)
+    b, g, t = 16, 4, 16
+    model, params = tiny_model()
+    config = GRPOConfig(max_completion_length=t, max_grad_norm=0)
+    lengths = np.random.default_rng(0).integers(1, t + 1, (b, g))
+    has = jnp.isin(jnp.arange(b), jnp.array(learnt, int))[:, None]
+    batch = Batch(
+        prompts=Prompts(jax.random.randint(jax.random.key(1), (b, 32), 0, 24), jnp.arange(b) + 1),
+        tokens=jax.random.randint(jax.random.key(2), (b, g, t), 0, 24),
+        mask=jnp.asarray(np.arange(t) < lengths[..., None]),
+        advantages=jnp.where(has, jax.random.normal(jax.random.key(3), (b, g)), 0.0),
+        sampling_log_probs=jax.random.normal(jax.random.key(4), (b, g, t)) * 0.3 - 3,
+    )
+    optimizer, results = optax.sgd(1.0), []
+    for mesh, kind in ((make_mesh(axes), PackedUpdater), (None, PackedUpdater), (None, PaddedUpdater)):
+        state = place(create_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0)), mesh)
+        updater = kind(as_argument(model), config, (b, g), optimizer=optimizer, mesh=mesh)
+        if mesh is not None:
+            laid, packing = updater.lay_out(params, batch)
+            learns = np.asarray(laid.advantages).any(axis=1).reshape(shard_count(mesh), -1)
+            assert (np.diff(learns.astype(int)) <= 0).all(), "first those with advantages, on each device"
+            assert (len(packing.sequences) > 0) == (len(learnt) > 0)
+            assert packing.measured
+        state, metrics = updater.update(state, batch)
+        results.append(jax.device_get((state.params, {k: v for k, v in metrics.items() if k != "padding_share"})))
+    (ours, measured), *others = results
+    for expected, metrics in others:
+        chex.assert_trees_all_close(ours, expected, atol=1e-6)
+        chex.assert_trees_all_close(measured, metrics, rtol=1e-4, atol=1e-5)

@@ -99,10 +99,10 @@ def test_the_callers_policy_is_left_as_it_was():
 def test_after_warm_up_an_iteration_compiles_nothing():
     programs = (
         prompts.read_some,
-        packed._add_sequence,
+        packed.add_gradients,
         prompts.add_prompts,
         packed.apply_sums,
-        packed._score_sequence,
+        packed.add_scores,
         decode_module.prefill,
         decode_module.decode,
         decode_module.move,

@@ -111,7 +111,8 @@ def test_what_is_compiled_ahead_is_what_the_run_calls(monkeypatch, settings):
     """Where all of it is there before the first iteration, the iteration compiles none of these functions."""
     end, names, begin = _End(), [], loop._begin_iteration
     monkeypatch.setattr(warm_up, "programs_of", lambda *given: [*programs_of(*given), end])
-    functions = {"prefill", "refill", "decode", "move", "_add_sequence", "read_some", "add_prompts", "apply_sums"}
+    functions = {"prefill", "refill", "decode", "move", "add_gradients", "measure"}
+    functions |= {"read_some", "add_prompts", "apply_sums"}
     if "gradient_checkpointing" in settings:
         monkeypatch.setattr(pieces, "CACHED", -1)
         functions |= {"layer_piece", "other_piece"}
@@ -128,8 +129,9 @@ def test_what_is_compiled_ahead_is_what_the_run_calls(monkeypatch, settings):
 
     monkeypatch.setattr(loop, "_begin_iteration", begin_when_all_is_there)
     config = config_of(**{"max_steps": 1, "max_completion_length": 40} | settings)
+    rewards = lambda completions: [float(i == 0) for i in range(len(completions))]  # one group has a gradient
     try:
-        train(tiny_policy(), [{"prompt": text} for text in TEXTS], lambda completions: [0.0] * len(completions), config)
+        train(tiny_policy(), [{"prompt": text} for text in TEXTS], rewards, config)
     finally:
         jax.monitoring.clear_event_listeners()
     assert names, "small functions are compiled when they are called"

@@ -229,13 +229,13 @@ def test_on_a_cpu_a_packed_sequence_begins_when_the_one_before_is_through(monkey
     nothing = lambda x: 0 * jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
     slowly = jax.jit(lambda tree: jax.tree.map(lambda x: x + nothing(jnp.eye(128)).astype(x.dtype), tree))
     begun = []
-    for name in ("_add_sequence", "_score_sequence"):
+    for name in ("add_gradients", "add_scores"):
         program = getattr(packed, name)
 
         def call(first, *args, program=program, name=name, **how):
             begun.append((name, all(leaf.is_ready() for leaf in jax.tree.leaves(first))))
             result = program(first, *args, **how)
-            return slowly(result) if name == "_score_sequence" else (slowly(result[0]), result[1])
+            return slowly(result) if name == "add_scores" else (slowly(result[0]), result[1])
 
         monkeypatch.setattr(packed, name, call)
     model, params = tiny_model()
@@ -245,7 +245,7 @@ def test_on_a_cpu_a_packed_sequence_begins_when_the_one_before_is_through(monkey
     state = create_state(params, OPTIMIZER, jax.random.key(0))
     updater.gradients(state, b)
     assert all(ready for _, ready in begun)
-    assert min(sum(name == other for other, _ in begun) for name in ("_add_sequence", "_score_sequence")) > 4
+    assert min(sum(name == other for other, _ in begun) for name in ("add_gradients", "add_scores")) > 4
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -298,7 +298,7 @@ def grown(monkeypatch, model, params, config, b):
     def stop(*_, **__):
         raise _PromptsAreRead
 
-    monkeypatch.setattr(packed, "_add_sequence", stop)
+    monkeypatch.setattr(packed, "add_gradients", stop)
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)  # each has its own sums of gradients
     one = batch()
     repeat = lambda x: jnp.repeat(x[:1], b, axis=0)

@@ -1,0 +1,160 @@
+"""Groups without advantages have no gradient: their metrics take a forward pass, and nothing goes back."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both
+from tiny import tiny_model, tiny_policy
+
+from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
+from grpo_jax.devices import pieces
+from grpo_jax.maths.losses import grpo_loss_terms
+from grpo_jax.maths.surrogates import LOSS_TYPES
+from grpo_jax.models import packing
+from grpo_jax.types import as_argument
+from grpo_jax.update import packed
+from grpo_jax.update import prompts as prompts_module
+from grpo_jax.update.objective import learns_by_advantages, loss_settings
+from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.programs import update_programs
+from grpo_jax.update.state import create_state
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Sequences of 16 tokens, and each prompt is read alone."""
+    monkeypatch.setattr(packing, "BLOCK", 4)
+    monkeypatch.setattr(packed, "CPU_TOKENS", 16)
+
+
+def with_signal(*prompts, by_token=False):
+    """A batch whose other groups have no advantages."""
+    b = batch(prompts=make_prompts([[3 + i, 4, 5] * 3 for i in range(4)]))
+    advantages = jnp.where(jnp.isin(jnp.arange(4), jnp.array(prompts, int))[:, None], b.advantages, 0.0)
+    return b.replace(advantages=jnp.repeat(advantages[..., None], T, axis=-1) if by_token else advantages)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each program of an update is called."""
+    counts = {}
+    for module, name in ((packed, "add_gradients"), (packed, "measure"), (prompts_module, "add_prompts")):
+
+        def call(*args, program=getattr(module, name), name=name, **keywords):
+            counts[name] = counts.get(name, 0) + 1
+            return program(*args, **keywords)
+
+        monkeypatch.setattr(module, name, call)
+    return counts
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("learnt", [(), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
+def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
+    """Params and metrics, where none, some and all of the groups learn; back only through the prompts that do."""
+    monkeypatch.setattr(prompts_module, "count_streams", lambda _, parts: min(streams, parts))
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    b = with_signal(*learnt)
+    plain, packed_step = both(*tiny_model(), b, config)
+    assert_same_step(plain, packed_step)
+    moved = max(float(jnp.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (plain[0], tiny_model()[1]))))
+    assert (moved > 1e-3) == (len(learnt) > 0)
+    assert calls.get("add_prompts", 0) == len(learnt)
+    assert (calls.get("measure", 0) > 0) == (len(learnt) < 4)
+    assert (calls.get("add_gradients", 0) > 0) == (len(learnt) > 0)
+
+
+@pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "vespo", "temperature": 0.7, "top_k": 5},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
+        {"loss_type": "gmpo"},
+    ],
+    ids=lambda settings: settings["loss_type"],
+)
+def test_so_it_is_for_other_objectives(monkeypatch, calls, settings, cached):
+    monkeypatch.setattr(pieces, "CACHED", cached)
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
+    assert_same_step(*both(*tiny_model(), with_signal(1, 2, by_token=True), config))
+    assert calls["add_prompts"] == 2
+
+
+def test_dropout_falls_on_what_is_measured_too():
+    """Other completions get other keys than those with a gradient, and the sums are those of these keys."""
+    policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.1, policy.params)
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    entropies = []
+    for seed in (0, 0, 1):
+        state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
+        updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
+        entropies.append(float(updater.update(state, with_signal())[1]["entropy"]))
+    assert entropies[0] == entropies[1] != entropies[2]
+
+
+@pytest.mark.parametrize("kind", ["beta", "bonus", "adaptive bonus", "covariance", "surrogate", "experts"])
+def test_where_the_loss_has_other_terms_all_is_gone_back_through(calls, kind):
+    """A group without advantages does have a gradient there."""
+    settings = {
+        "beta": {"beta": 0.1},
+        "bonus": {"entropy_coef": 0.1},
+        "adaptive bonus": {"use_adaptive_entropy": True},
+        "covariance": {"loss_type": "kl_cov", "num_iterations": 2},
+        "experts": {"router_aux_loss_coef": 0.1},
+    }
+    shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)}
+    model, params = tiny_model(**shape) if kind == "experts" else tiny_model()
+    config = GRPOConfig(max_completion_length=T, **settings.get(kind, {}))
+    surrogate = (lambda tokens, settings: tokens.ratio) if kind == "surrogate" else None
+    updater = choose_updater(model, config, micro=(4, G), surrogate=surrogate)
+    updater.gradients(create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True), with_signal(0))
+    assert calls["add_prompts"] == 4
+    assert "measure" not in calls
+
+
+MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
+"""What two of the losses ask for."""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(loss_type):
+    """By the objective itself, far from the policy that sampled; one that is not, has."""
+    config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}))
+    rng = np.random.default_rng(0)
+    log_probs, old = (jnp.asarray(-3 + rng.normal(size=(3, 6)), jnp.float32) for _ in range(2))
+    share = jnp.full((3, 6), 0.5) if loss_type in ("clip_cov", "kl_cov") else None
+
+    def loss(log_probs, advantages):
+        mask = jnp.ones((3, 6), bool)
+        return grpo_loss_terms(
+            log_probs, old, None, advantages, mask, loss_settings(config), num_rows=3, num_tokens=18, cov_share=share
+        )[0]
+
+    without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
+    assert with_them > 0
+    assert without == 0 or not learns_by_advantages(as_argument(tiny_model()[0]), config)
+
+
+def test_the_lessons_of_sft_have_no_advantages():
+    assert not learns_by_advantages(as_argument(tiny_model()[0]), SFTConfig())
+
+
+@pytest.mark.quick
+def test_nothing_goes_back_in_the_program_that_measures():
+    """By XLA's account: a third of the operations of a sequence with its gradient, and no room for one."""
+    model, params = tiny_model(layers=4)
+    updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
+    state = create_state(params, OPTIMIZER, jax.random.key(0))
+    update, measured = (p.lower().compile() for p in update_programs(updater, state, batch()).by_length[:2])
+    flops = [x.cost_analysis()["flops"] for x in (update, measured)]
+    assert flops[1] < 0.4 * flops[0]
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert measured.memory_analysis().output_size_in_bytes < 1024 < weights
+    chex.assert_tree_all_finite(params)
