@@ -54,7 +54,7 @@ def has_bonus(config: GRPOConfig) -> bool:
 def learns_by_advantages(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
     """Whether all of the loss is a product with advantages, so that a completion without one has no gradient.
 
-    Not known of the caller's own surrogate. What is learned from a teacher's distributions would come on top.
+    It is not known of the caller's own surrogate.
     """
     if isinstance(config, SFTConfig) or surrogate is not None or chooses_by_covariance(config):
         return False

@@ -170,7 +170,7 @@ class PackedUpdater(BaseUpdater):
     @property
     def skips(self) -> bool:
         """Whether the way back is left out for groups without advantages: where these have no gradient."""
-        return self.teacher is None and learns_by_advantages(self.model, self.config, self.surrogate)
+        return learns_by_advantages(self.model, self.config, self.surrogate)
 
     def learns(self, batch: Batch) -> np.ndarray:
         """Which prompts [B] have completions with a gradient: all, unless it is known to be a product with advantages.

@@ -85,8 +85,16 @@ def test_so_it_is_for_other_objectives(monkeypatch, calls, settings, cached):
     assert calls["add_prompts"] == 2
 
 
-def test_dropout_falls_on_what_is_measured_too():
-    """Other completions get other keys than those with a gradient, and the sums are those of these keys."""
+def test_dropout_falls_on_what_is_measured_too(monkeypatch):
+    """By the key of the update, and differently on every packed sequence: each has a number of its own."""
+    numbers = []
+    for name in ("add_gradients", "measure"):
+
+        def call(*args, program=getattr(packed, name), **keywords):
+            numbers.append(args[-1])
+            return program(*args, **keywords)
+
+        monkeypatch.setattr(packed, name, call)
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -94,7 +102,9 @@ def test_dropout_falls_on_what_is_measured_too():
     for seed in (0, 0, 1):
         state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
         updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
-        entropies.append(float(updater.update(state, with_signal())[1]["entropy"]))
+        entropies.append(float(updater.update(state, with_signal(0, 1))[1]["entropy"]))
+        assert sorted(numbers) == [*range(len(numbers))]
+        numbers.clear()
     assert entropies[0] == entropies[1] != entropies[2]
 
 
