@@ -169,13 +169,13 @@ class PackedUpdater(BaseUpdater):
 
     @property
     def skips(self) -> bool:
-        """Whether the way back is left out for groups without advantages: where these have no gradient."""
+        """Whether the way back is left out for zero-signal groups: where they have no gradient."""
         return learns_by_advantages(self.model, self.config, self.surrogate)
 
     def learns(self, batch: Batch) -> np.ndarray:
-        """Which prompts [B] have completions with a gradient: all, unless it is known to be a product with advantages.
+        """Which prompts [B] have completions with a gradient: all, or where the update `skips` those with advantages.
 
-        A group of equal rewards has none: its metrics take a forward pass, which is a third of the work.
+        A zero-signal group has none: its metrics take a forward pass, which is a third of the work.
         """
         if not self.skips:
             return np.ones(len(batch.mask), bool)

@@ -1,4 +1,4 @@
-"""Groups without advantages have no gradient: their metrics take a forward pass, and nothing goes back."""
+"""Zero-signal groups have no gradient: their metrics take a forward pass, and nothing goes back through them."""
 
 import chex
 import jax
