@@ -169,7 +169,8 @@ def rehearse(
     # One group, whatever its rewards are: refills would hide that they are all the same.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
-    updater = dataclasses.replace(run.updater, config=config, micro=micro)
+    # All of an update is tried, whatever the rewards of the group are.
+    updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
     of_group = dataclasses.replace(run, config=config, updater=updater)
     experience = collect(of_group, state, 0, count=1, phase=phase)
     with phase("update"):

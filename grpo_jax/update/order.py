@@ -16,6 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.models.packing import PackedSequence
+from grpo_jax.types import Batch
+from grpo_jax.update.prompts import Shards, count_reads
+
+
+class Packing(NamedTuple):
+    """How the completions of a batch are packed.
+
+    Attributes:
+      sequences: all of one shape, on the host.
+      measured: likewise, of completions that have no gradient, so that nothing goes back through them.
+      shards: how the prompts are cut over the mesh.
+      size: tokens of prompts that are read at a time, at most.
+    """
+
+    sequences: list[PackedSequence]
+    measured: list[PackedSequence]
+    shards: Shards
+    size: int
 
 
 class Leg(NamedTuple):
@@ -66,3 +84,22 @@ def parts_needed(sequence: PackedSequence, group: int, prompts: int) -> set[int]
     """
     completions, lengths = np.asarray(sequence.completions), np.asarray(sequence.lengths)
     return set((completions[lengths > 0] // group // prompts).tolist())
+
+
+def count_needs(sequences: Sequence[PackedSequence], batch: Batch, size: int, shards: Shards) -> list[set[int]]:
+    """For each packed sequence of a batch, the parts of the prompts that its completions belong to."""
+    b, g, _ = batch.mask.shape
+    part = b // shards.devices // count_reads(batch.prompts, size, shards)
+    return [parts_needed(sequence, g, part) for sequence in sequences]
+
+
+def count_work(packing: Packing, batch: Batch) -> int:
+    """Tokens that an update brings through the model, a backward pass as two forward ones: sequences and prompts."""
+    sequences, measured, shards, size = packing
+
+    def count(some: Sequence[PackedSequence]) -> int:
+        parts = set[int]().union(*count_needs(some, batch, size, shards))
+        prompts = batch.prompts.tokens.size // count_reads(batch.prompts, size, shards)
+        return sum(sequence.tokens.size for sequence in some) + len(parts) * prompts
+
+    return 2 * count(sequences) + count([*sequences, *measured])

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, learns_by_advantages, sampling_of
-from grpo_jax.update.order import parts_needed, plan_order
+from grpo_jax.update.order import Packing, count_needs, count_work, plan_order
 from grpo_jax.update.prompts import (
     PromptsInTurn,
     Reading,
@@ -81,22 +80,6 @@ def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False)
       (32768, 65536)
     """
     return min(tokens, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(longest, ACCELERATOR_TOKENS))
-
-
-class Packing(NamedTuple):
-    """How the completions of a batch are packed.
-
-    Attributes:
-      sequences: all of one shape, on the host.
-      measured: likewise, of completions that have no gradient, so that nothing goes back through them.
-      shards: how the prompts are cut over the mesh.
-      size: tokens of prompts that are read at a time, at most.
-    """
-
-    sequences: list[PackedSequence]
-    measured: list[PackedSequence]
-    shards: Shards
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +128,8 @@ class PackedUpdater(BaseUpdater):
     def lay_out(self, params: Params, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on its devices, and how it is packed.
 
-        On a mesh its prompts get an order in which all devices have about as many tokens, and on each device those come
-        first that have a gradient; sums over them are the same.
+        On a mesh its prompts get an order in which all devices have about as many tokens, and on each device, also a
+        single one, those come first that have a gradient; sums over them are the same.
         """
         batch = apart(batch)
         shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
@@ -158,19 +141,21 @@ class PackedUpdater(BaseUpdater):
         if (order != np.arange(len(order))).any():
             batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
         tokens, mask, learns = np.asarray(batch.tokens), mask[order], learns[order]
-
-        def pack_those(chosen: np.ndarray) -> list[PackedSequence]:
-            if not chosen.any():
-                return []
-            own = mask & chosen[:, None, None]
-            return pack_best(tokens, own, shapes, devices=shards.devices, neighbours=neighbours)
-
-        return split(batch, self.mesh), Packing(pack_those(learns), pack_those(~learns), shards, shapes[0].size)
+        pack = functools.partial(pack_best, tokens, shapes=shapes, devices=shards.devices)
+        packing = Packing(pack(mask, neighbours=neighbours), [], shards, shapes[0].size)
+        of_learning = mask & learns[:, None, None]
+        if mask.any() and not learns.all():
+            some = pack(of_learning, neighbours=neighbours) if of_learning.any() else []
+            # Nothing is kept for the others, so that their prompts need not be near each other.
+            other = packing._replace(sequences=some, measured=pack(mask ^ of_learning))
+            # Two kinds are two last sequences that are not full, which may cost more than the way back.
+            packing = min((packing, other), key=lambda packing: count_work(packing, batch))
+        return split(batch, self.mesh), packing
 
     @property
     def skips(self) -> bool:
         """Whether the way back is left out for zero-signal groups: where they have no gradient."""
-        return learns_by_advantages(self.model, self.config, self.surrogate)
+        return self.skip and learns_by_advantages(self.model, self.config, self.surrogate)
 
     def learns(self, batch: Batch) -> np.ndarray:
         """Which prompts [B] have completions with a gradient: all, or where the update `skips` those with advantages.
@@ -209,8 +194,8 @@ class PackedUpdater(BaseUpdater):
             batch = batch.replace(cov_share=_cov_share(batch, log_probs, config=self.config, mesh=self.mesh))
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
         prompts = PromptsInTurn(Reading(state.params, batch.prompts, dropout, self.model), size, shards)
-        reader, part = self.read_teacher(state, batch, packing), batch.mask.shape[0] // shards.devices // prompts.count
-        needs = [parts_needed(sequence, batch.mask.shape[1], part) for sequence in sequences]
+        reader = self.read_teacher(state, batch, packing)
+        needs, asked = (count_needs(some, batch, size, shards) for some in (sequences, measured))
         # Streams are for small models. They would wait for each other at the end of every leg.
         streams = len(deal(state.params, len(sequences)))
         grads, sums = list[tuple[Params, ReadPrompts]](), list[MetricSums]()
@@ -235,9 +220,9 @@ class PackedUpdater(BaseUpdater):
             of_read = sum_trees([of_read for (_, of_read), _ in results])
             of_params = prompts.leave(leg.backs, [of_params for (of_params, _), _ in results], of_read)
             grads = [(own, of_read) for own, ((_, of_read), _) in zip(of_params, results, strict=True)]
-        if measured:
-            rest = sorted(set(range(prompts.count)).difference(*(leg.reads for leg in legs)))
-            read = prompts.read(rest, backward=False)
+        if measured:  # they have completions, so there is something to read
+            rest = set().union(*asked).difference(*(leg.reads for leg in legs))
+            read = prompts.read(sorted(rest), backward=False)
             minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
             grads = grads or [zero_gradients((state.params, minibatch.read), shards=shards)]
             sums += self._measure(minibatch, measured, len(sequences))

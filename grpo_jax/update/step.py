@@ -262,6 +262,7 @@ class BaseUpdater:
       mesh: where params are; None for one device.
       surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
       teacher: a model whose distributions the policy's are compared with; None for none, or one that tells log-probs.
+      skip: leave out the way back through zero-signal groups where they have no gradient and completions are packed.
     """
 
     model: Model
@@ -272,6 +273,7 @@ class BaseUpdater:
     mesh: jax.sharding.Mesh | None = None
     surrogate: Surrogate | None = None
     teacher: Teacher | None = None
+    skip: bool = True
 
 
 class PaddedUpdater(BaseUpdater):

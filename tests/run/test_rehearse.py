@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from unittest import mock
 
 import chex
 import jax
@@ -15,6 +16,7 @@ from grpo_jax import GRPOConfig, rehearse
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.rehearse import DryRun, _of_the_group
+from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.programs import update_programs
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
@@ -96,6 +98,18 @@ def test_what_looks_wrong_is_said():
         "all advantages are 0: such a group teaches nothing",
     )
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
+
+
+def test_all_of_an_update_is_tried_whatever_the_rewards_are(monkeypatch):
+    """A run leaves out the way back through a group of equal rewards; the dry run is to find what fails there."""
+    back = []
+    original = prompts_module.add_prompts
+    monkeypatch.setattr(
+        prompts_module, "add_prompts", lambda *given, **more: back.append(1) or original(*given, **more)
+    )
+    monkeypatch.setattr(module, "_programs", lambda run, state: {})
+    rehearse(tiny_policy(), ROWS, lambda completions: [0.5] * len(completions), GRPOConfig(**SMALL, max_steps=50))
+    assert back.call_count
 
 
 def test_numbers_that_look_wrong(monkeypatch):

@@ -96,19 +96,21 @@ def test_the_callers_policy_is_left_as_it_was():
 
 
 @pytest.mark.quick
-def test_after_warm_up_an_iteration_compiles_nothing():
+@pytest.mark.parametrize("beta", [0.1, 0.0])
+def test_after_warm_up_an_iteration_compiles_nothing(beta):
     programs = (
         prompts.read_some,
         packed.add_gradients,
         prompts.add_prompts,
         packed.apply_sums,
         packed.add_scores,
+        packed.measure,
         decode_module.prefill,
         decode_module.decode,
         decode_module.move,
     )
     sizes = []
-    run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
+    run(max_steps=6, beta=beta, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
     assert sizes[1:] == [sizes[1]] * 5
 
 

@@ -40,13 +40,13 @@ def with_signal(*prompts, by_token=False):
 @pytest.fixture
 def calls(monkeypatch):
     """How often each program of an update is called, by its name; and the numbers of the packed sequences."""
-    counts = {"numbers": []}
+    counts = {"numbers": []}  # lists, to which several threads may append
 
     def watch(module, name):
         program = getattr(module, name)
 
         def call(*args, **keywords):
-            counts[name] = counts.get(name, 0) + 1
+            counts.setdefault(name + " forward" * (keywords.get("backward") is False), []).append(1)
             if module is packed:
                 counts["numbers"].append(args[-1])
             return program(*args, **keywords)
@@ -56,7 +56,12 @@ def calls(monkeypatch):
     watch(packed, "add_gradients")
     watch(packed, "measure")
     watch(prompts_module, "add_prompts")
+    watch(prompts_module, "read_some")
     return counts
+
+
+def count(calls, name):
+    return len(calls.get(name, ()))
 
 
 @pytest.mark.quick
@@ -71,9 +76,10 @@ def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
     assert_same_step(plain, packed_step)
     moved = optax.tree.norm(optax.tree.sub(plain[0], tiny_model()[1]))
     assert (moved > 1e-3) == (len(learnt) > 0)
-    assert calls.get("add_prompts", 0) == len(learnt)
-    assert (calls.get("measure", 0) > 0) == (len(learnt) < 4)
-    assert (calls.get("add_gradients", 0) > 0) == (len(learnt) > 0)
+    assert count(calls, "add_prompts") == count(calls, "read_some") == len(learnt)
+    assert count(calls, "read_some forward") == 4 - len(learnt), "activations are kept of what is gone back through"
+    assert (count(calls, "measure") > 0) == (len(learnt) < 4)
+    assert (count(calls, "add_gradients") > 0) == (len(learnt) > 0)
 
 
 @pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
@@ -91,7 +97,36 @@ def test_so_it_is_for_other_objectives(monkeypatch, calls, settings, cached):
     monkeypatch.setattr(pieces, "CACHED", cached)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
     assert_same_step(*both(*tiny_model(), with_signal(1, 2, by_token=True), config))
-    assert calls["add_prompts"] == 2
+    assert count(calls, "add_prompts") == 2
+
+
+@pytest.mark.parametrize("learnt", [(0,), (0, 1)], ids=str)
+def test_groups_without_a_trained_token_cost_nothing(calls, learnt):
+    """Fillers and completions that were cut off, with advantages and without: their prompts are not even read."""
+    b = with_signal(*learnt)
+    b = b.replace(mask=b.mask.at[jnp.array([1, 3])].set(False))
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    assert_same_step(*both(*tiny_model(), b, config))
+    assert (count(calls, "read_some"), count(calls, "read_some forward")) == (1, 1)
+
+
+def test_a_batch_without_a_trained_token_changes_nothing():
+    model, params = tiny_model()
+    b = with_signal(0)
+    updater = choose_updater(model, GRPOConfig(max_completion_length=T), optimizer=OPTIMIZER, micro=(4, G))
+    state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(0))
+    state, metrics = updater.update(state, b.replace(mask=jnp.zeros_like(b.mask)))
+    chex.assert_trees_all_equal(state.params, params)
+    assert metrics["tokens"] == 0
+
+
+def test_all_are_packed_together_where_two_kinds_would_cost_more(monkeypatch, calls):
+    """Of one token each they fill a sequence; apart they would be two, and no prompt is read alone."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", 64)
+    b = with_signal(0, 1, 2)
+    b = b.replace(mask=jnp.zeros_like(b.mask).at[..., 0].set(True))
+    assert_same_step(*both(*tiny_model(), b, GRPOConfig(max_completion_length=T, max_grad_norm=0)))
+    assert (count(calls, "add_gradients"), count(calls, "measure")) == (1, 0)
 
 
 def test_dropout_falls_on_what_is_measured_too(calls):
@@ -125,7 +160,7 @@ def test_where_the_loss_has_other_terms_all_is_gone_back_through(calls, kind):
     surrogate = (lambda tokens, settings: tokens.ratio) if kind == "surrogate" else None
     updater = choose_updater(model, config, micro=(4, G), surrogate=surrogate)
     updater.gradients(create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True), with_signal(0))
-    assert calls["add_prompts"] == 4
+    assert count(calls, "add_prompts") == 4
     assert "measure" not in calls
 
 
@@ -134,10 +169,18 @@ MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(loss_type):
+@pytest.mark.parametrize(
+    ("loss_type", "settings"),
+    [
+        *((name, {}) for name in LOSS_TYPES),
+        ("grpo", {"importance_sampling_level": "sequence"}),
+        ("grpo", {"importance_sampling_level": "trajectory", "delta": 1.5}),
+        ("dapo", {"off_policy_mask_threshold": 0.5}),
+    ],
+)
+def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(loss_type, settings):
     """By the objective itself, far from the policy that sampled; one that is not, has."""
-    config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}))
+    config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}), **settings)
     rng = np.random.default_rng(0)
     log_probs, old = (jnp.asarray(-3 + rng.normal(size=(3, 6)), jnp.float32) for _ in range(2))
     share = jnp.full((3, 6), 0.5) if loss_type in ("clip_cov", "kl_cov") else None
@@ -166,6 +209,6 @@ def test_nothing_goes_back_in_the_program_that_measures():
     update, measured = (p.lower().compile() for p in update_programs(updater, state, batch()).by_length[:2])
     flops = [x.cost_analysis()["flops"] for x in (update, measured)]
     assert flops[1] < 0.4 * flops[0]
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    assert measured.memory_analysis().output_size_in_bytes < 1024 < weights
-    chex.assert_tree_all_finite(params)
+    gradients = sum(x.nbytes for x in jax.tree.leaves(params))
+    outputs = [x.memory_analysis().output_size_in_bytes for x in (update, measured)]
+    assert outputs[1] < 1024 < gradients < outputs[0]
