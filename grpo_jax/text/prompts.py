@@ -150,7 +150,7 @@ def encode_prompts(
         token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
     else:
         shown = [template_kwargs | ({"tools": own} if own else {}) for own in tools or [None] * len(prompts)]
-        token_ids = [
+        token_ids = _encode_together(prompts, tokenizer, shown) or [
             _encode_messages(prompt, tokenizer, kwargs, where=f"{argument} row {index}")
             for index, (prompt, kwargs) in enumerate(zip(prompts, shown, strict=True))
         ]
@@ -176,6 +176,41 @@ def encode_prompts(
     )
 
 
+def _encode_together(
+    prompts: Sequence[Messages], tokenizer: Tokenizer, template_kwargs: Sequence[Json]
+) -> list[list[int]] | None:
+    """Return what `_encode_messages` does for each conversation, by few calls of a tokenizer of transformers.
+
+    None where it cannot: another tokenizer may not take several, and of one by one a message can name the row at fault.
+    """
+    if not any(kind.__module__.partition(".")[0] == "transformers" for kind in type(tokenizer).__mro__):
+        return None
+    kinds: dict[str, list[int]] = {}
+    for index, (prompt, kwargs) in enumerate(zip(prompts, template_kwargs, strict=True)):
+        kinds.setdefault(repr((_is_prefilled(prompt), kwargs)), []).append(index)
+    token_ids: list[list[int]] = [[]] * len(prompts)
+    try:
+        for members in kinds.values():
+            keywords = template_kwargs[members[0]] | _opening(prompts[members[0]]) | {"tokenize": True}
+            together = tokenizer.apply_chat_template([list(prompts[i]) for i in members], **keywords)
+            for index, ids in zip(members, together, strict=True):
+                token_ids[index] = ids
+    except Exception:  # whatever it is, the calls one by one meet it too
+        return None
+    return token_ids
+
+
+def _is_prefilled(prompt: Messages) -> bool:
+    return bool(prompt[-1]["role"] == "assistant")
+
+
+def _opening(prompt: Messages) -> Json:
+    """Return the keywords by which a template leaves a conversation open: to speak, or to go on."""
+    prefilled = _is_prefilled(prompt)
+    # Without return_dict transformers 5 would return a dict of ids and attention mask.
+    return {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, "return_dict": False}
+
+
 def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, where: str) -> list[int]:
     """Return the token ids of one conversation, open for the assistant to speak."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
@@ -190,10 +225,7 @@ def _apply_template(
     prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool, where: str
 ) -> Any:
     """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
-    prefilled = prompt[-1]["role"] == "assistant"
-    opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
-    # Without return_dict transformers 5 would return a dict of ids and attention mask.
-    keywords = {**template_kwargs, **opening, "tokenize": tokenize, "return_dict": False}
+    keywords = {**template_kwargs, **_opening(prompt), "tokenize": tokenize}
     return apply_template(prompt, tokenizer, keywords, where=where)
 
 
