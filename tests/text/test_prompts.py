@@ -319,6 +319,40 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.parametrize("bos", [False, True])
+def test_conversations_are_tokenized_together_to_the_same_ids_in_their_order(monkeypatch, bos):
+    """Of each kind (open, prefilled, with tools) in one call, where one by one each is a call of its own."""
+    template = TEMPLATE + "{% if tools %}{{ tools | tojson }}{% endif %}"
+    tokenizer, calls = make_tokenizer(bos=bos, chat_template=template), []
+    prompts = [[user(f"question {i}"), *([assistant("it is")] if i % 3 == 1 else [])] for i in range(7)]
+    tools = [[{"type": "function", "function": {"name": "add"}}] if i == 2 else None for i in range(7)]
+    rows, apply = [{"prompt": prompt} for prompt in prompts], tokenizer.apply_chat_template
+
+    def watched(messages, **keywords):
+        calls.append(keywords["tokenize"])
+        return apply(messages, **keywords)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
+    together = lib.encode_prompts(rows, tokenizer, tools=tools).token_ids
+    assert calls.count(True) == 3
+    monkeypatch.setattr(lib, "_encode_together", lambda *_: None)
+    assert together == lib.encode_prompts(rows, tokenizer, tools=tools).token_ids
+    assert calls.count(True) == 3 + 7
+
+
+def test_a_tokenizer_of_ones_own_is_given_one_conversation_at_a_time():
+    class Own:
+        chat_template = "mine"
+
+        def apply_chat_template(self, messages, *, tokenize, **_):
+            text = " ".join(message["content"] for message in messages)
+            return [len(word) for word in text.split()] if tokenize else text
+
+    rows = [{"prompt": [user("a bc")]}, {"prompt": [user("def")]}]
+    assert lib.encode_prompts(rows, Own()).token_ids == [[1, 2], [3]]
+
+
 def test_chat_template_kwargs_reach_the_template():
     tokenizer = make_tokenizer()
     rows = [{"prompt": [user("hi")]}]
