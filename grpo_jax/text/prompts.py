@@ -191,7 +191,7 @@ def _encode_together(
     token_ids: list[list[int]] = [[]] * len(prompts)
     try:
         for members in kinds.values():
-            keywords = template_kwargs[members[0]] | _opening(prompts[members[0]]) | {"tokenize": True}
+            keywords = {**template_kwargs[members[0]], **_opening(prompts[members[0]]), "tokenize": True}
             together = tokenizer.apply_chat_template([list(prompts[i]) for i in members], **keywords)
             for index, ids in zip(members, together, strict=True):
                 token_ids[index] = ids

@@ -97,7 +97,8 @@ def test_a_wide_matmul_is_the_matmul(name, dtype):
 def test_a_wide_product_by_columns_is_the_product():
     keys = jax.random.split(jax.random.key(2))
     x, w = jax.random.normal(keys[0], (3, 48)).astype(BF16), jax.random.normal(keys[1], (48, 80)).astype(BF16)
-    np.testing.assert_array_equal(matmul_by_columns(x, w.T, jnp.float32, True), matmul(x, w, jnp.float32, True))
+    found, expected = matmul_by_columns(x, w.T, jnp.float32, True), matmul(x, w, jnp.float32, True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def operands(text):
@@ -110,7 +111,12 @@ def operands(text):
 
 
 def takes_bfloat16():
-    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `models.wide` asks for is given."""
+    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `models.wide` asks for is given.
+
+    An older one does so for some forms, and is not asked to.
+    """
+    if not has_wide_sums():
+        return False
     x = jnp.ones((64, 64), BF16)
     text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
     return operands(text) == [{"bf16"}]
@@ -148,7 +154,7 @@ def test_nor_by_a_matrix_that_is_held_quantized():
 
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
     """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
-    if not has_wide_sums() or not takes_bfloat16():
+    if not takes_bfloat16():
         pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
     tokens = jnp.zeros((2, 16), jnp.int32)
     params = Transformer(SHAPE).init(jax.random.key(0), tokens)["params"]
