@@ -192,7 +192,7 @@ def _encode_together(
     try:
         for members in kinds.values():
             keywords = {**template_kwargs[members[0]], **_opening(prompts[members[0]]), "tokenize": True}
-            together = tokenizer.apply_chat_template([list(prompts[i]) for i in members], **keywords)
+            together = apply_template([list(prompts[i]) for i in members], tokenizer, keywords, where="several")
             for index, ids in zip(members, together, strict=True):
                 token_ids[index] = ids
     except Exception:  # whatever it is, the calls one by one meet it too
@@ -229,8 +229,8 @@ def _apply_template(
     return apply_template(prompt, tokenizer, keywords, where=where)
 
 
-def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
-    """Return a conversation as the chat template writes it, by these keywords of `apply_chat_template`.
+def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
+    """Return a conversation, or several, as the chat template writes it, by these keywords of `apply_chat_template`.
 
     Raises:
       ValueError: the template refuses it; the message begins with `where`.
