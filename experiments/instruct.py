@@ -16,8 +16,8 @@ Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_hay
 0.91 greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. Rewarded by coin flips it loses what it could do: of both
 together 0.08 → 0.04 and 0.17 → 0.10. 24 to 28 minutes a seed on two cores whose matrix units multiply bfloat16, 40
 for the control, whose completions grow longer. With `--compute-dtype float32` it was 39 a seed, and 0.90 and 0.61
-sampled. Of family relationships the policy learns "son", "wife" and "husband" and hardly tries the other words: with
-seed 2, which ends lowest (0.50 greedy), 240 steps end at 0.50, and 160 with use_adaptive_entropy and a target of 0.4
+sampled. With seed 2, which ends lowest, the policy answers questions about families by "son", "wife" and "husband", and
+soon tries no other word: 240 steps end at 0.50 greedy as 160 do, and 160 with use_adaptive_entropy and a target of 0.4
 at 0.54.
 The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
 with `final`, its checkpoint, and `instruct.png`. With `--run-dir` the same command goes on after an interruption: what

@@ -29,7 +29,7 @@ def programs_of(run: BaseRun, state: TrainState) -> list[Program]:
     """
     batch, rollout = abstract_batch(run, state), None
     by_length = update_programs(run.updater, state, batch).by_length
-    # Of each shape of a packed sequence, an update and what scores for it.
+    # Of each shape of a packed sequence, an update and what measures and scores beside it.
     shapes = [i for i, program in enumerate(by_length) if program.function is by_length[0].function]
     second = [*shapes, len(by_length)][1] if by_length else 0
     if isinstance(run, Run) and run.interaction is None:  # what is read between turns has no size known before

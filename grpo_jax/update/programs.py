@@ -70,7 +70,7 @@ def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens
 def constant_programs(
     updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None
 ) -> tuple[Program, ...]:
-    """The programs that every update of packed sequences needs: through the prompts and back, and the optimizer's.
+    """The programs of an update that no length chooses: through the prompts and back, and the optimizer's.
 
     None on a mesh: there they take what other programs leave, and where that is XLA says once it has compiled those.
     The arguments are those of `update_programs`.

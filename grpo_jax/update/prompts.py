@@ -67,8 +67,8 @@ class Reading(NamedTuple):
 
 def read_all(reading: Reading, size: int, shards: Shards) -> ReadPrompts:
     """`read_prompts` of all prompts, at most `size` tokens at a time."""
-    prompts = PromptsInTurn(reading, size, shards, backward=False)
-    return prompts.read(range(prompts.count))
+    prompts = PromptsInTurn(reading, size, shards)
+    return prompts.read(range(prompts.count), backward=False)
 
 
 class PromptsInTurn:
@@ -81,19 +81,18 @@ class PromptsInTurn:
       kept: the activations of parts that are read and not yet left, by their numbers.
     """
 
-    def __init__(self, reading: Reading, size: int, shards: Shards, *, backward: bool = True):
+    def __init__(self, reading: Reading, size: int, shards: Shards):
         self.count = count_reads(reading.prompts, size, shards)
         self.kept: dict[int, Activations] = {}
-        self._reading, self._shards, self._backward = reading, shards, backward
+        self._reading, self._shards = reading, shards
         self._read: ReadPrompts | None = None
 
-    def read(self, parts: Sequence[int], *, backward: bool | None = None) -> ReadPrompts:
+    def read(self, parts: Sequence[int], *, backward: bool = True) -> ReadPrompts:
         """All prompts, of which these parts have been read and those before; the others are zeros.
 
         The parts are dealt out to the streams. What an earlier call returned is consumed. Without `backward` no
         activations of theirs are kept.
         """
-        backward = self._backward if backward is None else backward
 
         def read_share(numbers: range) -> list[tuple[ReadPrompts, Activations]]:
             count, shards = self.count, self._shards

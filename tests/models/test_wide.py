@@ -98,7 +98,8 @@ def test_a_wide_product_by_columns_is_the_product():
     keys = jax.random.split(jax.random.key(2))
     x, w = jax.random.normal(keys[0], (3, 48)).astype(BF16), jax.random.normal(keys[1], (48, 80)).astype(BF16)
     found, expected = matmul_by_columns(x, w.T, jnp.float32, True), matmul(x, w, jnp.float32, True)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    tolerance = 0 if has_wide_sums() else 1e-5  # an older XLA adds up in another order
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def operands(text):

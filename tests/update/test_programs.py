@@ -24,12 +24,12 @@ def case(kind):
         policy = add_lora(tiny_policy(), rank=2, dropout=0.5, key=jax.random.key(1))
         model, params = policy.model, policy.params
     settings = {"top_entropy_quantile": 0.5} if kind == "entropy" else {}
-    config = GRPOConfig(beta=0.0 if kind == "flat" else 0.1, max_completion_length=T, **settings)
+    config = GRPOConfig(beta=0.0 if kind == "zero signal" else 0.1, max_completion_length=T, **settings)
     updater = choose_updater(model, config, micro=(4, G), optimizer=OPTIMIZER)
     return updater, create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0), keep_reference=True)
 
 
-@pytest.mark.parametrize("kind", ["packed", "flat", "entropy", "dropout", "padded"])
+@pytest.mark.parametrize("kind", ["packed", "zero signal", "entropy", "dropout", "padded"])
 def test_what_an_update_runs_is_in_the_list(monkeypatch, kind):
     """The text of the program, lowered from shapes before there is an update and from the arrays of one."""
     updater, state = case(kind)
@@ -49,10 +49,10 @@ def test_what_an_update_runs_is_in_the_list(monkeypatch, kind):
             monkeypatch.setattr(module, name, watched(vars(module)[name]))
     updater.score(state.ref_params, batch().prompts, batch().tokens, batch().mask)
     b = batch()
-    if kind == "flat":  # half of the groups have no advantages
+    if kind == "zero signal":  # half of the groups have no advantages
         b = b.replace(advantages=b.advantages.at[:2].set(0))
     updater.update(state, b)
-    assert len(ran) >= (3 if kind == "flat" else 2)
+    assert len(ran) >= (3 if kind == "zero signal" else 2)
     assert set(ran) <= texts
     assert (kept_bytes(updater, *shapes) > 0) == (kind != "padded")
 
