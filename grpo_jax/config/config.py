@@ -96,18 +96,6 @@ class GRPOConfig(Batches):
     """Times the dataset is gone through, where `max_steps` is -1."""
     shuffle_dataset: bool = True
     """Shuffle the prompts, anew in every epoch."""
-    prompt_selection: Literal["uniform", "beta", "curriculum"] = "uniform"
-    """How the next rows are chosen: in epochs; by a Beta posterior of each row's chance of success, those first whose
-    chance may be a half (MoPPS, arXiv 2507.04632); or from the lowest `level`, a column, up, the next once the rewards
-    are high enough. But for epochs, `num_train_epochs` says only how many prompts are sampled: some rows come often,
-    some never. Ours."""
-    prompt_success: float | None = None
-    """Weighted sum of rewards from which on a completion is a success; None: 1 of each function. With levels the mean
-    from which on the next one is admitted, and no default. Ours."""
-    prompt_decay: Annotated[float, In("(0, 1]", "1 never forgets, though the policy learns")] = 0.5
-    """What is left of the evidence after as many prompts as there are rows. Ours."""
-    prompt_groups: Count = 32
-    """Rows of the highest level, those sampled last, over whose last groups that mean is taken. Ours."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
     max_refills: Count = 4

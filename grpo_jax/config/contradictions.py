@@ -73,21 +73,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         'only advantage_estimator = "grpo" is divided by it, the others have a scale of their own; use "none"',
     ),
     (
-        "shuffle_dataset prompt_selection",
-        lambda c: c.prompt_selection != "uniform" and not c.shuffle_dataset,
-        'prompt_selection = "beta" and "curriculum" choose rows in an order of their own; leave it True',
-    ),
-    (
-        "prompt_success prompt_selection",
-        lambda c: c.prompt_selection == "uniform" and c.prompt_success is not None,
-        'nothing reads it; set prompt_selection = "beta" or "curriculum", or leave it at None',
-    ),
-    (
-        "prompt_success prompt_selection",
-        lambda c: c.prompt_selection == "curriculum" and c.prompt_success is None,
-        'prompt_selection = "curriculum" admits the next level from this mean reward on; give one, such as 0.8',
-    ),
-    (
         "dynamic_sampling advantage_estimator",
         lambda c: c.dynamic_sampling and c.advantage_estimator == "remax",
         'replaces groups of equal rewards, and by advantage_estimator = "remax" these have a signal too, against their'

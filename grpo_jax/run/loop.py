@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
@@ -32,7 +31,6 @@ from grpo_jax.run.publish import Publisher
 from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
-from grpo_jax.run.selection import Posteriors, no_evidence
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
@@ -58,7 +56,6 @@ class _Loop:
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
     engine: Beside | None = None  # where an engine samples it
-    posteriors: Posteriors | None = None  # of the rows' chances of success, where rows are chosen by them
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
@@ -70,11 +67,8 @@ class _Loop:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this moment."""
-        ahead, told, rows = (None, None, None) if self.ahead is None else self.ahead
-        # Not `engine.busy`: it may have given up, or have begun already what a failed iteration will ask for again.
-        if self.posteriors is not None and self.engine is not None and self.progress.asked:
-            rows = np.array(self.engine.rows, np.int32)
-        self.checkpoints.save(state, self.progress, self.batch, ahead, told, rows, self.posteriors)
+        ahead, told = (None, None) if self.ahead is None else self.ahead
+        self.checkpoints.save(state, self.progress, self.batch, ahead, told)
 
 
 def run_loop(
@@ -158,14 +152,10 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
 
 def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
-    state, found, loop.batch, completions, transcript, rows, loop.posteriors = loop.checkpoints.restore(state, resume)
-    loop.ahead = None if completions is None else Ahead(completions, transcript, rows)
-    if loop.engine is not None and rows is not None:
-        loop.engine.rows = rows.tolist()
+    state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
+    loop.ahead = None if completions is None else Ahead(completions, transcript)
     loop.progress = found or loop.progress
     data = loop.run.data
-    if found is None and isinstance(loop.run, Run):
-        loop.posteriors = no_evidence(loop.run.config, data.rows)
     loop.monitor.start(
         state,
         loop.progress,
@@ -201,7 +191,7 @@ def ask_again(loop: _Loop, state: TrainState) -> None:
     if loop.engine is not None and progress.asked:
         assert isinstance(run, Run), "which has an engine"
         key, cursor = jax.random.fold_in(state.key, 0), progress.cursor
-        rows = loop.engine.rows or run.numbers(cursor, run.sizes.prompts)
+        rows = run.numbers(cursor, run.sizes.prompts)
         loop.engine.begin(state.old_params, key, cursor, rows, request_of(run), loop.signals.interrupt)
 
 
@@ -213,7 +203,7 @@ def take_ahead(loop: _Loop, state: TrainState) -> None:
     assert isinstance(run, Run), "which has an engine"
     with loop.monitor.phase("rollout"):
         sampled = engine.result(state.old_params)
-    loop.ahead = Ahead.of(sampled, run.data, engine.rows, chosen=loop.posteriors is not None)
+    loop.ahead = Ahead.of(sampled, run.data, run.numbers(loop.progress.cursor, run.sizes.prompts))
     loop.progress.asked = False
 
 
@@ -236,14 +226,13 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
         count=sizes.prompts,
         phase=loop.monitor.phase,
         ahead=loop.ahead,
-        posteriors=loop.posteriors,
         look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
         engine=loop.engine,
         interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
     loop.monitor.completions(progress.step + 1, experience.rows)
-    loop.batch, loop.ahead, loop.posteriors = experience.batch, experience.ahead, experience.posteriors
+    loop.batch, loop.ahead = experience.batch, experience.ahead
     progress.asked = loop.engine is not None and loop.engine.busy
 
 

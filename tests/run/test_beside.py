@@ -13,7 +13,6 @@ from test_resume import Cut, cut_at
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
-from grpo_jax.rewards.contract import RewardError
 from grpo_jax.watch.trackers import StopRun
 from grpo_jax.watch.writer import read_lines
 
@@ -149,43 +148,6 @@ def test_a_run_goes_on_to_the_same_params(server, tmp_path, passes, end):
     found, lines = run(vllm(server.url), run_dir=tmp_path, **settings)
     assert 0 < len(lines) < settings["max_steps"]
     same(found, undisturbed(passes)[0])
-
-
-def fails_at(step):
-    """`rewards`, but for those behind so many steps."""
-
-    def function(completion_ids, trainer_state):
-        if trainer_state.global_step == step:
-            raise RuntimeError("the service is down")
-        return rewards(completion_ids)
-
-    function.__name__ = "rewards"
-    return function
-
-
-@pytest.mark.parametrize("end", ["cut", "by its rewards", "by the server"])
-def test_rows_that_were_chosen_for_the_engine_are_asked_for_again(server, tmp_path, end):
-    """The checkpoint names them: the posteriors that chose them are gone when the run goes on."""
-    chosen = {"prompt_selection": "beta", "prompt_success": 3.0, "max_steps": 5, "save_steps": 1}
-    whole, _ = run(vllm(server.url), run_dir=tmp_path / "whole", **chosen)
-    if end == "cut":
-        with pytest.raises(Cut):
-            run(vllm(server.url), run_dir=tmp_path / "cut", callbacks=[cut_at(3)], **chosen)
-    elif end == "by its rewards":  # saved while the engine is at the rows behind them
-        with pytest.raises(RewardError, match="the service is down"):
-            run(vllm(server.url), run_dir=tmp_path / "cut", fns=fails_at(3), **chosen | {"save_steps": None})
-    else:  # saved when the engine has given up
-        synced = len(server.posts("/collective_rpc"))
-        server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > synced + 3 else None
-        with pytest.raises(EngineError, match="told to answer 400"):
-            run(vllm(server.url), run_dir=tmp_path / "cut", **chosen | {"save_steps": None})
-        server.fault = lambda *_: None
-    assert any((tmp_path / "cut" / "checkpoints").glob("[0-9]*"))
-    again, _ = run(vllm(server.url), run_dir=tmp_path / "cut", **chosen)
-    same(again, whole)
-    prompts = lambda name: [row["prompt"] for row in read_lines(tmp_path / name / "completions.jsonl")]
-    assert prompts("cut") == prompts("whole")
-    assert len(set(prompts("whole"))) > 1
 
 
 def test_a_run_that_is_stopped_does_not_wait_for_completions_on_their_way(server, tmp_path):

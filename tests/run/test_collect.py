@@ -35,9 +35,9 @@ def run_of(reward_fns=length_reward, **settings):
     return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(**settings)))
 
 
-def collected(run, cursor=0, posteriors=None, **keep):
+def collected(run, cursor=0, **keep):
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run, state, cursor, count=run.sizes.prompts, posteriors=posteriors)
+    return collect(run, state, cursor, count=run.sizes.prompts)
 
 
 def test_rows_rewards_and_advantages_belong_together():
