@@ -77,8 +77,7 @@ SAME: dict[str, str] = {
     "scale_rewards": "True and False are taken too",
     "multi_objective_aggregation": "",
     "mask_truncated_completions": "",
-    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv", "dppo_kl", "clip_cov" and '
-    '"kl_cov" are ours',
+    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv" and "dppo_kl" are ours',
     "importance_sampling_level": '"trajectory" is ours',
     "epsilon": "",
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',

@@ -108,9 +108,8 @@ class GRPOConfig(Batches):
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp", "remax"] = "grpo"
-    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". "remax"
-    samples a greedy completion of each prompt too, in a rollout of its own. Ours."""
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
+    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], readers.scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -147,16 +146,6 @@ class GRPOConfig(Batches):
     """Exponent of vespo's weight where A < 0."""
     vespo_lambda_neg: NotNegative = 2.0
     """Decay of vespo's weight where A < 0."""
-    clip_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002")] = 0.0002
-    """Share of the tokens that clip_cov leaves out (arXiv 2505.22617). Ours, as the next four, by verl's names."""
-    clip_cov_lb: float = 1.0
-    """Lowest covariance of advantage and log-prob of these tokens. Ours."""
-    clip_cov_ub: float = 5.0
-    """Highest covariance of these tokens. Ours."""
-    kl_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002 to 0.002")] = 0.0002
-    """Share of the tokens, those of the largest covariance, that kl_cov pulls back. Ours."""
-    ppo_kl_coef: NotNegative = 1.0
-    """How strongly kl_cov pulls; not at the first update of an iteration, where the policy has not moved. Ours."""
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None

@@ -48,7 +48,7 @@ def turn_advantages(
       scale_rewards: likewise.
       multi_objective_aggregation: likewise.
       epsilon: likewise.
-      estimator: likewise, any but "opo" and "remax".
+      estimator: likewise, any but "opo".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage
@@ -95,8 +95,8 @@ def turn_advantages(
         raise ValueError(
             f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
         )
-    if estimator in ("opo", "remax"):
-        raise ValueError(f'estimator="{estimator}" has a baseline for whole completions, and none for a turn.')
+    if estimator == "opo":
+        raise ValueError('estimator="opo" has a baseline for whole completions, and none for a turn.')
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]

@@ -47,7 +47,6 @@ from grpo_jax.rewards.calls import means_of, total_rewards
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.beside import Beside
-from grpo_jax.run.greedy import sample_greedy, score_greedy
 from grpo_jax.run.groups import Groups, rollout_metrics, zero_signal
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
@@ -122,10 +121,7 @@ class _Rollouts:
         while True:
             start, cursor = cursor, cursor + self.count
             sampled = self.sampled(start, ahead)
-            measured, greedy = measured_by(run.sampler), None  # before the engine begins with others
-            if config.advantage_estimator == "remax":
-                with self.phase("rollout"):
-                    greedy = self.sample_greedy(start, run.numbers(start, self.count))
+            measured = measured_by(run.sampler)  # before the engine begins with others
             coming_rows = run.numbers(cursor, self.count) if self.look_ahead else []
             if self.look_ahead and self.engine is not None:
                 with self.phase("rollout"):
@@ -155,7 +151,6 @@ class _Rollouts:
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
                 scores = of_all_processes(own, run.reward_fns)
-                baseline = None if greedy is None else score_greedy(run, greedy, step=self.step, cursor=start)
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             parts = place_parts(run.own_advantages, scores, sampled, names)
@@ -163,9 +158,6 @@ class _Rollouts:
             asked = ask_teacher(run.teaching, Heard(sampled, scores.texts, totals), run.interaction, config)
             groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts, asked=asked)
             metrics = scores.stats | rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
-            if baseline is not None:
-                groups = groups._replace(baselines=baseline.rewards)
-                metrics |= {name: metrics.get(name, 0.0) + value for name, value in baseline.metrics.items()}
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
 
@@ -179,18 +171,6 @@ class _Rollouts:
                 return self.engine.result(self.params)
         with self.phase("rollout"):
             return self.sample(start, rows)
-
-    def sample_greedy(self, cursor: int, rows: list[int]) -> Sampled:
-        """A greedy completion of each of these rows, the prompts from `cursor` on."""
-        return sample_greedy(
-            self.run,
-            self.params,
-            rows,
-            self.request,
-            self.key,
-            prompt_indices=cursor + np.arange(self.count),
-            interrupt=self.interrupt,
-        )
 
     def sample(self, cursor: int, rows: list[int]) -> Sampled:
         """Completions of these rows, the prompts from `cursor` on."""
@@ -337,7 +317,6 @@ def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: Groups, 
         estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards,
         lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
-        baseline_rewards=groups.baselines,
     )
     return fetch(batch.replace(advantages=advantages))
 

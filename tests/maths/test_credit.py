@@ -178,7 +178,6 @@ def test_a_discount_is_no_gradient_of_the_discounted_sum():
     [
         ({"baseline": "turns"}, "baseline='turns' is not known; use one of 'turn', 'all'"),
         ({"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
-        ({"estimator": "remax"}, 'estimator="remax" has a baseline for whole completions'),
         ({"estimator": "maxrl"}, "has a scale of its own"),
     ],
 )

@@ -13,15 +13,7 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import (
-    chooses_by_covariance,
-    count_totals,
-    cov_share,
-    has_bonus,
-    loss_of,
-    router_coef,
-    sampling_of,
-)
+from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import apply_gradients
 
@@ -54,8 +46,6 @@ def state_of(**settings):
         {"loss_type": "grpo"},
         {"loss_type": "dapo", "entropy_coef": 0.2},
         {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
-        {"loss_type": "clip_cov", "clip_cov_ratio": 0.3, "clip_cov_lb": 0.02},
-        {"loss_type": "kl_cov", "kl_cov_ratio": 0.3, "num_iterations": 2},
     ],
     ids=lambda settings: settings["loss_type"],
 )
@@ -70,9 +60,6 @@ def test_parts_add_up_to_the_whole(settings, counted):
     selected = None
     if config.top_entropy_quantile < 1:
         selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
-    if chooses_by_covariance(config):
-        batch = batch.replace(cov_share=cov_share(batch, log_probs, config))
-        assert 0 < batch.cov_share.sum() < batch.mask.sum()
     totals = count_totals(batch, selected)
     assert int(totals["num_rows"]) == (B if counted is None else 2) * G
     rows = batch.replace(counted=None)

@@ -98,22 +98,6 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
     assert_same_step(*both(*tiny_model(), batch(), config))
 
 
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_tokens_are_chosen_by_covariance_among_those_of_the_whole_minibatch(on_policy):
-    """By the sampler's log-probs on-policy, else by a pass before the first sequence."""
-    model, params = tiny_model()
-    common = {"max_completion_length": T, "max_grad_norm": 0, "num_iterations": 2, "beta": 0.1}
-    for settings in (
-        {"loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.2},
-        {"loss_type": "kl_cov", "kl_cov_ratio": 0.1},
-    ):
-        config = GRPOConfig(**common, **settings)
-        plain, packed_step = both(model, params, batch(), config, on_policy=on_policy)
-        assert_same_step(plain, packed_step)
-        chosen, tokens = float(plain[1]["cov_share"] * plain[1]["tokens"]), float(plain[1]["tokens"])
-        assert chosen == pytest.approx(tokens // 10, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "shape",
     [

@@ -144,14 +144,13 @@ def test_dropout_falls_on_what_is_measured_too(calls):
     assert entropies[0] == entropies[1] != entropies[2]
 
 
-@pytest.mark.parametrize("kind", ["beta", "bonus", "adaptive bonus", "covariance", "surrogate", "experts"])
+@pytest.mark.parametrize("kind", ["beta", "bonus", "adaptive bonus", "surrogate", "experts"])
 def test_where_the_loss_has_other_terms_all_is_gone_back_through(calls, kind):
     """A group without advantages does have a gradient there."""
     settings = {
         "beta": {"beta": 0.1},
         "bonus": {"entropy_coef": 0.1},
         "adaptive bonus": {"use_adaptive_entropy": True},
-        "covariance": {"loss_type": "kl_cov", "num_iterations": 2},
         "experts": {"router_aux_loss_coef": 0.1},
     }
     shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)}
@@ -183,12 +182,11 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
     config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}), **settings)
     rng = np.random.default_rng(0)
     log_probs, old = (jnp.asarray(-3 + rng.normal(size=(3, 6)), jnp.float32) for _ in range(2))
-    share = jnp.full((3, 6), 0.5) if loss_type in ("clip_cov", "kl_cov") else None
 
     def loss(log_probs, advantages):
         mask = jnp.ones((3, 6), bool)
         return grpo_loss_terms(
-            log_probs, old, None, advantages, mask, loss_settings(config), num_rows=3, num_tokens=18, cov_share=share
+            log_probs, old, None, advantages, mask, loss_settings(config), num_rows=3, num_tokens=18
         )[0]
 
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
