@@ -280,7 +280,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "deepspeed": _other(None, _CUT),
     "local_rank": _needless(-1, _MESH),
     # Debugging.
-    "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
+    "debug": _needless("", "an update that is not finite is always skipped and counted, and its cause is named"),
     "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
     "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,12 +29,12 @@ from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
-from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
+from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
 from grpo_jax.watch.progress import Profile, Progress
@@ -51,11 +52,11 @@ class _Loop:
     signals: StopSignals
     checkpoints: Checkpoints
     publisher: Publisher
-    bad_batches: BadBatches
     progress: Progress = dataclasses.field(default_factory=Progress)
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
     engine: Beside | None = None  # where an engine samples it
+    warned_of_skipped: bool = False  # the first skipped update has been explained
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
@@ -96,7 +97,7 @@ def run_loop(
         Profile(own_dir, config.profile_steps) as profile,
         contextlib.ExitStack() as threads,
     ):
-        loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
+        loop = _Loop(run, monitor, signals, checkpoints, publisher)
         if isinstance(run, Run) and run.samples_beside:
             loop.engine = threads.enter_context(Beside(run))
         state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
@@ -122,10 +123,10 @@ def run_loop(
                 except Exception:
                     save_after_error(loop, state)
                     raise
-            index, minibatch = next_minibatch(loop)
-            state = make_update(loop, state, minibatch, index)
+            minibatch = next_minibatch(loop)
+            state, metrics = make_update(loop, state, minibatch)
             log_if_due(loop)
-            check_skipped(loop, state, minibatch, index)
+            check_skipped(loop, state, minibatch, metrics)
             if not loop.stopping():
                 evaluate_if_due(loop, state)
                 save_if_due(loop, state)
@@ -236,18 +237,18 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
     progress.asked = loop.engine is not None and loop.engine.busy
 
 
-def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
-    """The minibatch of the next update, cut from the batch along B, and its index in a pass."""
+def next_minibatch(loop: _Loop) -> Batch:
+    """The minibatch of the next update, cut from the batch along B."""
     sizes, batch = loop.run.sizes, loop.batch
     assert batch is not None, "collected before its updates"
     index, count = loop.progress.updates_done % sizes.minibatches, sizes.prompts_per_update
     if sizes.minibatches == 1:
-        return index, batch
-    return index, jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
+        return batch
+    return jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
 
 
-def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
-    """One optimizer step (`update.packed`, of other models `update.step`); `replay` finds one that was skipped."""
+def make_update(loop: _Loop, state: TrainState, minibatch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """One optimizer step (`update.packed`, of other models `update.step`), and its metrics."""
     run, progress, config = loop.run, loop.progress, loop.run.config
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)
@@ -257,11 +258,9 @@ def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) ->
     if config.max_kl_old is not None:
         metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
     progress.updated(metrics)
-    if metrics["update_skipped"]:
-        loop.bad_batches.note(state, minibatch, step=progress.step, index=index)
     if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
         progress.updates_done, loop.batch = 0, None
-    return state
+    return state, metrics
 
 
 def log_if_due(loop: _Loop) -> None:
@@ -273,13 +272,35 @@ def log_if_due(loop: _Loop) -> None:
         loop.monitor.log(progress.step, line)
 
 
-def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> None:
-    """End the run after `max_skipped_updates` in a row, saved; the run that goes on may skip as many again."""
-    most, progress = loop.run.config.max_skipped_updates, loop.progress
-    if most is not None and progress.skipped >= most:
+def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
+    """Warn of the first skipped update, and end the run after `max_skipped_updates` in a row, saved.
+
+    A resumed run may skip as many again.
+
+    Raises:
+      FloatingPointError: names the value that was not finite, its prompt and its completion.
+    """
+    run, progress = loop.run, loop.progress
+    step, most = progress.step, run.config.max_skipped_updates
+    ends = most is not None and progress.skipped >= most
+    if not metrics["update_skipped"] or (loop.warned_of_skipped and not ends):
+        return
+    loop.warned_of_skipped = True
+    cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
+    if ends:
         progress.skipped = 0
         loop.save(state)
-        raise loop.bad_batches.error(state, minibatch, step=progress.step, index=index)
+        raise FloatingPointError(
+            f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because loss or gradient was not"
+            f" finite; in the last one {cause}. The policy is unchanged since the first of them; fix the cause and call"
+            " train again with the same run_dir to resume"
+        )
+    warnings.warn(
+        f"step {step} was skipped, params and optimizer state are unchanged: {cause}. Further skipped updates are"
+        " counted in the metric update_skipped",
+        RuntimeWarning,
+        stacklevel=4,  # the call of `train`
+    )
 
 
 def save_if_due(loop: _Loop, state: TrainState) -> None:

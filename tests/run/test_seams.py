@@ -12,7 +12,7 @@ from test_packed import OPTIMIZER, G, T, batch
 from test_updater import Bare
 from tiny import scored, tiny_model, tiny_policy
 
-from grpo_jax import Completions, GRPOConfig, compute_advantages, rehearse, replay, train
+from grpo_jax import Completions, GRPOConfig, compute_advantages, rehearse, train
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.maths.surrogates import ppo
 from grpo_jax.run.collect import collect
@@ -227,15 +227,3 @@ def test_a_rehearsal_tries_them_too(capsys):
     assert found.suspicious[-1] == "all advantages are 0: such a group teaches nothing"
     found = rehearse(POLICY, ROWS, length, CONFIG, surrogate=lambda tokens, settings: tokens.advantages)
     assert found.suspicious[-1].startswith("the gradient is 0, though the rewards differ")
-
-
-def test_a_kept_batch_is_run_again_by_the_surrogate_that_skipped_it(tmp_path):
-    def bad(tokens, settings):
-        return jnp.log(tokens.advantages) * tokens.ratio
-
-    with pytest.warns(RuntimeWarning, match="was skipped"):
-        learn(run_dir=tmp_path, surrogate=bad)
-    with pytest.raises(ValueError, match="surrogate: the run had one of its own, bad; give it"):
-        replay(tmp_path, POLICY)
-    assert replay(tmp_path, POLICY, surrogate=bad).term == "loss"
-    assert replay(tmp_path, POLICY, surrogate=ppo) is None
