@@ -200,7 +200,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Speed and memory.
     "activation_checkpointing": _other(None, "use gradient_checkpointing"),
     "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    "gradient_checkpointing_kwargs": _needless(None, "gradient_checkpointing_policy says what a layer keeps"),
+    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
     "torch_compile": _needless(False, "everything is compiled"),
     "torch_compile_backend": _needless(None, "everything is compiled"),
     "torch_compile_mode": _needless(None, "everything is compiled"),

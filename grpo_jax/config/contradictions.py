@@ -54,16 +54,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         'only advantage_estimator = "grpo" normalizes reward by reward; use "sum_then_normalize"',
     ),
     (
-        "turn_gamma turn_credit",
-        lambda c: c.turn_credit == "episode" and c.turn_gamma != 1,
-        'discounts what is to go from a turn; set turn_credit="to_go", or leave it at 1.0',
-    ),
-    (
-        "turn_baseline turn_credit",
-        lambda c: c.turn_credit == "episode" and c.turn_baseline != "turn",
-        'is the baseline of what is to go from a turn; set turn_credit="to_go", or leave it at "turn"',
-    ),
-    (
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
         'advantage_estimator = "opo" weighs whole completions by their length; use another, or turn_credit="episode"',

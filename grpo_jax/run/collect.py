@@ -8,9 +8,9 @@ While the host is at the reward functions, the device has work that needs no rew
 asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
 completions are sampled in a thread beside (`streams.beside`). While the reward functions work, the device holds
 
-- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params, with
-  `master_params`; old params if an iteration has several updates, or an engine samples beside its one; the reference
-  if beta > 0, and the initial policy if it is synced; a teacher's params, if it is the policy as it was, or an average;
+- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params; old
+  params if an iteration has several updates, or an engine samples beside its one; the reference if beta > 0, and the
+  initial policy if it is synced; a teacher's params, if it is the policy as it was, or an average;
 - the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
 - while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
   package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.config import batches
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
@@ -209,7 +210,7 @@ def request_of(run: Run) -> Request:
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
     """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
 
-    Sampling goes on for `max_refills` rounds at most. What is missing then is filled with zero-signal groups, which
+    Sampling goes on for `MAX_REFILLS` rounds at most. What is missing then is filled with zero-signal groups, which
     count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
 
     Returns:
@@ -220,7 +221,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     groups = taken[0].groups
     while True:
         kept = ~zero_signal(groups.rewards, config)
-        if kept.sum() >= count or len(taken) > config.max_refills:
+        if kept.sum() >= count or len(taken) > batches.MAX_REFILLS:
             break
         taken.append(next(rounds))
         groups = groups.join(taken[-1].groups)

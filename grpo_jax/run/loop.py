@@ -37,7 +37,7 @@ from grpo_jax.types import Batch
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.progress import Profile, Progress
+from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Callback, check_trackers
 
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
@@ -94,7 +94,6 @@ def run_loop(
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
-        Profile(own_dir, config.profile_steps) as profile,
         contextlib.ExitStack() as threads,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher)
@@ -110,9 +109,7 @@ def run_loop(
         ask_again(loop, state)
         if loop.progress.step < run.total_steps:
             threads.enter_context(compiled_ahead(run, state, say=monitor.say))
-        profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
-            profile.at(loop.progress.step)
             if loop.batch is None:
                 try:
                     take_ahead(loop, state)
@@ -145,8 +142,6 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
-    if run_dir is None and config.profile_steps is not None:
-        raise ValueError(f"profile_steps = {config.profile_steps}: there is nowhere to write the trace; give run_dir")
     check_trackers(config, run_dir)
     return Publisher(config, run.policy, run_dir)
 
@@ -165,7 +160,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_dropped=len(data.dropped),
         resumed=found is not None,
     )
-    kept = keep_programs(keep=loop.run.config.keep_programs)
+    kept = keep_programs()
     if kept is not None and (where := where_kept(kept)) is not None:
         loop.monitor.say(where)
     return state
@@ -249,16 +244,14 @@ def next_minibatch(loop: _Loop) -> Batch:
 
 def make_update(loop: _Loop, state: TrainState, minibatch: Batch) -> tuple[TrainState, dict[str, float]]:
     """One optimizer step (`update.packed`, of other models `update.step`), and its metrics."""
-    run, progress, config = loop.run, loop.progress, loop.run.config
+    run, progress = loop.run, loop.progress
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)
         metrics = {name: float(value) for name, value in fetch(measured).items()}
     if run.schedule is not None:
         metrics["learning_rate"] = float(run.schedule(progress.step))
-    if config.max_kl_old is not None:
-        metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
     progress.updated(metrics)
-    if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
+    if progress.updates_done == run.sizes.updates:
         progress.updates_done, loop.batch = 0, None
     return state, metrics
 

@@ -137,7 +137,7 @@ def _encoded_run(
     for name, some in encoded.items():
         if some is not None:
             warn_of_prompts(some, policy.tokenizer, reward_fns, name)
-    keep_programs(keep=config.keep_programs)  # what is compiled from here on
+    keep_programs()  # what is compiled from here on
     run = derive_run(
         place_policy(policy, mesh),
         config,

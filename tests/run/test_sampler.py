@@ -223,7 +223,7 @@ UPDATES = {
     "one update": {},
     "micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "several updates": {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1},
-    "dynamic sampling": {"dynamic_sampling": True, "max_refills": 1},
+    "dynamic sampling": {"dynamic_sampling": True},
     "rollout ahead": {"rollout_ahead": True, "beta": 0.1},
     "a mesh": {"mesh": {"data": 2}, "per_device_train_batch_size": 4},
 }
