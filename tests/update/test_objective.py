@@ -136,18 +136,6 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_a_gradient_that_is_not_finite_moves_nothing(bad):
-    batch, *scores = case()
-    config = GRPOConfig(max_completion_length=T)
-    _, sums = loss_of(Scores(*scores), batch, state_of(), count_totals(batch), config=config, on_policy=True)
-    for gradient, skipped in (({"w": jnp.array([1.0, bad])}, 1), ({"w": jnp.array([1.0, 2.0])}, 0)):
-        state, metrics = apply_gradients(state_of(), gradient, sums, optimizer=OPTIMIZER, config=config)
-        assert float(metrics["update_skipped"]) == skipped
-        np.testing.assert_allclose(state.params["w"], [1, 1] if skipped else [0, -1])
-
-
-@pytest.mark.quick
 def test_sampler_and_scorer_share_their_settings():
     config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
     assert sampling_of(config) == Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
