@@ -25,7 +25,7 @@ from grpo_jax.types import Json
 def load_policy(run: RunFile) -> Policy:
     """Load the policy that a run begins with."""
     config = run.config
-    keep_programs(keep=config.keep_programs)
+    keep_programs()
     if run.model is None:
         raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
     if isinstance(run.model, Mapping):

@@ -77,8 +77,7 @@ SAME: dict[str, str] = {
     "scale_rewards": "True and False are taken too",
     "multi_objective_aggregation": "",
     "mask_truncated_completions": "",
-    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv", "dppo_kl", "clip_cov" and '
-    '"kl_cov" are ours',
+    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv" and "dppo_kl" are ours',
     "importance_sampling_level": '"trajectory" is ours',
     "epsilon": "",
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
@@ -201,7 +200,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Speed and memory.
     "activation_checkpointing": _other(None, "use gradient_checkpointing"),
     "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    "gradient_checkpointing_kwargs": _needless(None, "gradient_checkpointing_policy says what a layer keeps"),
+    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
     "torch_compile": _needless(False, "everything is compiled"),
     "torch_compile_backend": _needless(None, "everything is compiled"),
     "torch_compile_mode": _needless(None, "everything is compiled"),
@@ -281,7 +280,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "deepspeed": _other(None, _CUT),
     "local_rank": _needless(-1, _MESH),
     # Debugging.
-    "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
+    "debug": _needless("", "an update that is not finite is always skipped and counted, and its cause is named"),
     "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
     "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }

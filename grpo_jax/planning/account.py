@@ -144,16 +144,6 @@ class Account:
         return shapes
 
     @functools.cached_property
-    def greedy(self) -> RolloutShapes | None:
-        """The programs of the greedy rollout that `advantage_estimator="remax"` makes; None for any other.
-
-        It follows the rollout with G times as many completions, and takes less memory.
-        """
-        if not isinstance(self.run, Run) or self.run.config.advantage_estimator != "remax":
-            return None
-        return rollout_programs(self.run, self.state.params, greedy=True)
-
-    @functools.cached_property
     def teacher(self) -> Teacher | None:
         """A model that is the teacher, with params; None where there is none."""
         teaching = self.run.teaching if isinstance(self.run, Run) else None
@@ -190,7 +180,7 @@ class Account:
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         sizes, tokens = (self.run.updater, self.state, self.batch), None if cpu else _tokens(self.run)
         updates, constant = update_programs(*sizes, tokens=tokens), constant_programs(*sizes, tokens=tokens)
-        rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
+        rollouts = [] if self.rollout is None else self.rollout.programs()
         return tuple(program.name for program in (*rollouts, *constant, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
@@ -252,13 +242,10 @@ class Account:
     @functools.cached_property
     def work(self) -> Work:
         """The arithmetic of one iteration."""
-        return self._work_of(self.config.num_generations)
-
-    def _work_of(self, group: int) -> Work:
         return Work(
             self.run.policy.model.config,
             self.sizes.prompts,
-            group,
+            self.config.num_generations,
             self.run.prompt_length,
             self.run.updater.config.max_completion_length,
             jnp.dtype(self.config.compute_dtype).itemsize,
@@ -267,8 +254,7 @@ class Account:
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""
         update = self.work.update_operations
-        greedy = 0.0 if self.greedy is None else self._work_of(1).update_operations
-        rollout = {} if self.rollout is None else {"rollout": (update + greedy) / 3}
+        rollout = {} if self.rollout is None else {"rollout": update / 3}
         reference = {"reference": update / 3} if self.config.beta > 0 else {}
         taught = 0.0 if self.teacher is None else self._teacher_operations
         before = {"teacher": taught} if taught and not self._taught_in_update else {}
@@ -299,14 +285,10 @@ class Account:
     @property
     def decode_bytes(self) -> float:
         """Bytes that the decode of one iteration reads, over all devices."""
-        return self._decode_bytes(self.config.num_generations) + (0.0 if self.greedy is None else self._decode_bytes(1))
-
-    def _decode_bytes(self, group: int) -> float:
-        """Bytes that a rollout with so many completions of each prompt reads."""
         # Weights are read for each device's own completions, as often as these follow one another; devices along
         # "tensor" share completions, and read a part each.
-        shards, work = shard_count(self.mesh), self._work_of(group)
-        at_once = places(self.sizes.prompts, group, self.config.rollout_batch_size, shards)
+        shards, work = shard_count(self.mesh), self.work
+        at_once = places(self.sizes.prompts, work.group, self.config.rollout_batch_size, shards)
         times = shards * math.ceil(self.sizes.prompts / at_once)
         weights = work.completion_length * count_weights(work.shape) * work.itemsize
         return work.decode_bytes + (times - 1) * weights

@@ -32,7 +32,6 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         keep_old=run.sizes.updates > 1 or (isinstance(run, Run) and run.samples_beside),
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
-        keep_masters=config.master_params,
         mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
         keep_teacher=own_teacher and config.teacher_model_kind != "live",
         mix_teacher=config.teacher_update_rate if follows and adapted else None,

@@ -36,7 +36,6 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
-from grpo_jax.run.selection import no_evidence
 from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
 from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.prompts import EncodedPrompts
@@ -84,7 +83,6 @@ def prepare(arguments: Arguments) -> Run:
         faults.of(check_ends, ends, policy, policy.params)
     if known:
         faults.of(_check_teaching, arguments, rows, fns)
-        faults.of(no_evidence, config, rows["dataset"] or [])
     unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
     if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
@@ -139,7 +137,7 @@ def _encoded_run(
     for name, some in encoded.items():
         if some is not None:
             warn_of_prompts(some, policy.tokenizer, reward_fns, name)
-    keep_programs(keep=config.keep_programs)  # what is compiled from here on
+    keep_programs()  # what is compiled from here on
     run = derive_run(
         place_policy(policy, mesh),
         config,

@@ -30,7 +30,7 @@ from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
-from grpo_jax.update.diagnosis import diagnose
+from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.programs import kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
@@ -178,9 +178,8 @@ def rehearse(
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
     suspicious = [*_of_the_data(run), *_of_the_group(run, experience, metrics)]
     if metrics["update_skipped"]:
-        before = after.replace(step=after.step - 1)
-        found = diagnose(before, experience.batch, updater, rows=experience.rows)
-        suspicious.append(f"the update was skipped: {found or 'its gradient is not finite'}")
+        cause = name_not_finite(updater, after.params, experience.batch, metrics, run.policy.tokenizer)
+        suspicious.append(f"the update was skipped: {cause}")
     with phase("memory analysis"):
         memory = {
             "training state": _bytes(after),

@@ -92,7 +92,7 @@ def train(
       ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
         that differ from those of the run that is found, unless the difference cannot change its numbers.
       RuntimeError: another process is using `run_dir`.
-      NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
+      FloatingPointError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
       SystemExit: with the status 143 on SIGTERM and 130 on SIGINT, after a checkpoint: an update that has begun is
         finished, completions that nothing has been learned from yet are dropped, and the resumed run samples them

@@ -42,7 +42,7 @@ from grpo_jax.models.packing import (
 from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, learns_by_advantages, sampling_of
+from grpo_jax.update.objective import count_totals, learns_by_advantages, sampling_of
 from grpo_jax.update.order import Packing, count_needs, count_work, plan_order
 from grpo_jax.update.prompts import (
     PromptsInTurn,
@@ -185,13 +185,10 @@ class PackedUpdater(BaseUpdater):
     def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
         """Gradient and metric sums of a minibatch that is laid out."""
         sequences, measured, shards, size = packing
-        selected, log_probs, quantile = None, None, self.config.top_entropy_quantile
-        if quantile < 1 or (chooses_by_covariance(self.config) and not self.on_policy):
-            scores = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=quantile < 1)
-            log_probs = None if self.on_policy else scores[0]
-            selected = _select(scores[1], batch.mask, quantile=quantile, mesh=self.mesh) if quantile < 1 else None
-        if chooses_by_covariance(self.config):
-            batch = batch.replace(cov_share=_cov_share(batch, log_probs, config=self.config, mesh=self.mesh))
+        selected, quantile = None, self.config.top_entropy_quantile
+        if quantile < 1:
+            _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
+            selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
         prompts = PromptsInTurn(Reading(state.params, batch.prompts, dropout, self.model), size, shards)
         reader = self.read_teacher(state, batch, packing)
@@ -361,8 +358,3 @@ _merge = jax.jit(merge_metrics)
 @functools.partial(jax.jit, static_argnames=("quantile", "mesh"))
 def _select(entropies, mask, *, quantile, mesh):
     return constrain(top_entropy_mask(entropies, mask, quantile), mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "mesh"))
-def _cov_share(batch, log_probs, *, config, mesh):
-    return constrain(cov_share(batch, log_probs, config), mesh)

@@ -18,7 +18,7 @@ from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Params, Prompts
-from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
+from grpo_jax.update.objective import count_totals, sampling_of
 from grpo_jax.update.packed import PackedUpdater, Updater, apply_sums
 from grpo_jax.update.prompts import (
     Reading,
@@ -120,8 +120,6 @@ class _PackedShapes(NamedTuple):
         dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), mesh, params)
         zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), mesh)
         state, batch = _placed((state, batch), mesh)
-        if chooses_by_covariance(updater.config):
-            batch = batch.replace(cov_share=batch.sampling_log_probs)
         reader = _shape_teacher(updater, state, batch, shapes[0].size, shards)
         minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
         return cls(updater, state, batch, shapes, shards, zeros, minibatch, zero_scores)
@@ -163,13 +161,12 @@ class _PackedShapes(NamedTuple):
         """Those that the lengths of completions choose from."""
         updater, state = self.updater, self.state
         quantile = updater.config.top_entropy_quantile
-        chosen_first = chooses_by_covariance(updater.config) and not updater.on_policy and quantile == 1
         # Where a batch may be packed in halves, it mostly is: with half blocks, few lengths take no fewer tokens so.
         for shape in sorted(self.shapes, key=lambda shape: shape.block):
             yield self.update(shape)
             if updater.skips:
                 yield self.measure(shape)
-            if self.scores or chosen_first:
+            if self.scores:
                 yield self.score(shape, state.params)
             if quantile < 1:
                 yield self.score(shape, state.params, ", with entropy", with_entropy=True)

@@ -89,7 +89,6 @@ def create_state(
     keep_old: bool = False,
     keep_reference: bool = False,
     keep_initial: bool = False,
-    keep_masters: bool = True,
     keep_teacher: bool = False,
     mix_teacher: float | None = None,
     mix_adapters: float | None = None,
@@ -106,7 +105,6 @@ def create_state(
       keep_old: hold the policy that sampled (more than one update an iteration).
       keep_reference: hold a reference (beta > 0).
       keep_initial: hold the initial policy beside a reference that moves.
-      keep_masters: hold float32 masters beside params of less.
       keep_teacher: hold the policy's own teacher.
       mix_teacher: where params are adapters and the teacher follows them, the weight of the policy in a sync.
       mix_adapters: where params are adapters and the reference is synced, the weight of the policy in a sync.
@@ -132,7 +130,7 @@ def create_state(
                 " stays as it is, and its adapters are trained: `add_lora(policy, key)`."
             )
     masters = None
-    if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
+    if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
     state = TrainState(
         params=params,

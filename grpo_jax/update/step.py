@@ -25,15 +25,7 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.micro import cut, cut_array, join
-from grpo_jax.update.objective import (
-    adapt_entropy_coef,
-    chooses_by_covariance,
-    count_totals,
-    cov_share,
-    loss_of,
-    router_coef,
-    sampling_of,
-)
+from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
 from grpo_jax.update.teaching import Teacher, apart, compare_padded
 
@@ -119,17 +111,13 @@ def gradients(
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     sampling, selected = sampling_of(config), None
 
-    def scored(part: Batch) -> tuple[jax.Array, jax.Array]:
-        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling)[:2]
+    def entropies_of(part: Batch) -> jax.Array:
+        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
 
-    if config.top_entropy_quantile < 1 or (chooses_by_covariance(config) and not on_policy):
-        join_all = functools.partial(join, b=batch.mask.shape[0], g=batch.mask.shape[1])
-        log_probs, entropies = jax.tree.map(join_all, jax.lax.map(scored, cut(batch, *micro)))
-        if config.top_entropy_quantile < 1:
-            selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
-    if chooses_by_covariance(config):
-        batch = batch.replace(cov_share=cov_share(batch, None if on_policy else log_probs, config))
     micro_batches = cut(batch, *micro)
+    if config.top_entropy_quantile < 1:
+        entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
+        selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
     dropout, coef = dropout_key(model, state), router_coef(model, config)
 

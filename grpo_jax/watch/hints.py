@@ -136,7 +136,7 @@ def much_clipped(history: History, config: GRPOConfig) -> str | None:
     return (
         f"a share of {share:.2f} of the tokens of the last {WINDOW} logged steps had a clipped ratio: the policy moves"
         f" too far in one iteration. Lower learning_rate (now {config.learning_rate:g}), num_iterations (now"
-        f" {config.num_iterations}) or steps_per_generation, or end an iteration's updates early by max_kl_old"
+        f" {config.num_iterations}) or steps_per_generation"
     )
 
 

@@ -91,7 +91,6 @@ _OUR_KINDS = {
     "turns",
     "tools",
     "environment",
-    "prompt_selection",
     "teacher",
 }
 """First parts of the names of metrics that a run logs itself."""

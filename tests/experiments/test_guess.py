@@ -124,7 +124,7 @@ def test_first_guesses_are_probabilities():
 def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(guess, "make_policy", functools.partial(guess.make_policy, width=16, layers=1))
     arguments = "--steps 4 --prompts 2 --warm-up-steps 8 --games 1 --seed 3 --seeds 2 --control --credit"
-    arms = ("grpo", "control", "to_go_turn", "to_go_all")
+    arms = ("grpo", "control", "to_go")
     picture = tmp_path / "docs" / "guess.png"
     results = guess.main([*arguments.split(), "--run-dir", str(tmp_path / "run"), "--picture", str(picture)])
     printed = capsys.readouterr().out.splitlines()

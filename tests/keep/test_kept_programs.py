@@ -98,8 +98,7 @@ def test_a_directory_that_cannot_be_written_keeps_nothing(untold):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_several_processes_and_who_does_not_want_it_keep_nothing(untold, monkeypatch):
-    assert keep_programs(keep=False) is None
+def test_several_processes_keep_nothing(untold, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         assert keep_programs() is None
@@ -108,7 +107,6 @@ def test_several_processes_and_who_does_not_want_it_keep_nothing(untold, monkeyp
     assert found is not None
     assert found.is_dir()
     assert keep_programs() == found, "said again, it is the same"
-    assert keep_programs(keep=False) is None
 
 
 @pytest.mark.quick

@@ -268,8 +268,6 @@ HARMLESS = {
     "hub_strategy",
     "hub_revision",
     "max_skipped_updates",
-    "profile_steps",
-    "keep_programs",
 }
 CUTS = {
     "gradient_checkpointing",
@@ -590,9 +588,21 @@ def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_pat
 @pytest.mark.quick
 def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     saved = about()
-    del saved["config"]["max_kl_old"]
+    del saved["config"]["delta"]
     assert differences(saved, about(), step=4) == []
-    assert differences(saved, about(max_kl_old=0.5), step=4) == ["max_kl_old = 0.5: the run has None"]
+    assert differences(saved, about(delta=2.0), step=4) == ["delta = 2.0: the run has None"]
+
+
+@pytest.mark.quick
+def test_settings_that_were_removed_resume_with_their_defaults_and_are_named_otherwise():
+    saved = about()
+    saved["config"] |= {"prompt_selection": "uniform", "max_kl_old": None, "turn_gamma": 1.0, "keep_programs": False}
+    assert differences(saved, about(), step=4) == []
+    saved["config"] |= {"prompt_selection": "beta", "max_kl_old": 0.5}
+    assert differences(saved, about(), step=4) == [
+        f"{name}: this version has no such setting, and the run has {value}; resume it with the version that began it"
+        for name, value in (("max_kl_old", 0.5), ("prompt_selection", "'beta'"))
+    ]
 
 
 @pytest.mark.quick

@@ -16,7 +16,6 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.models.bounds import count_weights
 from grpo_jax.planning import programs
 from grpo_jax.planning.account import Account
-from grpo_jax.planning.compiled import compile_program
 from grpo_jax.planning.estimate import PlanRequest, plan_here, plan_sizes
 from grpo_jax.planning.loaded import Loaded, Taught
 
@@ -216,26 +215,6 @@ def test_weights_are_read_as_often_as_completions_follow_one_another():
     once, twice, four = (run(n).decode_bytes for n in (None, 16, 8))
     weights = 64 * 2 * count_weights(run(None).work.shape)
     assert (twice - once, four - once) == (weights, 3 * weights)
-
-
-@pytest.mark.quick
-def test_the_greedy_rollout_of_remax_is_counted():
-    """As a rollout of a run with one completion of each prompt, beside that of all others."""
-    remax = {"advantage_estimator": "remax", "scale_rewards": "none"}
-
-    def account(**settings):
-        return Account.of(MODEL, config_of(max_completion_length=8, **settings), 8, Loaded())
-
-    with_it, without = account(**remax), account()
-    work = dataclasses.replace(without.work, group=1)
-    assert with_it.operations()["rollout"] == without.operations()["rollout"] + work.update_operations / 3
-    assert with_it.operations()["update"] == without.operations()["update"]
-    assert with_it.decode_bytes == without.decode_bytes + work.decode_bytes
-    more = with_it.names()[: -len(without.updates.by_length)]
-    assert set(more) > {name for name in without.names() if not name.startswith(("update", "measure", "score"))}
-    assert any(name.startswith("decode 1×1") for name in more)
-    greedy, sampled = (compile_program(one.largest().lower()).memory for one in (with_it.greedy, with_it.rollout))
-    assert greedy.arguments + greedy.temporaries < sampled.arguments + sampled.temporaries
 
 
 LARGER = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}

@@ -98,7 +98,7 @@ def test_names_that_only_one_rollout_has_are_refused_there_and_free_elsewhere():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "max_kl_old": 1.0, "num_iterations": 2, "max_steps": 2},
+        {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "max_steps": 2},
         {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5, "dynamic_sampling": True},
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss_type": "sapo"},

@@ -75,7 +75,6 @@ def test_completions_are_stale_by_exactly_one_version():
         {"policy": ADAPTED, "num_iterations": 2, "beta": 0.1},
         {
             "dynamic_sampling": True,
-            "max_refills": 2,
             "max_steps": 3,
             "fns": lambda completion_ids: [float(i[0] % 2) for i in completion_ids],
         },

@@ -219,7 +219,7 @@ def test_arrays_of_pytorch_and_in_half_precision_are_taken():
     ("correction", "settings"),
     [
         ("sequence_mask", {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1}),
-        ("token_truncate", {"dynamic_sampling": True, "max_refills": 1, "rollout_ahead": True}),
+        ("token_truncate", {"dynamic_sampling": True, "rollout_ahead": True}),
     ],
     ids=["several updates", "dynamic sampling ahead"],
 )

@@ -125,14 +125,6 @@ def test_several_passes_and_slices_learn_from_one_rollout(tmp_path):
     assert len(rows) == 3 * 16
 
 
-def test_the_rest_of_an_iteration_is_dropped_once_the_policy_has_moved_too_far(tmp_path):
-    settings = {"num_iterations": 3, "max_steps": 6, "learning_rate": 0.05}
-    run(run_dir=tmp_path, max_kl_old=1e-3, **settings)
-    starts = sorted({row["step"] for row in read_lines(tmp_path / "completions.jsonl")})
-    assert starts == [1, 3, 5], "the second pass sees the distance, and the third is not made"
-    assert [line.get("moved_too_far") for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1, 0, 1]
-
-
 def test_files_of_a_run(tmp_path):
     run(run_dir=tmp_path, eval_dataset=ROWS[:2], max_steps=3, eval_steps=2, num_generations_eval=2, beta=0.1)
     lines = list(read_lines(tmp_path / "metrics.jsonl"))

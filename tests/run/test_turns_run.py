@@ -96,18 +96,15 @@ class Graded(Game):
         return 0.0
 
 
-def of_turns(turns_played, baseline, gamma):
+def of_turns(turns_played):
     """The advantages [N] of the turns of a group, from their rewards, in loops."""
-    to_go = [[sum(gamma ** (m - n) * r[m] for m in range(n, len(r))) for n in range(len(r))] for r in turns_played]
-    every = [x for row in to_go for x in row]
-    at = lambda n: every if baseline == "all" else [row[n] for row in to_go if n < len(row)]
+    to_go = [[sum(r[n:]) for n in range(len(r))] for r in turns_played]
+    at = lambda n: [row[n] for row in to_go if n < len(row)]
     return [[x - np.mean(at(n)) for n, x in enumerate(row)] for row in to_go]
 
 
-@pytest.mark.parametrize(("baseline", "gamma"), [("turn", 1.0), ("all", 0.5)])
-def test_turns_are_credited_with_what_is_to_go(baseline, gamma):
-    settings = {"turn_credit": "to_go", "turn_baseline": baseline, "turn_gamma": gamma, "scale_rewards": "none"}
-    _, _, experience = experience_of(Graded, **settings)
+def test_turns_are_credited_with_what_is_to_go():
+    _, _, experience = experience_of(Graded, turn_credit="to_go", scale_rewards="none")
     batch, rows = experience.batch, experience.rows
     assert batch.advantages.shape == batch.mask.shape
     for group in range(2):
@@ -119,7 +116,7 @@ def test_turns_are_credited_with_what_is_to_go(baseline, gamma):
             earned.append([float(len(text)) for text in texts[:-1]] + [float(len(texts[-1])) * ends[-1]])
             owners.append(np.append(0, np.cumsum(ends)[:-1]))
             assert row["turn_rewards"]["Graded"] == earned[-1]
-        for g, advantages in enumerate(of_turns(earned, baseline, gamma)):
+        for g, advantages in enumerate(of_turns(earned)):
             found = batch.advantages[group, g]
             np.testing.assert_allclose(found[batch.mask[group, g]], np.array(advantages)[owners[g]], atol=1e-5)
             assert not found[~batch.mask[group, g]].any()
