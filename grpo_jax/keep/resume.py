@@ -42,6 +42,17 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
+_REMOVED: dict[str, object] = {
+    "distillation_weighting": "uniform",
+    "distillation_routing": "all",
+    "success_reward_threshold": None,
+    "teacher_model_kind": None,
+    "teacher_update_rate": None,
+    "teacher_sync_steps": None,
+}
+"""Fields of earlier versions, with the value under which a run is the same without the field; None: under every one."""
+
+
 def describe(
     config: Config,
     *,
@@ -218,7 +229,8 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     if "kl_correction_level" not in saved["config"] and old.get("importance_sampling_level") == "sequence":
         old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
-    for name in sorted({*old, *new}):
+    gone = {name for name in {*old} & {*_REMOVED} if _REMOVED[name] in (None, old[name])}
+    for name in sorted({*old, *new} - gone):
         rule = _RULES.get(name)
         if old.get(name) == new.get(name) or rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
@@ -246,9 +258,10 @@ def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
         names = [None if one is None else one["kind"] for one in (new, old)]
         yield f"teacher: {show(names[0])}, the run has {show(names[1])}"
         return
-    for part, name in {"prompt": "teacher_prompt", "scorer": "teacher"}.items():
-        if old.get(part) != new.get(part):
-            yield f"{name}: {show(new.get(part))}, the run has {show(old.get(part))}"
+    if old.get("scorer") != new.get("scorer"):
+        yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
+    if old.get("prompt") is not None:
+        yield f"teacher: it reads the policy's prompts, and in the run those of {show(old['prompt'])}"
     if old.get("params") != new.get("params"):
         yield "teacher: its params are not those of the teacher of the run"
 

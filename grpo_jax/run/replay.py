@@ -176,11 +176,9 @@ def _write(
 ) -> None:
     """Write all that the update read; the directory appears when it is whole."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    read = {name: fields.pop(name) for name in ("prompts", "teacher_prompts")}
+    prompts = fields.pop("prompts")
     arrays = {f"batch/{name}": x for name, x in fields.items() if x is not None}
-    for name, prompts in read.items():
-        if prompts is not None:
-            arrays |= {f"{name}/tokens": prompts.tokens, f"{name}/lengths": prompts.lengths}
+    arrays |= {"prompts/tokens": prompts.tokens, "prompts/lengths": prompts.lengths}
     arrays |= {f"params/{i}": x for i, x in enumerate(jax.tree.leaves(state.params))}
     arrays |= {"key": jax.random.key_data(state.key), "step": state.step - 1, "entropy_bonus": state.entropy_bonus}
     about = {
@@ -204,11 +202,7 @@ def _read(arrays: Mapping[str, Any], policy: Policy) -> tuple[TrainState, Batch]
     # NumPy's files know bfloat16 as two bytes only.
     leaves = [jnp.asarray(x.view(y.dtype) if x.dtype.kind == "V" else x) for x, y in zip(leaves, like, strict=True)]
     fields = {name[6:]: arrays[name] for name in arrays if name.startswith("batch/")}
-    fields |= {
-        name: Prompts(arrays[f"{name}/tokens"], arrays[f"{name}/lengths"])
-        for name in ("prompts", "teacher_prompts")
-        if f"{name}/tokens" in arrays
-    }
+    fields["prompts"] = Prompts(arrays["prompts/tokens"], arrays["prompts/lengths"])
     state = TrainState(
         params=jax.tree.unflatten(tree, leaves),
         old_params=None,

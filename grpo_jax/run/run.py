@@ -19,7 +19,6 @@ from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.run.selection import Posteriors, next_rows
 from grpo_jax.run.teacher import Scorer, Teaching
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
@@ -43,8 +42,7 @@ class Arguments:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
-    teacher: Policy | Scorer | str | None = None
-    teacher_prompt: TeacherPrompt | None = None
+    teacher: Policy | Scorer | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,6 @@ _OUR_KINDS = {
     "tools",
     "environment",
     "prompt_selection",
-    "teacher",
 }
 """First parts of the names of metrics that a run logs itself."""
 
