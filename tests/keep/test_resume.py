@@ -596,6 +596,40 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
 
 
 @pytest.mark.quick
+def test_a_field_that_is_gone_may_have_had_no_effect_alone():
+    saved = about()
+    saved["config"] |= {"distillation_routing": "all", "teacher_update_rate": 0.3}
+    assert differences(saved, about(), step=4) == []
+    saved["config"]["distillation_routing"] = "failed"
+    assert differences(saved, about(), step=4) == ["distillation_routing = None: the run has 'failed'"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("old", "line"),
+    [
+        ({"kind": "policy", "params": "a", "prompt": None}, None),
+        (
+            {"kind": "policy", "params": "b", "prompt": None},
+            "teacher: its params are not those of the teacher of the run",
+        ),
+        (
+            {"kind": "policy", "params": "a", "prompt": "hint"},
+            "teacher: it reads the policy's prompts, and in the run those of 'hint'",
+        ),
+        ({"kind": "self", "params": None, "prompt": "hint"}, "teacher: 'policy', the run has 'self'"),
+        ({"kind": "scorer", "scorer": "Engine", "prompt": None}, "teacher: 'policy', the run has 'scorer'"),
+        (None, "teacher: 'policy', the run has None"),
+    ],
+    ids=["same", "params", "prompt", "self", "scorer", "none"],
+)
+def test_a_teacher_of_an_earlier_version_is_compared(old, line):
+    new = {"kind": "policy", "params": "a"}
+    found = differences({**about(), "teacher": old}, {**about(), "teacher": new}, step=4)
+    assert found == ([] if line is None else [line])
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(("level", "refused"), [("token", False), ("sequence", True)])
 def test_a_run_that_could_not_choose_the_ratio_of_its_kl_had_that_of_the_level(level, refused):
     saved = about(importance_sampling_level=level)
