@@ -57,7 +57,7 @@ class Teaching:
 
     @property
     def identity(self) -> Json:
-        """What a checkpoint says of it, by which a resumed run knows its teacher."""
+        """A description for checkpoints: a resumed run has to have the same."""
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
         return {"kind": "policy", "params": _fingerprint(self.teacher)}

@@ -21,7 +21,7 @@ from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.programs import update_programs
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
-from grpo_jax.update.teaching import Teacher
+from grpo_jax.update.teaching import Teacher, compare_padded
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 B, G, T, V = 4, 2, 12, 24
@@ -182,6 +182,17 @@ def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
     updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(model), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(params), atol=1e-5)
+
+
+@pytest.mark.quick
+def test_the_tokens_that_a_scorer_names_are_compared_and_the_rest_as_one():
+    assert compare_padded(None, BASE, CONFIG) is None
+    told = batch(teacher_top_ids=TOP_IDS, teacher_top_log_probs=TOP_LOG_PROBS)
+    logits = np.random.default_rng(0).normal(size=(B, G, T, V)).astype(np.float32)
+    found = compare_padded(None, told, CONFIG)
+    p = np.take_along_axis(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), np.asarray(TOP_IDS), -1)
+    p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, np.exp(TOP_LOG_PROBS)))
+    np.testing.assert_allclose(found.function(logits, *found.beside), np.sum(p * np.log(p / q), -1), atol=1e-5)
 
 
 def test_on_a_mesh_the_gradient_is_that_of_one_device():
