@@ -137,7 +137,6 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             advantage_fn=run.advantage_fn,
             surrogate=run.surrogate,
             teacher=load_teacher(run),
-            teacher_prompt=run.teacher_prompt,
             donate=True,
         )
         return
@@ -159,7 +158,6 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
                 advantage_fn=run.advantage_fn,
                 surrogate=run.surrogate,
                 teacher=load_teacher(run),
-                teacher_prompt=run.teacher_prompt,
                 donate=True,
             )
     if (into := run.run_dir) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import jax
 
@@ -47,12 +46,10 @@ def load_policy(run: RunFile) -> Policy:
     return place_policy(policy, make_mesh(config.mesh) if config.mesh else None)
 
 
-def load_teacher(run: RunFile) -> Policy | Scorer | Literal["self"] | None:
-    """Load the teacher of a run: a policy, a scorer, "self", or None."""
+def load_teacher(run: RunFile) -> Policy | Scorer | None:
+    """Load the teacher of a run: a policy, a scorer, or None."""
     if run.teacher is None:
         return None
-    if run.teacher == "self":
-        return "self"
     if (server := scorer_of(run.teacher)) is not None:
         return server
     model, quantize = teacher_model(run.teacher)

@@ -203,18 +203,6 @@ class GRPOConfig(Batches):
     """Compare all of a model's distribution, k tokens and the rest of a scorer's, or the drawn token (TRL's SDPO)."""
     distillation_topk: Count | None = None
     """k, tokens whose log-probs such a teacher tells at each place (in TRL's SDPO the policy's most probable)."""
-    distillation_weighting: Literal["uniform", "pass_rate"] = "uniform"
-    """Weigh groups alike, or by √(p(1−p)), p the share that passes (SC-SDPO, arXiv 2605.27765). Ours."""
-    distillation_routing: Literal["all", "failed"] = "all"
-    """Who learns from the teacher: all, or what fails, the rest from rewards alone (SRPO, arXiv 2604.02288). Ours."""
-    success_reward_threshold: float = 1.0
-    """Reward from which on a completion passes, as in TRL's SDPO."""
-    teacher_model_kind: Literal["base", "live", "ema"] = "ema"
-    """Params of the policy as its own teacher, as in TRL's SDPO: those at the start, the present, or an average."""
-    teacher_update_rate: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the teacher")] = 0.05
-    """α of that average, as in TRL's SDPO: teacher ← α·policy + (1 − α)·teacher; of adapters, the products' average."""
-    teacher_sync_steps: Count = 1
-    """Optimizer steps between two moves of the average, as in TRL's SDPO."""
     # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""

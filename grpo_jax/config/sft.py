@@ -138,9 +138,6 @@ class SFTConfig(Settings):
     ref_model_sync_steps: ClassVar = 1
     ref_model_mixup_alpha: ClassVar = 1.0
     distillation_coef: ClassVar = 0.0
-    teacher_model_kind: ClassVar = "base"
-    teacher_update_rate: ClassVar = 1.0
-    teacher_sync_steps: ClassVar = 1
     use_adaptive_entropy: ClassVar = False
     entropy_coef: ClassVar = 0.0
     reward_weights: ClassVar = None

@@ -312,7 +312,9 @@ class Checkpoints:
         for name, kind in _PENDING.items():
             if about.get(name) is not None:
                 wanted[name] = abstract_of(kind, about[name], state.step.sharding)
-        with ocp.Context(multiprocessing_options=alone):
+        # Partial: fields that earlier versions had, and this one has not, are left out.
+        partial = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
+        with ocp.Context(multiprocessing_options=alone, pytree_options=partial):
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),

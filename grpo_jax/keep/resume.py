@@ -59,15 +59,18 @@ _REMOVED: dict[str, object] = {
     "master_params": True,
     "distillation_weighting": "uniform",
     "distillation_routing": "all",
-    "success_reward_threshold": 1.0,
-    "teacher_model_kind": "ema",
-    "teacher_update_rate": 0.05,
-    "teacher_sync_steps": 1,
 }
 """Fields of earlier versions and their defaults, with which a run resumes."""
 
-_REMOVED_UNREAD = {"keep_programs", "profile_steps"}
-"""Fields of earlier versions that the params never depended on."""
+_REMOVED_UNREAD = {
+    "keep_programs",
+    "profile_steps",
+    "success_reward_threshold",
+    "teacher_model_kind",
+    "teacher_update_rate",
+    "teacher_sync_steps",
+}
+"""Fields of earlier versions that the params never depended on, or only with a teacher that is compared by its kind."""
 
 
 def describe(
@@ -281,9 +284,10 @@ def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
         names = [None if one is None else one["kind"] for one in (new, old)]
         yield f"teacher: {show(names[0])}, the run has {show(names[1])}"
         return
-    for part, name in {"prompt": "teacher_prompt", "scorer": "teacher"}.items():
-        if old.get(part) != new.get(part):
-            yield f"{name}: {show(new.get(part))}, the run has {show(old.get(part))}"
+    if old.get("scorer") != new.get("scorer"):
+        yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
+    if old.get("prompt") is not None:
+        yield f"teacher: it reads the policy's prompts, and in the run those of {show(old['prompt'])}"
     if old.get("params") != new.get("params"):
         yield "teacher: its params are not those of the teacher of the run"
 

@@ -34,9 +34,9 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params, as_argument, is_cached
+from grpo_jax.types import Batch, Json, Params, is_cached
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import choose_updater, sequence_tokens
+from grpo_jax.update.packed import sequence_tokens
 from grpo_jax.update.programs import UpdatePrograms, constant_programs, kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
@@ -102,18 +102,16 @@ class Account:
         else:
             if prompt_length is None:
                 raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
+            teacher = None
+            if taught is not None:
+                assert isinstance(model, Transformer | LoraModel), "made above"
+                theirs = read_config(without_quantization(taught.model), dtype=dtype)
+                own = Transformer(dataclasses.replace(theirs, wide_sums=model.config.wide_sums))
+                held = loaded.of_teacher(taught)
+                teacher = Policy(with_settings(own, config, on, mesh), placed(held, tree_sharding(held, mesh)))
             made = derive_run(
-                policy,
-                config,
-                _NO_ROWS,
-                prompt_length=prompt_length,
-                mesh=mesh,
-                optimizer=optimizer,
-                teacher=None if taught is None else "self",
-                teacher_prompt=None if taught is None else "prompt",
+                policy, config, _NO_ROWS, prompt_length=prompt_length, mesh=mesh, optimizer=optimizer, teacher=teacher
             )
-            if taught is not None and taught.model != "self":
-                made = _taught_by(made, taught.model, loaded.of_teacher(taught), mesh, on)
             run = decide_checkpointing(made, memory, tokens=_tokens(made))
 
         def make_state(params: Params) -> TrainState:
@@ -147,7 +145,7 @@ class Account:
     def teacher(self) -> Teacher | None:
         """A model that is the teacher, with params; None where there is none."""
         teaching = self.run.teaching if isinstance(self.run, Run) else None
-        return None if teaching is None or teaching.teacher is None else teaching.teacher.held(self.state)
+        return None if teaching is None else teaching.teacher
 
     @property
     def _taught_in_update(self) -> bool:
@@ -193,7 +191,7 @@ class Account:
             "reference": self.state.ref_params,
             "old params": self.state.old_params,
             "initial params": self.state.initial_params,
-            "teacher": self._held_teacher,
+            "teacher": None if self.teacher is None else self.teacher.params,
             "policy": None if donate else self.state.params,
         }
         return {name: size for name, tree in parts.items() if (size := bytes_on_device(tree))}
@@ -204,21 +202,11 @@ class Account:
         return bytes_on_device((self.state.params, self.base))
 
     @property
-    def _held_teacher(self) -> Params | None:
-        """Its params, where they are not the policy's present ones."""
-        return self.state.teacher_params if self._teacher_is_policy or self.teacher is None else self.teacher.params
-
-    @property
-    def _teacher_is_policy(self) -> bool:
-        """Whether the policy is its own teacher."""
-        return isinstance(self.run, Run) and self.run.teaching is not None and self.run.teaching.kind == "self"
-
-    @property
     def _teacher_bytes(self) -> int:
         """Bytes of a teacher on each device, which an update is given."""
         if self.teacher is None:
             return 0
-        return bytes_on_device((self.teacher.params, self.base if self._teacher_is_policy else None))
+        return bytes_on_device(self.teacher.params)
 
     def added(self, phase: str, memory: Memory) -> dict[str, int]:
         """Bytes that a phase adds on each device, by its largest program's memory."""
@@ -266,10 +254,7 @@ class Account:
         """Operations of a forward pass of the teacher over an iteration, over all devices."""
         assert self.teacher is not None
         assert is_cached(self.teacher.model)
-        work = dataclasses.replace(self.work, shape=self.teacher.model.config)
-        if self._teacher_is_policy:  # every completion has a prompt of its own
-            work = dataclasses.replace(work, prompts=work.prompts * work.group, group=1)
-        return work.update_operations / 3
+        return dataclasses.replace(self.work, shape=self.teacher.model.config).update_operations / 3
 
     def bounds(self) -> dict[str, float]:
         """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
@@ -292,25 +277,6 @@ class Account:
         times = shards * math.ceil(self.sizes.prompts / at_once)
         weights = work.completion_length * count_weights(work.shape) * work.itemsize
         return work.decode_bytes + (times - 1) * weights
-
-
-def _taught_by(run: Run, raw: Json, params: Params, mesh: Mesh, devices: Sequence[jax.Device]) -> Run:
-    """The run with another model as its teacher."""
-    assert run.teaching is not None
-    shape = read_config(without_quantization(raw), dtype=run.config.compute_dtype)
-    decoder = Transformer(dataclasses.replace(shape, wide_sums=_wide(run)))
-    model = with_settings(decoder, run.config, devices, mesh)
-    teacher = Teacher(as_argument(model), placed(params, tree_sharding(params, mesh)))
-    score_by = choose_updater(model, run.config, micro=run.updater.micro, mesh=mesh)
-    teaching = dataclasses.replace(run.teaching, kind="policy", teacher=teacher, updater=score_by, prompt=None)
-    in_update = None if run.updater.teacher is None else teacher
-    return dataclasses.replace(run, teaching=teaching, updater=dataclasses.replace(run.updater, teacher=in_update))
-
-
-def _wide(run: Run) -> bool | None:
-    """Whether the run's own model asks for wide sums; None for one that says nothing of it."""
-    model = run.policy.model
-    return model.config.wide_sums if isinstance(model, Transformer | LoraModel) else None
 
 
 def _example_length(config: SFTConfig) -> int:

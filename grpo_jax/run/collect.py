@@ -10,7 +10,7 @@ completions are sampled in a thread beside (`streams.beside`). While the reward 
 
 - what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params; old
   params if an iteration has several updates, or an engine samples beside its one; the reference if beta > 0, and the
-  initial policy if it is synced; a teacher's params, if it is the policy as it was, or an average;
+  initial policy if it is synced;
 - the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
 - while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
   package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
@@ -44,7 +44,7 @@ from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.rewards.calls import means_of, total_rewards
+from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.beside import Beside
@@ -54,8 +54,7 @@ from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.run.seams import context_of, place_parts
-from grpo_jax.run.teacher import ask_teacher, with_teacher
-from grpo_jax.run.teacher_prompts import Heard
+from grpo_jax.run.teacher import with_teacher
 from grpo_jax.turns.ends import TurnEnds
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
@@ -155,9 +154,7 @@ class _Rollouts:
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             parts = place_parts(run.own_advantages, scores, sampled, names)
-            totals = total_rewards(scores.rewards, config.reward_weights)
-            asked = ask_teacher(run.teaching, Heard(sampled, scores.texts, totals), run.interaction, config)
-            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts, asked=asked)
+            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
             metrics = scores.stats | rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
             check_metrics(scores.logged, metrics)
             yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
@@ -292,9 +289,7 @@ def collect(
         batch = _with_advantages(run, state, batch, groups, counted)
     if run.teaching is not None:
         with watched("teacher"):
-            totals = total_rewards(groups.rewards, config.reward_weights)
-            batch, more = with_teacher(run.teaching, state, batch, groups.completions, totals, groups.asked, config)
-        metrics |= more
+            batch = with_teacher(run.teaching, batch, groups.completions, config)
     interrupt()
     metrics |= mismatch(batch, config)
     lines = zip((row for group in groups.rows for row in group), _of_completions(batch).reshape(-1), strict=True)

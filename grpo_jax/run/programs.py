@@ -41,14 +41,10 @@ def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
 
 
 def _with_teacher(batch: Batch, run: BaseRun) -> Batch:
-    """A batch with what the teacher adds to it; its prompts as long as the policy's."""
+    """A batch with the log-probs that a teacher adds to it."""
     if not isinstance(run, Run) or run.teaching is None:
         return batch
     log_probs, k = batch.sampling_log_probs, run.config.distillation_topk
-    batch = batch.replace(distillation_weights=batch.mask[:, :, 0] * 1.0)
-    if run.teaching.prompt is not None and run.config.distillation_mode == "full_logits":
-        tokens = jnp.zeros((*batch.mask.shape[:2], run.prompt_length), jnp.int32)
-        batch = batch.replace(teacher_prompts=Prompts(tokens, tokens[:, :, 0]))
     if k is not None:
         told = jnp.zeros((*log_probs.shape, k))
         return batch.replace(teacher_top_ids=told.astype(jnp.int32), teacher_top_log_probs=told)

@@ -18,7 +18,6 @@ from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.run.teacher import Scorer, Teaching
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
 from grpo_jax.text.sources import Dataset
@@ -42,8 +41,7 @@ class Arguments:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
-    teacher: Policy | Scorer | str | None = None
-    teacher_prompt: TeacherPrompt | None = None
+    teacher: Policy | Scorer | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,7 +227,6 @@ def _add_distillation(
     more, sums = distillation_loss_terms(
         divergences,
         part.mask,
-        part.distillation_weights,
         coef=config.distillation_coef,
         loss_type=config.loss_type,
         max_completion_length=config.max_completion_length,

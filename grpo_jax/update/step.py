@@ -27,7 +27,7 @@ from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.micro import cut, cut_array, join
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
-from grpo_jax.update.teaching import Teacher, apart, compare_padded
+from grpo_jax.update.teaching import Teacher, compare_padded
 
 
 def train_step(
@@ -105,9 +105,6 @@ def gradients(
     teacher: Teacher | None = None,
 ) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
-    if batch.teacher_prompts is not None:
-        micro = None if micro is None else (micro[0] * micro[1], 1)
-        batch = apart(batch)
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     sampling, selected = sampling_of(config), None
 
@@ -134,7 +131,7 @@ def gradients(
             sampling,
             with_router=coef != 0,
             rngs=rngs,
-            compared=compare_padded(None if teacher is None else teacher.held(state), part, config),
+            compared=compare_padded(teacher, part, config),
         )
         return loss_of(
             scores,
@@ -211,8 +208,6 @@ def apply_gradients(
         trained=trained,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
-        teach_every=config.teacher_sync_steps if config.teacher_model_kind == "ema" else None,
-        teach_alpha=config.teacher_update_rate,
     )
     return state, metrics
 

@@ -241,8 +241,7 @@ OURS = dict(
     sampler_correction="sequence_mask", sampler_correction_max=3.0, sampler_correction_min=None, kl_estimator="k3",
     kl_correction_level="token", kl_placement="loss", distillation_coef=0.0, distillation_divergence="reverse_kl",
     distillation_alpha=0.5, distillation_mode="full_logits", distillation_topk=None,
-    distillation_weighting="uniform", distillation_routing="all", success_reward_threshold=1.0,
-    teacher_model_kind="ema", teacher_update_rate=0.05, teacher_sync_steps=1, compute_dtype="auto", mesh=None,
+    compute_dtype="auto", mesh=None,
     temperature_eval=None, max_skipped_updates=10, save_minutes=5.0,
 )  # fmt: skip
 

@@ -16,7 +16,8 @@ import pytest
 from grpo_jax import Batch, Completions, GRPOConfig, Prompts
 from grpo_jax.keep import checkpoint
 from grpo_jax.keep.checkpoint import Checkpoints
-from grpo_jax.update.state import create_state
+from grpo_jax.types import Params
+from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.watch.progress import Progress
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -75,6 +76,31 @@ def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, 
         chex.assert_trees_all_equal(resumed, pending)
     chex.assert_trees_all_equal(sampled_ahead, ahead)
     chex.assert_trees_all_equal(told, said)
+
+
+class OlderState(TrainState):
+    older_params: Params | None = None
+
+
+class OlderBatch(Batch):
+    older_prompts: Prompts | None = None
+    older_weights: jax.Array | None = None
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_fields_that_only_an_earlier_version_had_are_left_out(tmp_path, used):
+    state, pending = state_at(3), batch()
+    older = OlderState(**{name: getattr(state, name) for name in TrainState.__dataclass_fields__})
+    waiting = OlderBatch(**{name: getattr(pending, name) for name in Batch.__dataclass_fields__})
+    if used:
+        older = older.replace(older_params={"w": jnp.ones(2)})
+        waiting = waiting.replace(older_prompts=pending.prompts, older_weights=jnp.ones((2, 2)))
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        checkpoints.save(older, Progress(step=3), waiting)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        found = checkpoints.restore(state_at(0))
+    chex.assert_trees_all_equal(as_data(found.state), as_data(state))
+    chex.assert_trees_all_equal(found.batch, pending)
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):

@@ -597,12 +597,38 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
 def test_settings_that_were_removed_resume_with_their_defaults_and_are_named_otherwise():
     saved = about()
     saved["config"] |= {"prompt_selection": "uniform", "max_kl_old": None, "turn_gamma": 1.0, "keep_programs": False}
+    saved["config"] |= {"teacher_update_rate": 0.3, "distillation_routing": "all"}
     assert differences(saved, about(), step=4) == []
     saved["config"] |= {"prompt_selection": "beta", "max_kl_old": 0.5}
     assert differences(saved, about(), step=4) == [
         f"{name}: this version has no such setting, and the run has {value}; resume it with the version that began it"
         for name, value in (("max_kl_old", 0.5), ("prompt_selection", "'beta'"))
     ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("old", "line"),
+    [
+        ({"kind": "policy", "params": "a", "prompt": None}, None),
+        (
+            {"kind": "policy", "params": "b", "prompt": None},
+            "teacher: its params are not those of the teacher of the run",
+        ),
+        (
+            {"kind": "policy", "params": "a", "prompt": "hint"},
+            "teacher: it reads the policy's prompts, and in the run those of 'hint'",
+        ),
+        ({"kind": "self", "params": None, "prompt": "hint"}, "teacher: 'policy', the run has 'self'"),
+        ({"kind": "scorer", "scorer": "Engine", "prompt": None}, "teacher: 'policy', the run has 'scorer'"),
+        (None, "teacher: 'policy', the run has None"),
+    ],
+    ids=["same", "params", "prompt", "self", "scorer", "none"],
+)
+def test_a_teacher_of_an_earlier_version_is_compared(old, line):
+    new = {"kind": "policy", "params": "a"}
+    found = differences({**about(), "teacher": old}, {**about(), "teacher": new}, step=4)
+    assert found == ([] if line is None else [line])
 
 
 @pytest.mark.quick

@@ -247,19 +247,6 @@ def test_a_teacher_is_held_and_its_passes_are_counted(mode):
         assert none.parts[name] < larger.parts[name] < none.parts[name] + larger.held["teacher"]
 
 
-@pytest.mark.quick
-def test_the_policy_as_its_own_teacher_is_held_where_its_params_are_kept():
-    def planned(kind):
-        settings = {"max_completion_length": 8, "distillation_coef": 1.0, "teacher_model_kind": kind}
-        return plan_sizes(PlanRequest(MODEL, config_of(**settings), 8, Loaded(), taught=Taught("self")))
-
-    ema, live = planned("ema"), planned("live")
-    assert ema.held == {**live.held, "teacher": live.held["params"]}
-    name = "gradients, activations and batch"
-    assert live.parts[name] == pytest.approx(ema.parts[name], rel=0.02)
-    assert live.operations == ema.operations
-
-
 def test_a_plan_says_whether_a_teacher_is_counted():
     taught = config_of(max_completion_length=8, distillation_coef=0.5)
     without, counted = (plan(MODEL, taught, prompt_length=8, teacher=teacher) for teacher in (None, LARGER))
@@ -271,7 +258,7 @@ def test_a_plan_says_whether_a_teacher_is_counted():
         (dataclasses.replace(taught, distillation_mode="topk_logits", distillation_topk=3), "is for a server"),
     ):
         with pytest.raises(ValueError, match=said):
-            plan(MODEL, config, prompt_length=8, teacher="self")
+            plan(MODEL, config, prompt_length=8, teacher=LARGER)
 
 
 def test_a_layer_of_an_update_costs_a_device_its_own_rows():
