@@ -261,9 +261,9 @@ def _opened(
         return _run_tracker(run)
     if getattr(package, "run", None) is not None:  # an active one, which its owner closes
         return Tracker(_run_tracker(package.run), lambda: None)
-    continued = {"id": runs[name], "resume": "allow"} if name in runs else {}
+    known, resume = runs.get(name), "allow" if name in runs else None
     project = os.environ.get("WANDB_PROJECT", config.project)
-    run = package.init(project=project, name=config.run_name, config=all_settings, **continued)
+    run = package.init(project=project, name=config.run_name, config=all_settings, id=known, resume=resume)
     runs[name] = run.id
     return _run_tracker(run)
 

@@ -1,5 +1,6 @@
 """Checkpoints: everything comes back as it was, the newest whole one, and nothing is written where nothing shall be."""
 
+import dataclasses
 import functools
 import os
 import resource
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import Batch, Completions, GRPOConfig, Prompts
+from grpo_jax import GRPOConfig, Prompts, TrainState
 from grpo_jax.keep import checkpoint
 from grpo_jax.keep.checkpoint import Checkpoints
 from grpo_jax.update.state import create_state
@@ -22,22 +23,9 @@ from grpo_jax.watch.progress import Progress
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-def state_at(step, **keep):
+def state_at(step):
     params = {"a": {"w": jnp.arange(6.0).reshape(2, 3) + step}, "b": jnp.full(4, step, jnp.bfloat16)}
-    state = create_state(params, OPTIMIZER, jax.random.key(step), **keep)
-    return state.replace(step=jnp.int32(step))
-
-
-def batch(**optional):
-    shape = (2, 2, 3)
-    return Batch(
-        prompts=Prompts(jnp.ones((2, 4), jnp.int32), jnp.array([4, 1])),
-        tokens=jnp.arange(12).reshape(shape),
-        mask=jnp.arange(12).reshape(shape) % 2 == 0,
-        advantages=jnp.array([[0.1, -0.1], [1 / 3, -1 / 3]]),
-        sampling_log_probs=-jnp.ones(shape) / 7,
-        **optional,
-    )
+    return create_state(params, OPTIMIZER, jax.random.key(step)).replace(step=jnp.int32(step))
 
 
 def as_data(tree):
@@ -45,36 +33,61 @@ def as_data(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-def sampled():
-    some = batch()
-    arrays = (np.asarray(x) for x in (some.tokens, some.mask, some.sampling_log_probs))
-    return Completions(*arrays, ended=np.eye(2) > 0)
+def filled(kind, place=0, shape=(2, 2, 3)):
+    """An object of a class of arrays with a value in every field, no two of them alike."""
+    fields = {}
+    for n, field in enumerate(dataclasses.fields(kind), place):
+        special = {"key": jax.random.key(n), "step": jnp.int32(3), "opt_state": OPTIMIZER.init(PARAMS)}
+        if field.name in special:
+            fields[field.name] = special[field.name]
+        elif "Params" in field.type:
+            fields[field.name] = jax.tree.map(lambda x, n=n: x + jnp.asarray(n, x.dtype), PARAMS)
+        elif "Prompts" in field.type:
+            fields[field.name] = filled(Prompts, n)
+        else:
+            fields[field.name] = jnp.full(() if kind is TrainState else shape, n, jnp.float32)
+    return kind(**fields)
 
 
-@pytest.mark.parametrize(
-    ("keep", "ahead"),
-    [({}, sampled()), ({"keep_old": True, "keep_reference": True, "keep_initial": True}, None)],
-    ids=["ahead", "keep"],
-)
-@pytest.mark.parametrize(
-    "pending", [None, batch(), batch(ref_log_probs=jnp.zeros((2, 2, 3)), counted=jnp.array([True, False]))]
-)
-def test_state_progress_and_batch_come_back_as_they_were(tmp_path, keep, ahead, pending):
-    progress = Progress(step=3, cursor=24, updates_done=1, evaluated=0, tokens=99, window={"kl": [0.1, 3]})
+PARAMS = {"a": {"w": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.full(4, 2, jnp.bfloat16)}
+COUNTERS = {"int": 7, "bool": True, "float | None": 0.5, "dict[str, float]": {"3": 0.5}}
+COUNTERS |= {"dict[str, list[float]]": {"kl": [0.1, 3]}}
+
+
+def test_a_checkpoint_holds_every_declared_field_of_state_and_progress(tmp_path):
+    """A new field of `TrainState`, `Progress`, `Batch`, `Completions` or `Restored` that is not stored fails here."""
+    state = filled(TrainState)
+    progress = Progress(**{field.name: COUNTERS[field.type] for field in dataclasses.fields(Progress)} | {"step": 3})
+    pending = [
+        filled(kind, 20 * i) if dataclasses.is_dataclass(kind) else np.arange(4, dtype=np.uint8)
+        for i, kind in enumerate(checkpoint._PENDING.values())
+    ]
+    given = checkpoint.Restored(state, progress, *pending)
+    assert len(given) == len(checkpoint.Restored._fields)
+    with Checkpoints(tmp_path, GRPOConfig(save_steps=3, metric_for_best_model=None)) as checkpoints:
+        checkpoints.save(*given)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        said = None if ahead is None else np.frombuffer(b'{"prompts": []}', np.uint8)
-        checkpoints.save(state_at(3, **keep), progress, pending, ahead, said)
+        found = checkpoints.restore(
+            jax.tree.map(jnp.zeros_like, state.replace(key=None)).replace(key=jax.random.key(0))
+        )
+    for part, before, after in zip(given._fields, given, found, strict=True):
+        if part == "progress":
+            assert after == before
+            assert all(getattr(after, field.name) != field.default for field in dataclasses.fields(Progress))
+            continue
+        chex.assert_trees_all_equal(as_data(after), as_data(before))
+        chex.assert_trees_all_equal_dtypes(as_data(after), as_data(before))
+        for field in dataclasses.fields(after) if dataclasses.is_dataclass(after) else ():
+            assert getattr(after, field.name) is not None, f"{part}.{field.name}"
+
+
+@pytest.mark.quick
+def test_what_is_not_there_comes_back_as_none(tmp_path):
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        state, found, resumed, sampled_ahead, told, *_ = checkpoints.restore(state_at(0, **keep))
-    chex.assert_trees_all_equal(as_data(state), as_data(state_at(3, **keep)))
-    chex.assert_trees_all_equal_dtypes(as_data(state), as_data(state_at(3, **keep)))
-    assert found == progress
-    if pending is None:
-        assert resumed is None
-    else:
-        chex.assert_trees_all_equal(resumed, pending)
-    chex.assert_trees_all_equal(sampled_ahead, ahead)
-    chex.assert_trees_all_equal(told, said)
+        checkpoints.save(state_at(3), Progress(step=3), None)
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
+        state, _, *pending = checkpoints.restore(state_at(0))
+    assert [state.old_params, state.ref_params, *pending] == [None] * (2 + len(pending))
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):

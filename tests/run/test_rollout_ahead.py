@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_resume import ROWS, Cut, assert_same_run, cut_at
+from test_resume import ROWS, assert_same_run
 from test_resume import run as run_in
 from tiny import scored, tiny_policy
 
@@ -127,14 +127,3 @@ def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch
     (checkpoint,) = (path.name for path in (tmp_path / "cut" / "checkpoints").iterdir() if path.name.isdigit())
     assert int(checkpoint) == 2
     assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
-
-
-def test_a_run_that_samples_ahead_resumes_to_the_same_bytes(tmp_path):
-    """Killed in the middle of an iteration and between two, where the samples of a policy that is gone are in hand."""
-    settings = {"rollout_ahead": True, "max_steps": 12, "num_iterations": 2, "eval_steps": None, "logging_steps": 1}
-    whole = run_in(tmp_path / "whole", **settings)
-    for step in (5, 7):  # the newest checkpoints are of steps 4 and 6; iterations begin after 4 and 8
-        with pytest.raises(Cut):
-            run_in(tmp_path / "cut", callbacks=[cut_at(step)], **settings)
-    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
-    chex.assert_tree_all_finite(whole.params)

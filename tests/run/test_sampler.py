@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_resume import Cut, assert_same_run, cut_at
 from tiny import scored, tiny_policy
 
 from grpo_jax import Completions, GRPOConfig, evaluate, from_pretrained, generate, rehearse, save_pretrained, train
@@ -26,7 +25,6 @@ from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, re
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.watch.hints import Hints
-from grpo_jax.watch.writer import read_lines
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
@@ -317,18 +315,11 @@ def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
     assert (changed > 1e-3) == (mode is not None or not on_policy), "the weights, and the old log-probs, count"
 
 
-def test_a_run_goes_on_to_the_same_bytes(tmp_path):
-    """In the middle of an iteration, whose batch has old log-probs, and with completions sampled ahead."""
-    settings = {"num_iterations": 2, "rollout_ahead": True, "max_steps": 6, "save_steps": 1, "eval_steps": None}
-    whole, _ = run(hot, tmp_path / "whole", **settings)
-    for step in (3, 4):
-        with pytest.raises(Cut):
-            run(hot, tmp_path / "cut", callbacks=[cut_at(step)], **settings)
-    cut, _ = run(hot, tmp_path / "cut", **settings)
-    assert_same_run(whole, cut, tmp_path / "whole", tmp_path / "cut")
-    assert "sampler/importance_weight_mean" in next(iter(read_lines(tmp_path / "cut" / "metrics.jsonl")))
+def test_a_run_of_an_engine_is_resumed_with_an_engine_only(tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1, "eval_steps": None}
+    run(hot, tmp_path, **settings)
     with pytest.raises(ValueError, match="sampler: generate, the run has the caller's"):
-        run(None, tmp_path / "cut", **settings)
+        run(None, tmp_path, **settings)
 
 
 def test_without_a_sampler_a_batch_is_as_it_was():

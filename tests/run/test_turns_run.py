@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_completions import sentencepiece
-from test_resume import Cut, assert_same_run, cut_at, run_killed
+from test_resume import Cut, assert_same_run, cut_at
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
@@ -296,14 +296,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     both = {"environment_factory": Game, "sampler": lambda **arguments: None}
     with pytest.raises(ValueError, match="sampler makes completions of one turn; give one that takes `answers`"):
         train(POLICY, ROWS, [], GRPOConfig(**SMALL), **both)
-
-
-def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
-    settings = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
-    expected, _ = run(run_dir=tmp_path / "whole", **settings)
-    run_killed("test_turns_run", tmp_path / "killed", 4, **settings)
-    state, _ = run(run_dir=tmp_path / "killed", **settings)
-    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
 
 
 def test_isolated_environments_play_as_at_home_and_a_hang_ends_one_episode(tmp_path):
