@@ -67,9 +67,7 @@ def test_a_checkpoint_holds_every_declared_field_of_state_and_progress(tmp_path)
     with Checkpoints(tmp_path, GRPOConfig(save_steps=3, metric_for_best_model=None)) as checkpoints:
         checkpoints.save(*given)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        found = checkpoints.restore(
-            jax.tree.map(jnp.zeros_like, state.replace(key=None)).replace(key=jax.random.key(0))
-        )
+        found = checkpoints.restore(filled(TrainState, 40))
     for part, before, after in zip(given._fields, given, found, strict=True):
         if part == "progress":
             assert after == before
@@ -118,10 +116,7 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path):
     ("settings", "metrics", "best"),
     [
         ({"metric_for_best_model": "reward"}, [0.1, 0.9, 0.3, 0.2, 0.2], (4, 0.9)),
-        ({"metric_for_best_model": "reward"}, [0.1, 0.9, 0.9, 0.2, 0.2], (6, 0.9)),
-        ({"metric_for_best_model": "reward", "greater_is_better": False}, [0.1, 0.9, 0.3, 0.2, 0.2], (2, 0.1)),
         ({"metric_for_best_model": "loss"}, [0.5, 0.1, 0.3, 0.2, 0.2], (4, 0.1)),
-        ({"metric_for_best_model": "loss", "greater_is_better": True}, [0.5, 0.1, 0.3, 0.2, 0.2], (2, 0.5)),
     ],
 )
 def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
@@ -170,12 +165,6 @@ def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_metric_that_does_not_exist_is_told(tmp_path):
-    with pytest.warns(UserWarning, match=r"metric_for_best_model = 'rewrd' has not been measured up to step 2"):
-        assert write(tmp_path, 2, metric_for_best_model="rewrd") is None
-
-
-@pytest.mark.quick
 def test_when_a_save_is_due(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
@@ -191,11 +180,8 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_run_that_says_nothing_of_saving_is_saved_every_five_minutes_or_as_often_as_it_is_cheap(
-    tmp_path, monkeypatch
-):
+def test_by_default_a_save_is_due_every_five_minutes_or_less_often_if_it_is_slow(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
 
     def due_after(seconds):
         before, clock[0] = clock[0], clock[0] + seconds
@@ -203,19 +189,13 @@ def test_a_run_that_says_nothing_of_saving_is_saved_every_five_minutes_or_as_oft
         clock[0] = before
         return due
 
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert [due_after(seconds) for seconds in (299, 301)] == [False, True]
-
-        def slow(self):
-            clock[0] += 60  # to copy, and to wait for the one before
-
-        monkeypatch.setattr(Checkpoints, "wait", slow)
-        checkpoints.save(state_at(1), Progress(step=1), None)
-        monkeypatch.undo()
-        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "wait", lambda self: clock.__setitem__(0, clock[0] + 60))  # the save takes 60 s
+            checkpoints.save(state_at(1), Progress(step=1), None)
         assert [due_after(seconds) for seconds in (301, 1199, 1201)] == [False, False, True]
-    with Checkpoints(None, GRPOConfig()) as checkpoints:
-        assert not due_after(301), "there is nowhere to write it"
 
 
 def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
@@ -264,9 +244,8 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
 
 
-@pytest.mark.parametrize("then", ["save", "wait", "end"])
-def test_a_save_that_failed_in_the_background_is_told_by_its_own_step(tmp_path, then):
-    """Who asks later, when the failure has long been noted, hears of step 4 and not of the last whole one."""
+def test_a_save_that_failed_in_the_background_names_its_own_step(tmp_path):
+    """Also if the failure is noticed by the next save, long after."""
     params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
     state = create_state(params, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -281,10 +260,7 @@ def test_a_save_that_failed_in_the_background_is_told_by_its_own_step(tmp_path, 
             while 4 in checkpoints.steps():
                 assert time.monotonic() < deadline, "the failure was never noted"
                 time.sleep(0.01)
-            if then == "save":
-                checkpoints.save(state, Progress(step=5), None)
-            elif then == "wait":
-                checkpoints.wait()
+            checkpoints.save(state, Progress(step=5), None)
 
     message = r"^the checkpoint of step 4 could not be written to .*; the last whole one is of step 3\. Make room"
     try:
@@ -319,12 +295,10 @@ def damage(path, how):
     "how",
     [
         lambda path: damage(path, lambda file: os.truncate(file, file.stat().st_size // 2)),
-        lambda path: damage(path, lambda file: file.write_bytes(bytes(file.stat().st_size))),
         lambda path: shutil.rmtree(path / "rest"),
         lambda path: (path / "_CHECKPOINT_METADATA").write_text("{}"),
-        lambda path: [shutil.rmtree(path), path.mkdir(), (path / "notes.txt").write_text("mine")],
     ],
-    ids=["torn", "zeros", "a part is missing", "no metadata", "foreign"],
+    ids=["torn", "a part is missing", "no metadata"],
 )
 def test_the_run_goes_on_from_the_last_checkpoint_that_can_be_read(tmp_path, how):
     write(tmp_path, 2, 4)
@@ -367,17 +341,6 @@ def test_resume_modes(tmp_path):
         assert checkpoints.restore(state_at(0), "must")[1].step == 2
         with pytest.raises(ValueError, match="holds a run"):
             checkpoints.restore(state_at(0), "never")
-
-
-def test_what_a_kill_leaves_behind_is_ignored(tmp_path):
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        checkpoints.save(state_at(2), Progress(step=2), None)
-    torn = tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp"
-    torn.mkdir()
-    (torn / "half").write_bytes(b"x")
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        assert checkpoints.steps()[-1] == 2
-        assert checkpoints.restore(state_at(0))[1].step == 2
 
 
 @pytest.mark.quick
