@@ -46,7 +46,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, evaluate, from_pretrained, init_policy, save_pretrained, train
-from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, colour
 
 NUMBERS = 64
 """The number to find is one of 1 … NUMBERS."""

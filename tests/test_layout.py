@@ -326,7 +326,7 @@ TESTED_ELSEWHERE = {
     "planning.compiled": "planning/test_targets.py",
     "planning.loaded": "planning/test_estimate.py",
     "planning.report": "planning/test_estimate.py",
-    "watch.standstill": "watch/test_hints.py",
+    "cli.pictures": "cli/test_commands.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
     "rewards.worker_main": "rewards/test_workers.py",

@@ -1,4 +1,4 @@
-"""Where a run stands and where its time goes: counters, a stopwatch of its phases, a trace of some steps."""
+"""Counters of a run, a stopwatch of its phases, and a profiler trace of some steps."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; one that is entered again goes on."""
+        """Time a phase; entering it again adds to its seconds."""
         self._lap()
         self._open.append(name)
         try:
@@ -106,7 +106,7 @@ class Phases:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """Return `seconds/<phase>` of each and `seconds/total` since the last call, and start anew."""
+        """Return `seconds/<phase>` of each and `seconds/total` since the last call, and reset them."""
         self._lap()
         seconds = {f"seconds/{name}": value for name, value in self._seconds.items()}
         seconds["seconds/total"] = self._last - self._start
