@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import chex
-import isolated_environments
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
 from grpo_jax.models.scoring import score_completions
-from grpo_jax.rewards.workers import isolated
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
@@ -304,22 +302,6 @@ def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
     run_killed("test_turns_run", tmp_path / "killed", 4, **settings)
     state, _ = run(run_dir=tmp_path / "killed", **settings)
     assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
-
-
-def test_isolated_environments_play_as_at_home_and_a_hang_ends_one_episode(tmp_path):
-    """The same bytes as without processes; then one class hangs for a row, prints megabytes for another, and dies."""
-    home = run(isolated_environments.Game, run_dir=tmp_path / "home")[0]
-    factory = isolated(isolated_environments.Game, timeout=60.0)
-    assert_same_run(home, run(factory, run_dir=tmp_path / "isolated")[0], tmp_path / "home", tmp_path / "isolated")
-    factory.close()
-    factory = isolated(isolated_environments.Cursed, timeout=1.0, max_output_bytes=10_000)
-    _, lines = run(factory, on_environment_error="end", per_device_train_batch_size=16, max_steps=2)
-    for line in lines:
-        assert line["environment/errors"] == 12, "three rows of four completions each"
-        assert line["rewards/Cursed/missing"] == 0.75
-        assert line["turns/mean"] > 1
-        assert line["sampler_gap"] < 2e-5
-    factory.close()
 
 
 class Opens(Game):
