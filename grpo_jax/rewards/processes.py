@@ -86,8 +86,8 @@ class _WorkerProcess(SpawnProcess):
             self.kill()
 
 
-class Context(SpawnContext):
-    """What pebble starts its workers by, and the pipes to them."""
+class WorkerContext(SpawnContext):
+    """Gives pebble its worker processes, and the pipes to them."""
 
     Process = _WorkerProcess
 

@@ -43,7 +43,7 @@ from grpo_jax.rewards.contract import (
     select_inputs,
     split_inputs,
 )
-from grpo_jax.rewards.processes import OUT_OF_MEMORY, Context, sendable, serve, start_worker
+from grpo_jax.rewards.processes import OUT_OF_MEMORY, WorkerContext, sendable, serve, start_worker
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -198,7 +198,7 @@ class _IsolatedFunction:
         from pebble import ProcessPool
 
         self.close()
-        self._pool = pool = ProcessPool(self._workers, 0, start_worker, self._setup, Context())
+        self._pool = pool = ProcessPool(self._workers, 0, start_worker, self._setup, WorkerContext())
         # In a thread, since the garbage collector may run in one of the pool's. At exit pebble ends the workers itself.
         self._finalizer = weakref.finalize(self, lambda: threading.Thread(target=_stop, args=(pool,)).start())
         self._finalizer.atexit = False
