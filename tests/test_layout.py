@@ -33,7 +33,7 @@ COMPOSED = {"rollout", "update"}
 ROOMS = set.union(*FLOORS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}
-HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify"}
+HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify", "pebble"}
 
 
 def room_of(module: str) -> str:
@@ -329,7 +329,6 @@ TESTED_ELSEWHERE = {
     "cli.pictures": "cli/test_commands.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
-    "rewards.worker_main": "rewards/test_workers.py",
     "rollout.layout": "rollout/test_generate.py",
     "rollout.programs": "run/test_warm_up.py",
     "run.programs": "run/test_warm_up.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grpo_jax.rewards.contract import RewardError, TrainerState, own_copy
+from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState, own_copy
 
 OWN_METRICS = {"step", "num_tokens", "num_prompts", "tokens_per_second", "tokens", "rows", "padding_share"}
 OWN_METRICS |= {"reward", "reward_std", "frac_reward_zero_std", "learning_rate", "update_skipped"}
@@ -21,7 +21,7 @@ OWN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards
 """Columns of `completions.jsonl`."""
 
 
-class NameTaken(RewardError):
+class NameTaken(SetupError):
     """A reward function logs something under a name of the run's own."""
 
 

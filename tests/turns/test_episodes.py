@@ -3,14 +3,12 @@
 import json
 import time
 
-import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
-from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
@@ -223,7 +221,7 @@ class Scored:
 
     def respond(self, text):
         self.turns += 1
-        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list, as of an isolated environment
+        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list will do
 
     def get_reward(self):
         return self.last
@@ -514,36 +512,6 @@ def test_a_last_turn_without_room_is_noted():
         assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
         metrics = metrics_of([played])
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
-
-
-# Environments in processes of their own -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def isolated_desk():
-    factory = isolated(isolated_environments.Desk, timeout=2.0)
-    yield factory
-    factory.close()
-
-
-@pytest.mark.quick
-def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
-    interaction = chat_interaction(isolated_desk, on_error="end")
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
-    assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
-    assert episode.messages[-1]["content"] == "4"
-    assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
-    assert episode.messages[-1]["content"] == "Error: LookupError: lost my way", "what a tool raises is told"
-    assert (episode.counts.errors, episode.over) == (0, False)
-    assert episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400) is None
-    assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
-    assert episode.reward() is None, "nobody is left to say it"
-    assert episode.counts.errors == 1
-    episode = begun(chat_interaction(isolated_desk), CHAT)
-    with pytest.raises(
-        EnvironmentFault, match=r"Desk: later took longer than its timeout of 2 s and was killed, for row 3"
-    ):
-        episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
 
 
 # Prompts and rewards ------------------------------------------------------------------------------------------------
