@@ -174,28 +174,6 @@ def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch
     assert happened.index("read_chunk") == 1 + patience
 
 
-class Echo(Script):
-    """After each turn two tokens, and the fifth is the last: with turns of one token, all are in step."""
-
-    def answer(self, completion, turn, room):
-        heard = self.heard.setdefault(completion, [])
-        heard.append(turn)
-        return None if len(heard) == 5 else [10, 11 + completion % 7]
-
-
-def test_turns_in_step_move_no_keys(monkeypatch):
-    """Where every token ends a turn nothing is aligned; where only some do, something is."""
-    moved, original = [], rollout.move
-    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
-    completions, _ = play(Echo(), eos_token_ids=range(SHAPE.vocab_size))
-    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
-    assert not moved
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-
-    play(Echo(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
-    assert moved, "turns of different lengths are aligned"
-
-
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
@@ -221,11 +199,6 @@ def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatc
     for name in ("tokens", "mask", "present", "ended"):
         np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
-
-
-def test_the_bytes_do_not_depend_on_the_clock():
-    slow, _ = play(Script(seconds=lambda i: 0.004 * (i * 5 % 7)))
-    np.testing.assert_array_equal(slow.log_probs, played()[0].log_probs)
 
 
 def test_one_turn_is_generate():

@@ -1,16 +1,12 @@
 """Completions as text: prompt + completion is the text that the model saw, for every kind of tokenizer."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.hub.huggingface import load_tokenizer
 from grpo_jax.text.completions import decode_completions, reward_inputs
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 WORDS = ["Once", "upon", "a", "time", "there", "was", "café", "."]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<bot>"]
@@ -146,13 +142,3 @@ def test_special_tokens_at_the_end_of_a_prompt_hide_no_text_before_them():
     assert decode_completions(tokenizer, tokens, np.ones(tokens.shape, bool)) == ["a time"], (
         "without the prompt's tokens"
     )
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/data/stories260K is not there")
-def test_stories260K_keeps_its_first_space():
-    tokenizer = load_tokenizer(STORIES)
-    prompt_ids, whole = (tokenizer(text)["input_ids"] for text in ("Once upon a", "Once upon a time"))
-    assert tokenizer.decode(whole[len(prompt_ids) :]) == "time", "decoded alone"
-    assert completed(tokenizer, "Once upon a", prompt_ids, whole[len(prompt_ids) :]) == " time"
-    prompt = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once upon a"}]
-    assert completed(tokenizer, prompt, prompt_ids, whole[len(prompt_ids) :])[0]["content"] == "Once upon a time"

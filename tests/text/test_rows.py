@@ -35,13 +35,6 @@ def test_what_a_pandas_frame_does_not_have_is_none():
 
 
 @pytest.mark.quick
-def test_an_empty_list_of_images_is_none_and_a_picture_is_refused():
-    assert load_rows(ROWS) == ROWS
-    with pytest.raises(ValueError, match="dataset row 1 has a column 'images': models read text alone"):
-        load_rows([ROWS[0], {**ROWS[1], "images": ["picture"]}])
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("column", ["prompt", "tests"])
 def test_half_of_a_character_is_refused_with_its_row_and_column(column):
     half = "\ud83d"

@@ -152,19 +152,6 @@ def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
 
 
 @pytest.mark.quick
-def test_lines_of_a_csv_file_may_end_as_they_do_on_any_system(folder):
-    for end in ("\n", "\r\n", "\r"):
-        (folder / "rows.csv").write_bytes(f"question,solution{end}1+1,2{end}2+2,4{end}".encode())
-        assert load_rows("rows.csv", **SHAPE) == WANTED
-
-
-@pytest.mark.quick
-def test_what_is_nested_in_nothing_is_nothing(folder):
-    (folder / "rows.jsonl").write_text('{"prompt": "1+1", "truth": {"n": 2}}\n{"prompt": "2+2", "truth": null}\n')
-    assert [row["answer"] for row in load_rows("rows.jsonl", columns={"answer": "truth.n"})] == [2, None]
-
-
-@pytest.mark.quick
 def test_text_in_another_encoding_within_a_parquet_file_is_named_with_row_and_column(folder):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -3,19 +3,17 @@
 import json
 import time
 
-import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
-from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
-from grpo_jax.turns.interaction import EnvironmentReward, encode_rows, make_interaction, with_environments
+from grpo_jax.turns.interaction import encode_rows, make_interaction, with_environments
 from grpo_jax.turns.played import EpisodeCounts, Played, metrics_of
 
 ROW = {"prompt": "find it: ", "target": 7}
@@ -88,32 +86,6 @@ def begun(interaction, row=ROW):
 
 
 @pytest.mark.quick
-def test_what_is_said_again_is_not_tokenized_again():
-    asked, tokenizer = [], tiny_tokenizer()
-
-    class Counting:
-        def __call__(self, text, **how):
-            asked.append(text)
-            return tokenizer(text, **how)
-
-        def decode(self, ids, **how):
-            asked.append(len(ids))
-            return tokenizer.decode(ids, **how)
-
-    texts, long = Texts(Counting()), "1 " * 40
-    for _ in range(3):
-        for text in ("5 7", "", long):
-            own = ids(tokenizer, text)
-            assert list(texts.encode(text)) == own.tolist()
-            assert texts.decode(np.append(own, 1)) == tokenizer.decode(np.append(own, 1), skip_special_tokens=True)
-            whole = tokenizer.decode(np.append(own, 1), skip_special_tokens=False)
-            assert texts.decode(np.append(own, 1), skip_special_tokens=False) == whole
-    assert asked.count("5 7") == asked.count("") == 1
-    assert asked.count(len(ids(tokenizer, "5 7")) + 1) == 2
-    assert asked.count(long) == 3, "what is long is not kept"
-
-
-@pytest.mark.quick
 def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
     interaction = interaction_of(Guess)
     episode, tokenizer = begun(interaction), interaction.tokenizer
@@ -157,62 +129,6 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     episode.note(ids(tokenizer, "4"))
     assert episode.environment.total == 4
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("row", [ROW, CHAT], ids=["text", "conversation"])
-def test_half_a_character_in_what_it_says_is_replaced(row):
-    class Broken:
-        def respond(self, text):
-            return "no \ud83d!"
-
-    tokenizer, ends = family("hermes")
-    episode = begun(interaction_of(Broken, rows=(row,), tokenizer=tokenizer, eos=ends), row)
-    said = episode.answer(np.append(ids(tokenizer, "5"), ends[0]), 100)
-    assert "no ?!" in tokenizer.decode(said)
-    assert episode.turns[-1] == (False, "no ?!")
-
-
-@pytest.mark.quick
-def test_in_a_conversation_it_speaks_as_the_user():
-    tokenizer, ends = family("hermes")
-
-    class Teacher:
-        def respond(self, text):
-            return "go on"
-
-    episode = begun(interaction_of(Teacher, rows=(CHAT,), tokenizer=tokenizer, eos=ends), CHAT)
-    said = episode.answer(np.append(ids(tokenizer, "three"), ends[0]), 100)
-    assert tokenizer.decode(said) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    assert episode.messages == [{"role": "assistant", "content": "three"}, {"role": "user", "content": "go on"}]
-
-
-@pytest.mark.quick
-def test_an_observation_far_too_long_is_not_even_encoded():
-    class Endless:
-        def respond(self, text):
-            return "x" * 3_000_000
-
-    interaction = interaction_of(Endless)
-    begin = time.monotonic()
-    assert len(begun(interaction).answer(np.array([5, 1]), 50)) > 50
-    assert time.monotonic() - begin < 60
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("value", [b"bytes", 3, ["text"]])
-def test_what_is_not_text_is_an_error_of_the_environment(value):
-    class Odd:
-        def respond(self, text):
-            return value
-
-    with pytest.raises(
-        EnvironmentFault, match=r"Odd: respond returned .*text is needed, or None at the end, for row 3"
-    ):
-        begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-    episode = begun(interaction_of(Odd, on_error="end"))
-    assert episode.answer(np.array([5, 1]), 50) is None
-    assert episode.counts.errors == 1
 
 
 class Scored:
@@ -263,18 +179,12 @@ def test_rewards_of_turns_do_not_score_an_episode_whose_get_reward_fails(end):
 
 
 @pytest.mark.quick
-def test_get_reward_may_say_it_of_all_turns_at_once():
-    class Whole(Guess):
-        def get_reward(self):
-            return [1, 2.5]
-
-    assert begun(interaction_of(Whole)).reward() == [1.0, 2.5]
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (b"bytes", "Odd: respond returned .*text is needed, or None at the end, for row 3"),
+        (3, "respond returned 3, a int; text is needed"),
+        (["text"], "text is needed, or None at the end"),
         (("go", None), "respond returned the reward None; a finite number is needed, for row 3"),
         (("go", float("nan")), "respond returned the reward nan; a finite number is needed"),
         (("go", "1"), "respond returned the reward '1'; a finite number is needed"),
@@ -282,23 +192,16 @@ def test_get_reward_may_say_it_of_all_turns_at_once():
         (("a", 1.0, 2), r"respond returned \('a', 1.0, 2\), a tuple; text is needed, or None at the end"),
     ],
 )
-def test_a_reward_of_a_turn_is_a_number(answer, message):
+def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
     class Odd(Guess):
         def respond(self, text):
             return answer
 
     with pytest.raises(EnvironmentFault, match=message):
         begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-
-
-@pytest.mark.quick
-def test_a_reward_of_a_turn_needs_a_reward_that_it_is_a_part_of():
-    class Alone:
-        def respond(self, text):
-            return text, 1.0
-
-    with pytest.raises(EnvironmentFault, match="respond returned a reward, and there is no get_reward: add one"):
-        begun(interaction_of(Alone)).answer(np.array([5, 1]), 50)
+    episode = begun(interaction_of(Odd, on_error="end"))
+    assert episode.answer(np.array([5, 1]), 50) is None
+    assert episode.counts.errors == 1
 
 
 @pytest.mark.quick
@@ -516,36 +419,6 @@ def test_a_last_turn_without_room_is_noted():
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
 
 
-# Environments in processes of their own -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def isolated_desk():
-    factory = isolated(isolated_environments.Desk, timeout=2.0)
-    yield factory
-    factory.close()
-
-
-@pytest.mark.quick
-def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
-    interaction = chat_interaction(isolated_desk, on_error="end")
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
-    assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
-    assert episode.messages[-1]["content"] == "4"
-    assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
-    assert episode.messages[-1]["content"] == "Error: LookupError: lost my way", "what a tool raises is told"
-    assert (episode.counts.errors, episode.over) == (0, False)
-    assert episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400) is None
-    assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
-    assert episode.reward() is None, "nobody is left to say it"
-    assert episode.counts.errors == 1
-    episode = begun(chat_interaction(isolated_desk), CHAT)
-    with pytest.raises(
-        EnvironmentFault, match=r"Desk: later took longer than its timeout of 2 s and was killed, for row 3"
-    ):
-        episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
-
-
 # Prompts and rewards ------------------------------------------------------------------------------------------------
 
 
@@ -642,21 +515,6 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
 
 
 @pytest.mark.quick
-def test_dropped_rows_keep_their_order_beside_their_tools():
-    tokenizer, ends = family("hermes")
-    long = [{"role": "user", "content": "x " * 400}]
-    rows = [{**CHAT, "environment": name} for name in ("a", "b", "a")]
-    rows.insert(1, {"prompt": long, "target": 1, "environment": "a"})
-    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
-    assert data.dropped == [1]
-    assert data.rows == [rows[0], rows[2], rows[3]]
-    plain = encode_prompts([rows[2]], tokenizer).token_ids
-    assert data.token_ids[1] == plain[0], "no tools are shown where there are none"
-    assert data.token_ids[0] == data.token_ids[2] != plain[0]
-
-
-@pytest.mark.quick
 def test_rows_are_those_of_the_dataset_whatever_their_environments():
     """The only row of an environment may be dropped, and a message counts all rows."""
     tokenizer, ends = family("hermes")
@@ -717,15 +575,3 @@ class Untold(Sums):
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
-
-
-@pytest.mark.quick
-def test_nothing_given_is_nothing_made():
-    assert interaction_of() is None
-    assert with_environments([len], None) == [len]
-
-
-@pytest.mark.quick
-def test_a_reward_is_named_after_its_class():
-    assert EnvironmentReward("Guess").__name__ == "Guess"
-    assert EnvironmentReward("Guess")([0.5]) == [0.5]
