@@ -154,14 +154,6 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
 
 
-@pytest.mark.quick
-def test_kernels_stand_as_they_are_on_several_devices():
-    _, params = model_and_params()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert decode_variables(None, spread).keys() == {"params"}
-
-
 def test_one_long_decode_inside_jit_gives_the_same_completions():
     model, params = model_and_params()
     prompts = make_prompts(PROMPTS)

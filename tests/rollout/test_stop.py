@@ -16,7 +16,6 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.text.pieces import token_bytes
 
@@ -280,17 +279,3 @@ def test_a_turn_that_is_as_long_as_it_may_be_is_handed_over(longest):
         assert row[own].tolist() == [token for turn in turns for token in turn]
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
     np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
-
-
-@pytest.mark.quick
-def test_behind_a_text_the_next_turn_is_drawn_in_whole_bursts(monkeypatch):
-    """The state of the turn before would end it again with every token on the device."""
-    bursts, plain = [], Rollout.decode
-
-    def decode(self, *arguments, **settings):
-        bursts.append(1)
-        return plain(self, *arguments, **settings)
-
-    monkeypatch.setattr(Rollout, "decode", decode)
-    play(stop=STOP)
-    assert len(bursts) < 20

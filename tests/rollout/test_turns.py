@@ -153,27 +153,6 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-@pytest.mark.parametrize("patience", [0, 2])
-def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch, patience):
-    """Three of four completions end their turn at once; the fourth draws on, until the three are read."""
-    happened = []
-    monkeypatch.setattr(turns, "PATIENCE", patience)
-
-    def watch(name):
-        original = getattr(rollout, name)
-        monkeypatch.setattr(rollout, name, lambda *args, **how: happened.append(name) or original(*args, **how))
-
-    watch("decode")
-    watch("read_chunk")
-    how = {"length": 60, "group": 1, "temperature": 0.0}
-    rows = play(eos_token_ids=(), **how)[0].tokens.reshape(4, -1).tolist()
-    long = min(rows, key=lambda row: len(set(row[:48])))
-    ends = [next(token for token in row[:16] if token not in long[:48]) for row in rows if row is not long]
-    happened.clear()
-    play(lambda completion, turn, room: promise([9] if room > 30 else None), eos_token_ids=ends, **how)
-    assert happened.index("read_chunk") == 1 + patience
-
-
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
@@ -209,14 +188,6 @@ def test_one_turn_is_generate():
         np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
     np.testing.assert_array_equal(completions.present, expected.mask)
     np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
-
-
-def test_a_group_of_its_own_and_greedy_draws_are_the_same():
-    """The first prompt alone, in a cache of another size: as with its neighbours."""
-    alone, _ = play(prompts=jax.tree.map(lambda x: x[:1], PROMPTS), temperature=0.0)
-    together, _ = play(temperature=0.0)
-    np.testing.assert_array_equal(alone.tokens, together.tokens[:1])
-    assert (np.asarray(together.tokens[:, :1]) == np.asarray(together.tokens))[..., 0].all(), "greedy: all of a group"
 
 
 def test_on_a_mesh_of_several_devices():

@@ -118,17 +118,6 @@ def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     assert not ladder(params).fixed, "these are on a CPU"
 
 
-def test_a_cache_need_not_grow_where_a_kernel_reads_what_is_full():
-    model, params = tiny_model(head_dim=16)
-
-    def slots(kind, prompt_length=20):
-        of = Transformer(dataclasses.replace(model.config, attention=kind))
-        return choose_ladder(as_argument(of), params, prompt_length, 4, 2, 512, mesh=None, waits=False).slots
-
-    assert slots("einsum") == slots("interpreted", prompt_length=5) == (128, 256, 511)
-    assert slots("interpreted") == (511,)
-
-
 @pytest.mark.parametrize(("mesh", "grows"), [(None, False), ({"tensor": 2}, False), ({"fsdp": 2, "tensor": 2}, True)])
 def test_a_device_of_a_mesh_has_to_have_enough_completions_for_the_kernel(mesh, grows):
     """48 completions of two key heads on one device; on several each has its part of them, or of the heads."""

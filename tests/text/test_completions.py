@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.text.completions import decode_completions, reward_inputs
+from grpo_jax.text.completions import reward_inputs
 
 WORDS = ["Once", "upon", "a", "time", "there", "was", "café", "."]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -126,19 +126,3 @@ def test_a_prefill_goes_on_as_it_began(family, prefill):
     alone = tokenizer.decode(ids)
     said = completed(tokenizer, prompt[:1], opened, ids)
     assert said == [{"role": "assistant", "content": alone}], "a message of its own begins as TRL's does"
-
-
-@pytest.mark.quick
-def test_special_tokens_at_the_end_of_a_prompt_hide_no_text_before_them():
-    tokenizer = sentencepiece()
-    ids = [
-        *tokenizer("Once upon", add_special_tokens=False)["input_ids"],
-        *[tokenizer.convert_tokens_to_ids("<bot>")] * 9,
-    ]
-    time = tokenizer("a time", add_special_tokens=False)["input_ids"]
-    assert completed(tokenizer, "", ids, time) == " a time"
-    assert completed(tokenizer, "", ids[-9:], time) == "a time", "where there is none, the text begins here"
-    tokens = np.array([[time]])
-    assert decode_completions(tokenizer, tokens, np.ones(tokens.shape, bool)) == ["a time"], (
-        "without the prompt's tokens"
-    )

@@ -300,22 +300,6 @@ def test_conversations_are_tokenized_together_to_the_same_ids_in_their_order(mon
     assert calls.count(True) == 3 + 7
 
 
-def test_a_tokenizer_of_ones_own_is_given_one_conversation_at_a_time():
-    given = []
-
-    class Own:
-        chat_template = "mine"
-
-        def apply_chat_template(self, messages, *, tokenize, **_):
-            given.append(messages)
-            text = " ".join(message["content"] for message in messages)
-            return [len(word) for word in text.split()] if tokenize else text
-
-    rows = [{"prompt": [user("a bc")]}, {"prompt": [user("def")]}]
-    assert lib.encode_prompts(rows, Own()).token_ids == [[1, 2], [3]]
-    assert all(isinstance(messages[0], dict) for messages in given)
-
-
 def test_chat_template_kwargs_reach_the_template():
     tokenizer = make_tokenizer()
     rows = [{"prompt": [user("hi")]}]

@@ -11,12 +11,6 @@ ROWS = [
 
 
 @pytest.mark.quick
-def test_a_pyarrow_table_is_its_rows():
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    assert load_rows(pyarrow.Table.from_pylist(ROWS)) == ROWS
-
-
-@pytest.mark.quick
 def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")

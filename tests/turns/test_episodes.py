@@ -1,7 +1,6 @@
 """Episodes: what is said between the turns of a completion, by tools and by environments, well-behaved or not."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -160,25 +159,6 @@ def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("end", [[1.0, 2.0, 3.0], LookupError("gone")])
-def test_rewards_of_turns_do_not_score_an_episode_whose_get_reward_fails(end):
-    class Fails(Scored):
-        def get_reward(self):
-            if isinstance(end, Exception):
-                raise end
-            return end
-
-    def play(on_error):
-        episode = begun(interaction_of(Fails, on_error=on_error))
-        episode.answer(np.array([5, 1]), 50)
-        return episode.reward(), episode.counts.errors
-
-    assert play("end") == (None, 1)
-    with pytest.raises(EnvironmentFault, match=r"get_reward (raised LookupError|returned .* respond has rewarded)"):
-        play("raise")
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -241,16 +221,6 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
     assert (said is None) == (where != "get_reward"), "the episode is over, but for an error after its end"
     assert reward == (None if where in ("the call", "get_reward") else 0.5), "kept, if there is one"
     assert errors == 1
-
-
-@pytest.mark.quick
-def test_one_that_hangs_is_an_error_after_its_time():
-    class Slow:
-        def respond(self, text):
-            time.sleep(1000)
-
-    with pytest.raises(EnvironmentFault, match=r"respond raised TimeoutError: took longer than 0.05 s"):
-        begun(interaction_of(Slow, seconds=0.05)).answer(np.array([5, 1]), 50)
 
 
 # Tools --------------------------------------------------------------------------------------------------------------
@@ -470,23 +440,6 @@ def test_each_episode_has_a_row_of_its_own():
                 episode.answer(turn, 100)
             assert [episode.reward() for episode in episodes.all] == [2.0, 2.0, 2.0]
     assert rows[0]["cards"] == ["a", "b", "c"]
-
-
-@pytest.mark.quick
-def test_in_a_conversation_it_ends_the_users_last_message():
-    class Opens:
-        def reset(self, **row):
-            return " Now."
-
-        def respond(self, text):
-            return None
-
-    tokenizer, ends = family("hermes")
-    interaction = interaction_of(Opens, rows=(CHAT,), tokenizer=tokenizer, eos=ends)
-    with Episodes(interaction, [CHAT], 2, [0]) as episodes:
-        (row,) = episodes.reset([CHAT])
-    assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2? Now."}]
-    assert CHAT["prompt"][0]["content"] == "What is 1 + 2?", "the dataset is left alone"
 
 
 @pytest.mark.quick

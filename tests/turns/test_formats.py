@@ -270,18 +270,6 @@ def test_the_bare_json_of_a_call_is_told_if_it_names_a_tool(name):
     assert FORMATS[name].parse(text) == Parsed(text)
 
 
-@pytest.mark.quick
-def test_a_turn_that_begins_in_a_thought_calls_only_after_it():
-    text = f"I may write {hermes('f')} later.</think>{hermes('g')}"
-    for name in ("hermes", "qwen_xml"):
-        assert FORMATS[name].parse("of <tool_call> I think", thinking=True) == Parsed("of <tool_call> I think")
-    assert [call.name for call in FORMATS["hermes"].parse(text, thinking=True).calls] == ["g"]
-    assert [call.name for call in FORMATS["hermes"].parse(text).calls] == ["f", "g"]
-    thought = '{"name": "f", "parameters": {}}'
-    assert FORMATS["llama3"].parse(thought, thinking=True).calls == ()
-    assert FORMATS["llama3"].parse(f"{thought}</think>{thought}", thinking=True).calls == F
-
-
 # --- Anything at all.
 
 PIECES = [

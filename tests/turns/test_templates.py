@@ -1,11 +1,9 @@
 """Observations: the tokens that stand between two turns are those of the whole conversation encoded at once."""
 
-import gc
 import json
-import weakref
 
 import pytest
-from chat_families import FAMILIES, GLM, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
+from chat_families import FAMILIES, GLM, HERMES, PLAIN, SPECIAL, family, tokenizer_of
 
 from grpo_jax.turns import templates as lib
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
@@ -71,18 +69,6 @@ def test_a_user_continues_the_conversation(name, reply):
     ids = lib.observation_ids(tokenizer, conversation[2:], eos_token_ids=ends)
     assert encode(tokenizer, whole[: at + len(closing)]) + ids == encode(tokenizer, whole)
     assert tokenizer.decode(ids) == whole[at + len(closing) :]
-
-
-@pytest.mark.quick
-def test_a_template_that_takes_thoughts_out_of_the_past_changes_nothing_here():
-    """The history that this template would write has other tokens than the policy drew: they are never asked for."""
-    tokenizer, _ = family("hermes")
-    thought = {"role": "assistant", "content": "<think>\nlong\n</think>\n\nIs it 32?"}
-    before = render(tokenizer, [USER, thought], opened=False)
-    after = render(tokenizer, [USER, thought, user("higher")])
-    assert not after.startswith(before)
-    ids = lib.observation_ids(tokenizer, [user("higher")])
-    assert tokenizer.decode(ids) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.quick
@@ -258,30 +244,6 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
         lib.observation_ids(tokenizer, [user("odd")])
     with pytest.raises(ValueError, match="messages is empty"):
         lib.observation_ids(tokenizer, [])
-
-
-def test_what_does_not_depend_on_messages_is_rendered_once_and_forgotten_with_the_tokenizer(monkeypatch):
-    tokenizer = tokenizer_of(HERMES)
-    rendered = []
-    render = type(tokenizer).apply_chat_template
-
-    def counted(self, *args, **kwargs):
-        rendered.append(1)
-        return render(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
-    first = lib.observation_ids(tokenizer, [user("a")])
-    probes = len(rendered) - 1
-    for _ in range(5):
-        assert lib.observation_ids(tokenizer, [user("a")]) == first
-    assert len(rendered) == probes + 6
-    tokenizer.chat_template = LLAMA  # another template is another end, not the remembered one
-    with pytest.raises(ValueError, match="does not end the turn"):
-        lib.observation_ids(tokenizer, [user("a")])
-    gone = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.quick
