@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.hub.families import FAMILIES
+from grpo_jax.hub.keys import PARTIAL_ROTARY
 from grpo_jax.messages import show, some
 from grpo_jax.types import Json
 
@@ -152,7 +153,8 @@ def _rope(header: Header) -> Json:
     theta, kind = header.get("rope.freq_base", 10000.0), header.get("rope.scaling.type", "none")
     header.get("rope.scaling.attn_factor")  # of longrope; follows from its two context lengths
     part = header.get("rope.dimension_count", header.head_dim) / header.head_dim
-    rope: Json = {"rope_theta": theta, "partial_rotary_factor": part}
+    partial = part != 1 or ARCHITECTURES[header.architecture].family in PARTIAL_ROTARY
+    rope: Json = {"rope_theta": theta, **({"partial_rotary_factor": part} if partial else {})}
     numbers = {key: value for key, value in header.read(_NUMBERS).items() if value is not None}
     found = {size: header.factors.get(f"rope_factors_{size}.weight") for size in ("short", "long")}
     each = {f"{size}_factor": factors.tolist() for size, factors in found.items() if factors is not None}
@@ -246,7 +248,9 @@ def _gemma4(header: Header, raw: Json) -> Json:
 
 def _phi3(header: Header, raw: Json) -> Json:
     original = header.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
-    return {"sliding_window": raw["sliding_window"] or None, "original_max_position_embeddings": original}
+    part = raw["rope_parameters"]["partial_rotary_factor"]
+    window = raw["sliding_window"] or None
+    return {"sliding_window": window, "original_max_position_embeddings": original, "partial_rotary_factor": part}
 
 
 def _olmo(header: Header, raw: Json) -> Json:

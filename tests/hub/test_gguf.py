@@ -343,7 +343,7 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
 def test_the_config_is_read_without_the_tensors(tmp_path):
     path = written(tmp_path / "model.gguf", **{"llama.rope.freq_base": 5e5})
     raw = gguf_config(path)
-    assert raw["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}
+    assert raw["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
     assert (raw["num_key_value_heads"], raw["tie_word_embeddings"], raw["rms_norm_eps"]) == (2, True, 1e-5)
 
 
