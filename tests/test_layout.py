@@ -299,7 +299,6 @@ TESTED_ELSEWHERE = {
     "keep.stored": "keep/test_checkpoint.py",
     "hub.keys": "hub/test_families.py",
     "hub.gguf_config": "hub/test_gguf.py",
-    "hub.gguf_header": "hub/test_gguf.py",
     "hub.gguf_tensors": "hub/test_gguf.py",
     "hub.policy": "hub/test_huggingface.py",
     "hub.publish": "run/test_publish.py",
