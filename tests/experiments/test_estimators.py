@@ -1,11 +1,8 @@
 """The comparison of estimators and losses, and that of ways to choose rows: reduced runs, and tables by hand."""
 
-import functools
-import json
-
 import pytest
 
-from experiments import countdown, estimators, prompt_selection, sort_digits
+from experiments import countdown, estimators, prompt_selection
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import LOSS_TYPES
 
@@ -39,21 +36,6 @@ def test_the_table_has_means_and_steps_to_half_of_the_gain_of_dapo():
     ]
 
 
-def test_a_reduced_run_of_one_setting_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=16, layers=1))
-    monkeypatch.setattr(estimators, "HELD_OUT", 8)
-    monkeypatch.setattr(estimators, "LESSONS", 20)
-    flags = ["--tasks", "sort_digits", "--seeds", "3", "--steps", "4", "--run-dir", str(tmp_path)]
-    results = estimators.main([*flags, "--only", "remax"])
-    assert [line["setting"] for line in results] == ["base", "remax"]
-    assert 0 <= results[1]["sampled"] <= results[1]["pass@8"] <= 1
-    assert 0 < results[1]["entropy"] < 6
-    assert results[0]["kl"] == pytest.approx(0, abs=1e-5)
-    assert [step for step, _ in results[1]["curve"]] == [4]
-    assert estimators.main([*flags, "--only", "remax"]) == json.loads(json.dumps(results))
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2, "nothing is run again"
-
-
 @pytest.mark.quick
 def test_problems_of_every_kind_are_mixed():
     problems = prompt_selection.make_problems(0)
@@ -72,13 +54,3 @@ def test_the_bar_is_what_uniform_has_gained():
         "| 0 | uniform | 0.600 | 400 | 400 (bar 0.580) |",
         "| 0 | beta | 0.633 | 450 | 350 (bar 0.580) |",
     ]
-
-
-def test_a_reduced_run_of_chosen_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(countdown, "make_policy", functools.partial(countdown.make_policy, width=16, layers=1))
-    monkeypatch.setattr(prompt_selection, "HELD_OUT", 200)
-    flags = ["--seeds", "1", "--steps", "2", "--warm-up-steps", "8", "--run-dir", str(tmp_path)]
-    (line,) = prompt_selection.main([*flags, "--arms", "beta"])
-    assert [rollouts for rollouts, _ in line["curve"]] == [0, 2 * 128]
-    # Two iterations of 16 of the 1,920 rows.
-    assert 16 / 1920 < line["last"]["prompt_selection/coverage"] <= 32 / 1920 + 1e-9
