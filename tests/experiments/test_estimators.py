@@ -1,11 +1,8 @@
 """The comparison of estimators and losses: a reduced run, and its table by hand."""
 
-import functools
-import json
-
 import pytest
 
-from experiments import estimators, sort_digits
+from experiments import estimators
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import LOSS_TYPES
 
@@ -37,18 +34,3 @@ def test_the_table_has_means_and_steps_to_half_of_the_gain_of_dapo():
         f"| dapo | 1 | 0.900 (0.900 … 0.900) | {middle} | 32 |",
         f"| rloo | 2 | 0.700 (0.600 … 0.800) | {middle} | –, ? |",
     ]
-
-
-def test_a_reduced_run_of_one_setting_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=16, layers=1))
-    monkeypatch.setattr(estimators, "HELD_OUT", 8)
-    monkeypatch.setattr(estimators, "LESSONS", 20)
-    flags = ["--tasks", "sort_digits", "--seeds", "3", "--steps", "4", "--run-dir", str(tmp_path)]
-    results = estimators.main([*flags, "--only", "opo"])
-    assert [line["setting"] for line in results] == ["base", "opo"]
-    assert 0 <= results[1]["sampled"] <= results[1]["pass@8"] <= 1
-    assert 0 < results[1]["entropy"] < 6
-    assert results[0]["kl"] == pytest.approx(0, abs=1e-5)
-    assert [step for step, _ in results[1]["curve"]] == [4]
-    assert estimators.main([*flags, "--only", "opo"]) == json.loads(json.dumps(results))
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2, "nothing is run again"
