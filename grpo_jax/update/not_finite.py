@@ -1,4 +1,4 @@
-"""What made an update's loss or gradient infinite or NaN, in words."""
+"""Messages that name the metric, prompt and completion that made an update not finite."""
 
 from __future__ import annotations
 
