@@ -22,16 +22,6 @@ time.sleep(600)
 
 
 @pytest.mark.quick
-def test_a_second_run_of_the_same_process_is_refused(tmp_path):
-    with locked(tmp_path / "new" / "run"):
-        holder = f"is in use by process {os.getpid()} on {socket.gethostname()}: wait for that run to end or end it"
-        with pytest.raises(RuntimeError, match=holder), locked(tmp_path / "new" / "run"):
-            pytest.fail("two at a time")
-    with locked(tmp_path / "new" / "run"), locked(tmp_path / "another"):
-        pass
-
-
-@pytest.mark.quick
 def test_another_process_holds_it_until_it_is_killed(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:

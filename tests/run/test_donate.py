@@ -1,4 +1,4 @@
-"""A policy that is donated: the run takes its buffers, holds no copy of them, and says so to whoever looks for them."""
+"""A donated policy: the run takes its buffers, holds no copy of them, and using the empty policy is an error."""
 
 import contextlib
 import gc
@@ -7,8 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from cli_files import run as run_command
-from cli_files import write_run
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import (
@@ -22,11 +20,7 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.cli import commands
-from grpo_jax.compat.trainer import GRPOConfig as TRLConfig
-from grpo_jax.compat.trainer import GRPOTrainer
 from grpo_jax.keep.checkpoint import Checkpoints
-from grpo_jax.policy import Donated
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
@@ -145,12 +139,11 @@ def test_a_run_that_is_refused_takes_nothing(tmp_path):
     policy.model.apply({"params": policy.params}, jnp.ones((1, 2), jnp.int32))
 
 
-def test_a_resumed_run_has_one_state_and_the_bytes_of_a_run_left_alone(tmp_path, monkeypatch):
+def test_a_resumed_run_holds_one_state(tmp_path, monkeypatch):
+    """A run that kept its policy is resumed by one that donates it."""
     alone = train(fresh(), ROWS, lengths, config_of(max_steps=3, lr_scheduler_type="constant"))
     settings = config_of(max_steps=1, lr_scheduler_type="constant")
-    train(
-        fresh(), ROWS, lengths, settings, run_dir=tmp_path
-    )  # a run that keeps the policy is resumed by one that does not
+    train(fresh(), ROWS, lengths, settings, run_dir=tmp_path)
     load, held, policy = Checkpoints._load, [], fresh()
     one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
 
@@ -174,50 +167,9 @@ def test_adapters_are_donated_and_their_base_stays():
         jax.tree.leaves(policy.params)
 
 
-def test_a_rehearsal_holds_what_the_run_would(capsys):
+def test_a_rehearsal_holds_what_the_run_would():
     kept, given = fresh(), fresh()
     found = [rehearse(policy, ROWS, lengths, config_of(), donate=policy is given).memory for policy in (kept, given)]
     assert [memory["policy"] for memory in found] == [sum(x.nbytes for x in jax.tree.leaves(kept.params)), 0]
     with pytest.raises(ValueError, match=EMPTY):
         jax.tree.leaves(given.params)
-
-
-def test_the_trainer_of_compat_donates_what_it_has_loaded_and_loads_it_again_after_an_interruption(tmp_path):
-    save_pretrained(tmp_path / "model", fresh())
-    args = {"output_dir": str(tmp_path / "run"), "max_steps": 3, "save_steps": 1, "num_generations": 2}
-    args |= {"per_device_train_batch_size": 4, "max_completion_length": 4, "lr_scheduler_type": "constant"}
-    calls = []
-
-    def reward(completions, **_):
-        calls.append(trainer.policy.params)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return lengths(completions)
-
-    trainer = GRPOTrainer(str(tmp_path / "model"), reward, args=TRLConfig(**args), train_dataset=ROWS)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train()
-    state = trainer.train_state
-    assert int(state.step) == 3
-    assert all(isinstance(params, Donated) for params in calls)
-    chex.assert_trees_all_equal(trainer.policy.params, state.params)
-    given = fresh()
-    GRPOTrainer(given, lengths_of_all, args=TRLConfig(**args | {"output_dir": None}), train_dataset=ROWS).train()
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given.params)), "a policy of the caller's is copied"
-
-
-def lengths_of_all(completions, **_):
-    return lengths(completions)
-
-
-def test_the_command_donates(tmp_path, monkeypatch):
-    load, loaded = commands.load_policy, []
-    monkeypatch.setattr(commands, "load_policy", lambda run: loaded.append(load(run)) or loaded[-1])
-    path = write_run(tmp_path)
-    run_command("train", path, "--dry-run")
-    run_command("train", path)
-    assert len(loaded) == 2
-    for policy in loaded:
-        with pytest.raises(ValueError, match=EMPTY):
-            jax.tree.leaves(policy.params)

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import re
-import subprocess
-import sys
 import threading
 
 import jax
@@ -84,16 +80,7 @@ def test_the_repository_has_the_name_of_the_run_or_the_one_given(tmp_path, monke
 
 
 @pytest.mark.quick
-def test_adapters_are_pushed_in_the_format_of_peft(tmp_path, monkeypatch):
-    policy = add_lora(tiny_policy(), jax.random.key(0), rank=2)
-    with serving(monkeypatch) as hub:
-        opened(CONFIG, tmp_path, policy).end(policy.params)
-    ((_, _, _, files),) = hub.commits
-    assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert json.loads(files["adapter_config.json"])["r"] == 2
-
-
-def test_at_the_end_alone_or_never(tmp_path, monkeypatch):
+def test_only_the_end_is_pushed_or_nothing(tmp_path, monkeypatch):
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
         publisher = opened(dataclasses.replace(CONFIG, hub_strategy="end"), tmp_path)
@@ -101,11 +88,11 @@ def test_at_the_end_alone_or_never(tmp_path, monkeypatch):
         assert hub.commits == []
         publisher.end(params)
         assert [commit[2] for commit in hub.commits] == ["End of training"]
-        asked = len(hub.requests)
+        before = len(hub.requests)
         publisher = opened(GRPOConfig(hub_model_id="sums"), None)
         publisher.saved(1, params, last=2)
         publisher.end(params)
-        assert len(hub.requests) == asked
+        assert len(hub.requests) == before
 
 
 def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_loses_nothing(tmp_path, monkeypatch):
@@ -179,15 +166,13 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
         by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
         with pytest.raises(FileNotFoundError, match=r"'me/sums' is no local directory, and the hub did not give it"):
             from_pretrained("me/sums", revision="never")
-    # One commit, of which the large files went by their own way, and nothing else was made or changed.
+    # One commit, the large files by LFS, and nothing else was made or changed.
     assert hub.private == {"me/sums": True}
     assert [commit[:3] for commit in hub.commits] == [
         ("me/sums", "main", "Upload policy"),
         ("me/sums", "later", "Upload policy"),
     ]
-    assert first == f"{hub.url}/me/sums/commit/{1:040x}"
-    assert second == f"{hub.url}/me/sums/commit/{2:040x}"
-    assert json.loads(hub.requests[0][3])["name"] == "sums"
+    assert [first, second] == [f"{hub.url}/me/sums/commit/{n:040x}" for n in (1, 2)]
     stages = ["/api/repos/create", "/api/validate-yaml", "/preupload/main", "/objects/batch", "/store/", "/commit/main"]
     where = [min(i for i, path in enumerate(paths) if stage in path) for stage in stages]
     assert where == sorted(where)
@@ -203,39 +188,9 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
     assert same(main.params, policy.params)
     assert same(by_branch.params, moved(policy.params))
     card = ModelCard(files["README.md"].decode())
-    assert card.data.to_dict() == {
-        "base_model": "some/base",
-        "datasets": ["some/data"],
-        "library_name": "transformers",
-        "license": "mit",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpo", "grpo_jax"],
-    }
+    assert card.data.datasets == ["some/data"]
     assert "4000 prompts of [some/data]" in card.text
     assert "Right on held-out prompts 0.125 → 0.975 in 9 steps." in card.text
-
-
-def test_a_fresh_process_loads_it_from_the_hub_of_its_environment_as_the_card_says(tmp_path, monkeypatch):
-    """In transformers and here, by the card's own lines: HF_ENDPOINT is all that tells the process where."""
-    pytest.importorskip("torch")
-    with serving(monkeypatch) as hub:
-        push_to_hub(tiny_policy(), "me/sums")
-        blocks = re.findall(r"```python\n(.*?)```", hub.commits[0][3]["README.md"].decode(), flags=re.S)
-        assert len(blocks) == 2
-        compared = """
-import numpy, torch
-theirs = model(torch.tensor([[5, 6, 7]])).logits.detach().numpy()
-ours = policy.model.apply({"params": policy.params}, numpy.array([[5, 6, 7]]))
-numpy.testing.assert_allclose(ours, theirs, atol=1e-4)
-assert tokenizer("ab")["input_ids"] == policy.tokenizer("ab")["input_ids"]
-"""
-        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        code = "\n".join([*blocks, compared])
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, **settings}, check=True, timeout=300)
-    downloads = {
-        path.rpartition("/")[2] for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path
-    }
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= downloads
 
 
 @pytest.mark.quick

@@ -124,43 +124,36 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
 
 
-def test_of_an_engine_that_draws_otherwise_in_each_process_the_first_counts(tmp_path):
-    alone, run_dir, flags = tmp_path / "alone", tmp_path / "run", ("--sampler", "--rollout-ahead")
-    finish([start(alone, 4, *flags)])
-    finish(together(run_dir, 4, *flags))
-    for one, other in zip(arrays(alone), arrays(run_dir), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (alone, run_dir))
-    for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
-        values = [line[name] for line in others if name in line]
-        assert values == pytest.approx([line[name] for line in lines if name in line], rel=1e-4)
-        assert len(values) == 2
-    rows, other_rows = (list(read_lines(where / "completions.jsonl")) for where in (alone, run_dir))
-    assert [row["completion"] for row in rows] == [row["completion"] for row in other_rows]
-
-
-def test_the_loss_of_one_ends_both_and_the_run_goes_on_with_two_or_with_one(tmp_path):
+def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_two_or_by_one(tmp_path):
+    """With an engine that draws other tokens in each process: the completions of the first one count."""
     alone, run_dir = tmp_path / "alone", tmp_path / "run"
-    finish([start(alone, 6)])
-    processes = together(run_dir, 1000)
+    finish([start(alone, 6, "--sampler")])
+    processes = together(run_dir, 1000, "--sampler")
     deadline = time.monotonic() + 240
     while not (run_dir / "checkpoints" / "3").exists() and time.monotonic() < deadline:
         assert all(process.poll() is None for process in processes), processes[0].communicate()[1][-3000:]
         time.sleep(0.1)
     processes[1].kill()
     killed = time.monotonic()
-    processes[0].wait(timeout=60)  # within a minute
+    processes[0].wait(timeout=60)
     assert processes[0].returncode != 0, "it ended as if all were well"
     assert time.monotonic() - killed < 60
     last_words, _ = (process.communicate()[1] for process in processes)
     assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
     step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
-    finish(together(run_dir, step + 1))
-    finish([start(run_dir, step + 3)])
-    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    finish(together(run_dir, step + 1, "--sampler"))
+    finish([start(run_dir, step + 3, "--sampler")])
+    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (run_dir, alone))
     assert [line["step"] for line in lines] == list(range(1, step + 4))
-    for line, other in zip(lines, read_lines(alone / "metrics.jsonl"), strict=False):
+    for line, other in zip(lines, others, strict=False):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
+            assert line.get(name) == (pytest.approx(other[name], rel=1e-4) if name in other else None)
+    texts, others = (
+        [row["completion"] for row in read_lines(where / "completions.jsonl")] for where in (run_dir, alone)
+    )
+    assert len(others) == 3 * 32
+    assert texts[: len(others)] == others[: len(texts)]
 
 
 def test_several_processes_decide_together_or_end_together(tmp_path):
