@@ -8,20 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 def by_loops(rewards, weights, scale, aggregation, epsilon):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.kl import kl_divergence
@@ -19,15 +20,6 @@ from grpo_jax.maths.surrogates import LOSS_TYPES
 
 NO_CLIP = {"epsilon": 1e3, "epsilon_high": 1e3}
 DTYPES = [jnp.float32, jnp.float64]
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 def softmax(x):

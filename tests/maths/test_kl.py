@@ -8,17 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.kl import kl_divergence
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 def value_and_derivative(d, estimator, ref=-3.0):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.checks import MAX_LOG_RATIO
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
@@ -28,15 +29,6 @@ from grpo_jax.maths.surrogates import LOSS_TYPES, LossSettings
 TYPES = [*LOSS_TYPES]
 LEVELS = ["token", "sequence", "trajectory"]
 NAN, INF = float("nan"), float("inf")
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 # An independent version ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.reference import mixup, sync_reference
 
@@ -46,15 +47,6 @@ def test_arithmetic_is_float32_also_between_bfloat16_leaves():
     in_bfloat16 = jnp.bfloat16(alpha) * jnp.bfloat16(new) + (jnp.bfloat16(1) - jnp.bfloat16(alpha)) * jnp.bfloat16(ref)
     assert float(exact) != float(in_bfloat16), "the case must tell the two apart"
     assert float(mixed["w"][0]) == float(exact)
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 @pytest.mark.quick
