@@ -42,28 +42,13 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 _REMOVED: dict[str, object] = {
-    "prompt_selection": "uniform",
-    "prompt_success": None,
-    "prompt_decay": 0.5,
-    "prompt_groups": 32,
-    "clip_cov_ratio": 0.0002,
-    "clip_cov_lb": 1.0,
-    "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 0.0002,
-    "ppo_kl_coef": 1.0,
-    "max_kl_old": None,
-    "max_refills": 4,
-    "turn_gamma": 1.0,
-    "turn_baseline": "turn",
-    "gradient_checkpointing_policy": "nothing_saveable",
-    "master_params": True,
-    "distillation_weighting": "uniform",
-    "distillation_routing": "all",
-    "success_reward_threshold": 1.0,
-    "teacher_model_kind": "ema",
-    "teacher_update_rate": 0.05,
-    "teacher_sync_steps": 1,
-}
+    "prompt_selection": "uniform", "prompt_success": None, "prompt_decay": 0.5, "prompt_groups": 32,
+    "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0,
+    "max_kl_old": None, "max_refills": 4, "turn_gamma": 1.0, "turn_baseline": "turn",
+    "gradient_checkpointing_policy": "nothing_saveable", "master_params": True, "distillation_weighting": "uniform",
+    "distillation_routing": "all", "success_reward_threshold": 1.0, "teacher_model_kind": "ema",
+    "teacher_update_rate": 0.05, "teacher_sync_steps": 1,
+}  # fmt: skip
 """Fields of earlier versions and their defaults, with which a run resumes."""
 
 _REMOVED_UNREAD = {"keep_programs", "profile_steps"}

@@ -1,4 +1,4 @@
-"""What made an update's loss or gradient infinite or NaN, in words."""
+"""Name the value that made an update's loss or gradient infinite or NaN."""
 
 from __future__ import annotations
 
