@@ -1,4 +1,4 @@
-"""Messages that name the metric, prompt and completion that made an update not finite."""
+"""Name the value that made an update's loss or gradient infinite or NaN."""
 
 from __future__ import annotations
 

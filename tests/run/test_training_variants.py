@@ -34,9 +34,8 @@ def learn(policy, rows=ROWS, steps=30, **settings):
     return state, rewards
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_adapters_learn_and_the_base_stays(dropout):
-    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=dropout)
+def test_adapters_learn_and_the_base_stays():
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=0.1)
     before = jax.tree.map(np.array, policy.model.base)
     # Twice this rate leads, with the samples of one version of JAX, to adapters under which one unit in the last place
     # of the weights moves a logit by 3e-4: nothing computed in float32 could be compared at the end.
@@ -55,10 +54,9 @@ def test_adapters_learn_and_the_base_stays(dropout):
     np.testing.assert_allclose(merged.model.apply({"params": merged.params}, tokens), one, atol=1e-5)
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_a_sync_of_adapters_mixes_the_weights(rank):
+def test_a_sync_of_adapters_mixes_the_weights():
     """As it does without adapters; their factors, mixed one by one, would be other weights."""
-    policy = add_lora(tiny_policy(), jax.random.key(0), rank=rank)
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4)
     settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.9}
     state, _ = learn(policy, steps=2, learning_rate=0.1, **settings)
     weights = lambda adapters: merge_lora(policy.replace(params=adapters)).params
@@ -67,13 +65,6 @@ def test_a_sync_of_adapters_mixes_the_weights(rank):
     of_factors = weights(mixup(state.initial_params, state.params, 0.9))
     off = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), of_factors, expected)
     assert max(jax.tree.leaves(off)) > 1e-3
-
-
-def test_dropout_changes_the_step_and_its_key_is_the_steps_own():
-    policies = [add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=rate) for rate in (0.0, 0.5, 0.5)]
-    plain, one, two = (learn(policy, steps=2, learning_rate=1e-2)[0].params for policy in policies)
-    chex.assert_trees_all_equal(one, two)
-    assert not np.allclose(jax.tree.leaves(plain)[0], jax.tree.leaves(one)[0])
 
 
 class Foreign(nn.Module):
@@ -129,16 +120,11 @@ def test_conversations_reach_the_reward_as_messages():
     assert rewards[0] is not None
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_bfloat16_compute_with_either_kind_of_params(param_dtype):
+def test_bfloat16_compute_with_params_in_bfloat16():
     policy = tiny_policy()
-    params = jax.tree.map(lambda x: x.astype(param_dtype), policy.params)
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     state, rewards = learn(policy.replace(params=params), compute_dtype="bfloat16", beta=0.01)
-    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {param_dtype}
-    if param_dtype == "bfloat16":
-        rounded = jax.tree.map(lambda x: x.astype(param_dtype), state.master_params)
-        chex.assert_trees_all_equal(state.params, rounded)
-        assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state) if x.ndim} == {"float32"}
-    else:
-        assert state.master_params is None
+    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    chex.assert_trees_all_equal(state.params, jax.tree.map(lambda x: x.astype("bfloat16"), state.master_params))
+    assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state) if x.ndim} == {"float32"}
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
