@@ -129,7 +129,7 @@ class _IsolatedFunction:
         self.__name__ = function_name(fn)
         self.reward_arguments = arguments_of(fn)
         self._timeout, self._memory_mb, self._workers, self._per_call = timeout, memory_mb, workers, per_call
-        self._setup = (*sendable(fn), memory_mb, os.getpid())
+        self._setup = (*sendable(fn), memory_mb)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
@@ -198,7 +198,8 @@ class _IsolatedFunction:
         from pebble import ProcessPool
 
         self.close()
-        self._pool = pool = ProcessPool(self._workers, 0, start_worker, self._setup, WorkerContext())
+        setup = (*self._setup, os.getpid())
+        self._pool = pool = ProcessPool(self._workers, 0, start_worker, setup, WorkerContext())
         # In a thread, since the garbage collector may run in one of the pool's. At exit pebble ends the workers itself.
         self._finalizer = weakref.finalize(self, lambda: threading.Thread(target=_stop, args=(pool,)).start())
         self._finalizer.atexit = False

@@ -435,16 +435,12 @@ def test_async_objects_keep_clients_bound_to_their_loop():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
-def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error):
+def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
+    with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
+        score([make_async([1.0] * N), raises(ValueError("no"))])
+    assert not recwarn.list, "nothing is left that was not awaited"
     with pytest.raises(RewardError, match=f"reward function 'judge' raised {type(error).__name__}"):
         score([make_async(error), make_async([1.0] * N)])
     with pytest.warns(RuntimeWarning, match="6 of 6 completions"):
         rewards, _ = score([make_async(error), make_async([1.0] * N)], on_error="none")
     np.testing.assert_array_equal(rewards[0, 0], [np.nan, 1])
-
-
-@pytest.mark.quick
-def test_sync_failure_beside_async_leaves_nothing_unawaited(recwarn):
-    with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
-        score([make_async([1.0] * N), raises(ValueError("no"))])
-    assert not recwarn.list

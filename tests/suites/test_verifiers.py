@@ -1,4 +1,4 @@
-"""verifiers: a taskset of one turn, scored by its own rewards and weights, and what is not played."""
+"""verifiers: its own game of several turns, and a taskset of one turn, each scored by its own rewards and weights."""
 
 import pytest
 
@@ -14,6 +14,22 @@ def played(suite, index, *turns):
     environment = suite.environment_factory()
     call_within(SECONDS, environment.reset, index=index)
     return environment, [call_within(SECONDS, environment.respond, turn) for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def hangman(tmp_path_factory):
+    """Hangman of TextArena, by the taskset that comes with verifiers; its words are of a corpus of nltk, made here."""
+    pytest.importorskip("textarena", reason="textarena is not installed, which plays the games")
+    import nltk
+
+    words = tmp_path_factory.mktemp("nltk") / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("apple\nbread\nchair\nhouse\nplant\nwater\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nltk.data, "path", [str(words.parents[1])])
+        patched.setattr(nltk, "download", lambda *_, **__: False)
+        yield verifiers("textarena", game="Hangman-v0", size=6)
 
 
 @pytest.mark.quick
@@ -73,3 +89,15 @@ def test_what_goes_wrong_in_an_episode_is_raised_by_who_waits_for_it(arguments, 
         call_within(SECONDS, asked[turns][0], **asked[turns][1])
     with pytest.raises((RuntimeError, ValueError), match=message):
         call_within(SECONDS, environment.get_reward)
+
+
+def test_a_game_by_hand(hangman):
+    """Its rules: a letter is shown, a wrong word is refused, the right one is worth 1."""
+    environment, answers = played(hangman, 0, "[e]", "[apple]", "[bread]", "[chair]", "[plant]", "[house]")
+    assert answers[0].splitlines()[1].split()[-1] in "_E"
+    assert sum(answer is not None and "is not the target word" in answer for answer in answers) == 4
+    assert answers[-1] is None
+    reward = call_within(SECONDS, environment.get_reward)
+    assert reward == environment.trace.rewards["game_reward"].score == 1.0
+    roles = [node.message.role for node in environment.trace.nodes]
+    assert roles[:3] == ["system", "user", "assistant"]
