@@ -15,7 +15,8 @@ def claims():
     found = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (said := ast.get_docstring(node)):
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and (said := ast.get_docstring(node)):
                 folder = path.parent.name if path.parent != TESTS else "package"
                 test = f"{path.relative_to(TESTS.parent).as_posix()}::{node.name}"
                 found.setdefault(folder, []).append((" ".join(said.split("\n\n")[0].split()), test))

@@ -1,7 +1,7 @@
 """Execute notebooks and keep their outputs: `python docs/notebooks.py NAME ...`.
 
-Pictures are stored with a palette of 128 colours. `quickstart_zh` gets the code and the outputs of `quickstart`, cell by
-cell; its text is its own.
+Pictures are stored with a palette of 128 colours. `quickstart_zh` gets the code and the outputs of `quickstart`, cell
+by cell; its text is its own.
 """
 
 import argparse

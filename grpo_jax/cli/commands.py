@@ -18,7 +18,7 @@ from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
-from grpo_jax.cli.pictures import compare, report
+from grpo_jax.cli.pictures import report
 from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
@@ -137,7 +137,6 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             advantage_fn=run.advantage_fn,
             surrogate=run.surrogate,
             teacher=load_teacher(run),
-            teacher_prompt=run.teacher_prompt,
             donate=True,
         )
         return
@@ -159,7 +158,6 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
                 advantage_fn=run.advantage_fn,
                 surrogate=run.surrogate,
                 teacher=load_teacher(run),
-                teacher_prompt=run.teacher_prompt,
                 donate=True,
             )
     if (into := run.run_dir) is not None:
@@ -349,6 +347,5 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "export": export,
     "from-trl": from_trl,
     "report": report,
-    "compare": compare,
 }
 """Name of a command → its function, which takes the parsed arguments."""

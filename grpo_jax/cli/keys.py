@@ -38,9 +38,7 @@ OWN = {
     "of `loss_type`",
     "teacher": "who the policy learns from beside its rewards, by `distillation_coef`: a name on the hub, a directory, "
     "`module:name` of a Policy or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
-    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`, or `self`; with it `rewards` "
-    "may be []",
-    "teacher_prompt": "what the teacher reads in the place of the prompt: a column, or `module:function`",
+    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; with it `rewards` may be []",
     "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
     "quantize_embeddings": "whether its embedding and head are quantized too",

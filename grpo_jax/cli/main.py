@@ -241,19 +241,6 @@ def _add_pictures(commands: argparse._SubParsersAction[_Parser]) -> None:
         commands, "report", "RUN_DIR", "Draw report.png and report.html of a run anew, from its files."
     )
     report.add_argument("run_dir", metavar="RUN_DIR", help="of any run")
-    compare = _add_command(
-        commands,
-        "compare",
-        "RUN_DIR RUN_DIR [...] [OPTIONS]",
-        "Draw runs over each other, against steps, tokens and seconds: tables here, a page and a picture.",
-    )
-    compare.add_argument("runs", metavar="RUN_DIR", nargs="+", help="of any runs, two or more")
-    compare.add_argument(
-        "--metric", metavar="NAME", help="of metrics.jsonl; default reward, or loss where there is none"
-    )
-    compare.add_argument(
-        "--out", metavar="FILE.html", default="compare.html", help="the page, and FILE.png (default compare.html)"
-    )
 
 
 def _version() -> str:

@@ -23,7 +23,6 @@ from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.columns import check_templates
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
@@ -45,7 +44,6 @@ _FILES_IN = {
     "advantage_fn": (),
     "surrogate": (),
     "teacher": ("model",),
-    "teacher_prompt": (),
 }
 # Keys whose value may name a file, and where in a mapping it stands; () for everywhere.
 _P = ParamSpec("_P")
@@ -83,7 +81,6 @@ class RunFile:
       sampler: the engine that samples, None for the built-in one.
       advantage_fn, surrogate: functions in the place of the config's, None for those.
       teacher: the value of that key, None for none.
-      teacher_prompt: the column or the function that it names, None for none.
       stages: what is done, in this order: "sft", "grpo".
       sft: the first of them, None where it is none or was not asked for.
     """
@@ -106,7 +103,6 @@ class RunFile:
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
     teacher: str | Json | None = None
-    teacher_prompt: TeacherPrompt | None = None
     stages: tuple[str, ...] = ("grpo",)
     sft: SFTStage | None = None
 
@@ -221,13 +217,11 @@ def _with_functions(run: RunFile, stated: Json, suite: Suite | None, problems: _
     }
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, reward_weights=suite.reward_weights))
-    asked = stated.get("teacher_prompt")
     return dataclasses.replace(
         run,
         sampler=sampler,
         advantage_fn=own.get("advantage_fn"),
         surrogate=own.get("surrogate"),
-        teacher_prompt=problems.of("teacher_prompt", find, asked, run.folder) if is_reference(asked) else asked,
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
         environment_factory=environments,
@@ -353,7 +347,7 @@ def _check_model(given: object, folder: Path) -> None:
 
 def _check_teacher(given: object, folder: Path) -> None:
     """Refuse a teacher that is asked for in no form that there is."""
-    if given != "self" and scorer_of(given) is None:
+    if scorer_of(given) is None:
         model, method = teacher_model(given)
         check_method(method)
         _check_model(model, folder)

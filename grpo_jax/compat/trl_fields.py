@@ -77,8 +77,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "num_train_epochs": "batches run on over the end of an epoch, so that no row is left out",
     "seed": "other streams: the same seed draws other samples than in TRL",
     "scale_rewards": "True and False are taken too",
-    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv", "dppo_kl", "clip_cov" and '
-    '"kl_cov" are ours',
+    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv" and "dppo_kl" are ours',
     "importance_sampling_level": '"trajectory" is ours',
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
     "delta": "caps the first term of the min only, as in TRL",
@@ -169,7 +168,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Speed and memory.
     "activation_checkpointing": _other(None, "use gradient_checkpointing"),
     "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    "gradient_checkpointing_kwargs": _needless(None, "gradient_checkpointing_policy says what a layer keeps"),
+    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
     **_group(
         _needless, "everything is compiled", torch_compile=False, torch_compile_backend=None, torch_compile_mode=None
     ),
@@ -232,7 +231,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "parallelism_config": _other(None, _MESH),
     **_group(_other, _CUT, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging.
-    "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
+    "debug": _needless("", "an update that is not finite is always skipped and counted, and its cause is named"),
     "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
     "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }

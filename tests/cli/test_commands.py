@@ -350,7 +350,7 @@ def test_a_plan_is_that_of_the_api(folder, monkeypatch, by_file):
     wanted |= {"lora": None, "quantize": None, "quantize_embeddings": False}
     assert how == wanted | {"teacher": None, "teacher_quantize": None}
     other = str(folder / "model")
-    taught = {f"{{model: {other}, quantize: int8}}": (other, "int8"), "self": ("self", None), "a:b": (None, None)}
+    taught = {f"{{model: {other}, quantize: int8}}": (other, "int8"), "a:b": (None, None)}
     for written, expected in {**taught, "{vllm: http://127.0.0.1:1}": (None, None)}.items():
         run(*command, "--teacher", written, "--distillation_coef", 1)
         assert (asked[-1][1]["teacher"], asked[-1][1]["teacher_quantize"]) == expected
