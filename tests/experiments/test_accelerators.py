@@ -60,14 +60,3 @@ def test_where_only_the_rollout_is_too_large_a_line_is_of_one_group_at_a_time():
     )
     assert "| **no** | 5.0 | 120.0 | 10.0 | none |  |" in row({key: cell(120, 10), waves: cell(90, 10)})
     assert "| yes | 5.0 | 40.0 |" in row({key: cell(40, 10)})
-
-
-@pytest.mark.quick
-def test_configs_ask_for_the_devices_of_their_machine():
-    assert targets.config_of("H100", 1024).mesh is None
-    config = targets.config_of("v5e-8", 8192, groups=2, micro=2)
-    assert config.mesh == {"fsdp": 8}
-    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (16, 1)
-    assert config.max_completion_length == 8192
-    assert config.rollout_batch_size is None
-    assert targets.config_of("v5e-8", 8192, at_once=1).rollout_batch_size == 8 * 8

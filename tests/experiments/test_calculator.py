@@ -1,4 +1,4 @@
-"""Asking a calculator: the problems, what counts as right, the teacher, and the script from its start to its end."""
+"""Asking a calculator: the problems, what counts as right, and the teacher."""
 
 import random
 import re
@@ -41,7 +41,6 @@ def test_the_tool_works_out_expressions_and_refuses_all_else():
     for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
         with pytest.raises(ValueError, match="is no expression of whole numbers"):
             calculate(text)
-    assert read_tools([calculate])["calculate"].schema["function"]["parameters"]["required"] == ["expression"]
 
 
 @pytest.mark.quick
@@ -74,7 +73,6 @@ def test_the_teacher_asks_as_often_as_it_says_and_guesses_else():
         assert re.findall(r"\d+", expression) == re.findall(r"\d+", problem["text"])
 
 
-@pytest.mark.quick
 def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
     policy = calculator.make_policy(0, width=16, layers=1)
     tokenizer, problems = policy.tokenizer, make_problems(1, 20)

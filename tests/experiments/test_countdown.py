@@ -1,4 +1,4 @@
-"""Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved; it learns."""
+"""Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved."""
 
 import random
 from fractions import Fraction
@@ -31,56 +31,18 @@ def test_expressions_are_counted_exactly(text, value):
     assert expression_value(text, [3, 5, 9]) == Fraction(value)
 
 
-@pytest.mark.quick
-def test_thirds_are_not_rounded():
-    assert expression_value("8/(3-8/3)", [3, 3, 8, 8]) == 24
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "3+5",
-        "3+5+9+9",
-        "3+5+5",
-        "3+5+8",
-        "35+9",
-        "3**5+9",
-        "3//5+9",
-        "3%5+9",
-        "-3+5+9",
-        "+3+5+9",
-        "~3+5+9",
-        "9/(5-5)*3",
-        "5/(9-3*3)",
-        "3+5+9=18",
-        "3+5+9==17",
-        "=17",
-        "3+5+",
-        "(3+5+9",
-        "3+5,9",
-        "3(5)(9)",
-        "3 5 9",
-        "3+5+09",
-        "3.0+5+9",
-        "3e0+5+9",
-        "3_+5+9",
-        "３+5+9",
-        "[3+5+9]",
-        "(3+5+9).real",
-        "(3).__class__+5+9",
-        "__import__('os').system('true')",
-        "3 if 5 else 9",
-        "3+5+9 # easy",
-        "3+5\n+9",
-        "True+5+9",
-        "(lambda: 3)()+5+9",
-    ],
+WITHOUT_VALUE = (
+    "3+5 | 3+5+9+9 | 3+5+5 | 3+5+8 | 35+9 | 3**5+9 | 3//5+9 | 3%5+9 | -3+5+9 | +3+5+9 | ~3+5+9 | 9/(5-5)*3 | "
+    "5/(9-3*3) | 3+5+9=18 | 3+5+9==17 | =17 | 3+5+ | (3+5+9 | 3+5,9 | 3(5)(9) | 3 5 9 | 3+5+09 | 3.0+5+9 | "
+    "3e0+5+9 | 3_+5+9 | ３+5+9 | [3+5+9] | (3+5+9).real | (3).__class__+5+9 | "
+    "__import__('os').system('true') | 3 if 5 else 9 | 3+5+9 # easy | True+5+9 | (lambda: 3)()+5+9"
 )
-def test_what_breaks_the_rules_has_no_value(text):
-    assert expression_value(text, [3, 5, 9]) is None
+
+
+@pytest.mark.quick
+def test_what_breaks_the_rules_has_no_value():
+    for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
+        assert expression_value(text, [3, 5, 9]) is None, text
 
 
 @pytest.mark.quick
@@ -119,12 +81,6 @@ def test_problems_differ_and_their_solutions_solve_them(numbers):
 
 
 @pytest.mark.quick
-def test_more_problems_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="count is 1000, and there are hardly that many"):
-        make_problems(0, 1000, numbers=2, largest=3, targets=range(1, 10))
-
-
-@pytest.mark.quick
 def test_rewards_look_at_the_last_answer():
     row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
     for completion, right, legal in [
@@ -141,7 +97,6 @@ def test_rewards_look_at_the_last_answer():
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
 
 
-@pytest.mark.quick
 def test_the_teacher_is_as_flawed_as_it_says():
     problems, draw, count = make_problems(0, 500, **countdown.SMALL), random.Random(0), 8000
     chosen = [draw.choice(problems) for _ in range(count)]
@@ -155,15 +110,3 @@ def test_the_teacher_is_as_flawed_as_it_says():
     by_chance = np.mean([build(p["numbers"], draw, "+-")[0] == p["target"] for p in chosen])
     expected = (countdown.SOLVED + (1 - countdown.SOLVED) * by_chance) * (1 - countdown.BROKEN)
     assert right == pytest.approx(expected, abs=0.025)
-
-
-@pytest.mark.quick
-def test_a_checkpoint_is_asked_in_words():
-    problem = {"numbers": [3, 5, 9], "target": 17, "solution": "(3+5)+9"}
-    chat = countdown.asked_in_words(problem, chat=True)["prompt"]
-    text = countdown.asked_in_words(problem, chat=False)["prompt"]
-    assert chat[0]["role"] == "user"
-    assert text.startswith(chat[0]["content"])
-    assert "3, 5, 9" in text
-    assert "17" in text
-    assert "(3+5)" not in text

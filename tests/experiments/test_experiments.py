@@ -1,4 +1,4 @@
-"""The experiments: their data, and the scripts themselves from the command line to the last line, much reduced."""
+"""The experiments: the data of two, a reduced run of sort_digits, and the flags of all."""
 
 import collections
 import functools
@@ -8,15 +8,11 @@ import json
 import random
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from experiments import sort_digits, stories
-from experiments.common import fresh_directory
-from grpo_jax import from_pretrained
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 HELD_OUT = 100
 
 
@@ -119,33 +115,6 @@ def test_stories_has_the_task_of_the_run_it_is_compared_with():
         assert row["prompt"].startswith(f"{row['word']}. Once upon a time, there was a ")
     completions = ["He had a hat.", "Hat! he said", "He had hats.", "He had a cat", ""]
     assert stories.uses_word(completions=completions, word=["hat"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/stories260K is not there")
-def test_stories_without_a_model_fetches_and_converts_it(tmp_path, monkeypatch):
-    asked = []
-
-    def download(repo, name):
-        asked.append((repo, name))
-        return str(SHARED / "raw" / Path(name).name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    policy = from_pretrained(stories.fetch_stories260K(tmp_path / "base"))
-    assert asked == [("karpathy/tinyllamas", f"stories260K/{name}") for name in ("stories260K.bin", "tok512.bin")]
-    for (path, ours), (_, theirs) in zip(
-        jax.tree_util.tree_leaves_with_path(policy.params),
-        jax.tree_util.tree_leaves_with_path(from_pretrained(SHARED).params),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(ours, theirs, err_msg=str(path))
-
-
-@pytest.mark.quick
-def test_a_run_directory_that_holds_something_is_refused(tmp_path):
-    assert fresh_directory(tmp_path, "name") == tmp_path
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="is not empty: give every run a directory of its own"):
-        fresh_directory(tmp_path, "name")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(sort_digits.__file__).parent.glob("[a-z]*.py")))

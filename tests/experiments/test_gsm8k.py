@@ -1,4 +1,4 @@
-"""The experiment on GSM8K: its rows, and the whole script on a few problems with a new checkpoint."""
+"""The experiment on GSM8K: its rows and rewards."""
 
 import pytest
 
@@ -33,19 +33,3 @@ def test_the_format_is_a_last_line_with_the_answer():
     wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
     assert gsm8k.well_formed(completions=right + wrong) == [1.0] * 2 + [0.0] * 6
     assert gsm8k.well_formed(completions=[problem["answer"] for problem in PROBLEMS]) == [1.0] * len(PROBLEMS)
-
-
-@pytest.mark.quick
-def test_settings_follow_the_flags():
-    arguments = gsm8k.parse(["--data", "d"])
-    assert (arguments.learning_rate, arguments.max_completion_length) == (1e-6, 300)
-    assert gsm8k.make_config(arguments).reward_weights == (1.0, 0.2)
-    arguments = gsm8k.parse(["--data", "d", "--lora", "16", "--random-rewards"])
-    assert arguments.learning_rate == 1e-5
-    assert gsm8k.make_config(arguments).reward_weights == (1.0, 0.0, 0.0)
-
-
-@pytest.mark.quick
-def test_a_directory_without_the_files_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"there is no train.jsonl in it; give GSM8K's directory, or hub"):
-        gsm8k.load_problems(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Guessing a number: the game is fair, the careless player as careless as it says, and the script comes to its end."""
+"""Guessing a number: the game is fair, and the careless player is as careless as it says."""
 
 import functools
 import random
@@ -94,7 +94,6 @@ def test_half_of_the_careless_players_guesses_ignore_what_it_was_told():
     assert 1 - guess.IGNORES - 0.03 < heeded < 1 - guess.IGNORES + 0.06
 
 
-@pytest.mark.quick
 def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
     policy = guess.make_policy(0, width=16, layers=1)
     lessons = guess.lessons(policy, 40, seed=3)
@@ -109,11 +108,3 @@ def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
         text = guess.PROMPT + "".join(f"{number}{answer}" for number, answer in game)
         assert policy.tokenizer.decode(row[row != end]) == text
         assert own.sum() + len(game) - 1 <= guess.LONGEST
-
-
-def test_first_guesses_are_probabilities():
-    policy = guess.make_policy(0, width=16, layers=1)
-    first = guess.first_guesses(policy, policy.params)
-    assert first.shape == (guess.NUMBERS,)
-    assert (first > 0).all()
-    assert first.sum() < 1, "the rest of the vocabulary is left"

@@ -1,4 +1,4 @@
-"""The experiment on reasoning-gym: its problems and rewards, and the whole script with a new checkpoint."""
+"""The experiment on reasoning-gym: its problems and rewards."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The kit for notebook machines: cut off, a session goes on to the same bytes; its figures are in the notebooks."""
+"""The kit for notebook machines: its data, and its figures in the notebooks."""
 
 import json
 from pathlib import Path
@@ -56,10 +56,3 @@ def test_both_notebooks_have_the_same_code_but_for_the_hours():
     assert [
         one for one, other in zip(tpu, gpu, strict=True) if one != other.replace("HOURS = 10.5", "HOURS = 7.5")
     ] == []
-
-
-@pytest.mark.quick
-def test_where_to_run_is_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        kit.main([])
-    assert "--out is missing: give a directory that outlives the session" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import pytest
 from experiments.llama2c import Shape, convert, make_tokenizer, read_checkpoint, read_pieces
 from grpo_jax import from_pretrained
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 TEXTS = [
     "",
     " ",
@@ -132,36 +131,3 @@ def test_a_file_of_another_size_is_refused(tmp_path, change):
     (tmp_path / "model.bin").write_bytes(data + change if change else data[:-4])
     with pytest.raises(ValueError, match=r"model\.bin has \d+ bytes, and its header Shape\(dim=16"):
         read_checkpoint(tmp_path / "model.bin")
-
-
-@pytest.mark.quick
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    write_tokenizer(tmp_path / "tok.bin")
-    with pytest.raises(ValueError, match="more than the 260 pieces of the checkpoint"):
-        read_pieces(tmp_path / "tok.bin", 260)
-
-
-@pytest.mark.quick
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/stories260K is not there")
-def test_stories260K_converts_to_the_same_bytes(tmp_path):
-    from safetensors.numpy import load_file
-    from transformers import AutoTokenizer
-
-    convert(SHARED / "raw" / "stories260K.bin", SHARED / "raw" / "tok512.bin", tmp_path)
-    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(SHARED / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].shape == tensor.shape, name
-        assert ours[name].dtype == tensor.dtype, name
-        assert ours[name].tobytes() == tensor.tobytes(), name
-    assert from_pretrained(tmp_path).model.config == from_pretrained(SHARED).model.config
-
-    ours, theirs = (AutoTokenizer.from_pretrained(directory) for directory in (tmp_path, SHARED))
-    for text in TEXTS:
-        assert ours.decode(theirs(text)["input_ids"]) == theirs.decode(theirs(text)["input_ids"])
-    # Only where no word is split between "h", "he" and "her": the other files lack some of llama2.c's merges.
-    for text in TEXTS[:4]:
-        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
-    pieces = read_pieces(SHARED / "raw" / "tok512.bin", 512)
-    for text in TEXTS:
-        assert ours(text)["input_ids"] == run_c_encode(pieces, text)

@@ -1,29 +1,8 @@
-"""An iteration of a real model beside TRL: both sides on a checkpoint of a few thousand parameters."""
+"""An iteration of a real model, compared with TRL: its table."""
 
 import pytest
-from test_instruct import model  # noqa: F401
 
 from experiments import real_model
-
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
-
-TRL = """
-import importlib.util, json, sys
-model, rows, reward, *flags = sys.argv[1:]
-more = []
-assert flags == ["--steps", "3", "--length", "4", "--seed", "0", "--lr", "0.001", *more], flags
-assert json.load(open(model + "/config.json"))["vocab_size"]
-path, name = reward.rsplit(":", 1)
-spec = importlib.util.spec_from_file_location("rewards", path)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-row = json.loads(open(rows).readline())
-scores = getattr(module, name)(["no idea"], task=[row["task"]], problem=[row["problem"]])
-assert "jax" not in sys.modules
-print("RESULT", json.dumps({"first_line_seconds": 2.0, "step_seconds": [1.0] * 3, "rewards": scores * 3,
-                            "peak_rss_gb": 1.0}))
-"""
-"""In the place of TRL's script: it reads what that would, without JAX."""
 
 
 @pytest.mark.quick

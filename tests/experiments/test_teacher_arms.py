@@ -1,4 +1,4 @@
-"""Learning from a teacher: its tables by hand, and a reduced run of all arms."""
+"""Learning from a teacher: its tables by hand."""
 
 import pytest
 
