@@ -16,7 +16,6 @@ import jax
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.policies import load_policy, load_teacher
@@ -343,7 +342,6 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "train": train,
     "resume": resume,
     "plan": plan,
-    "launch": launch,
     "evaluate": evaluate,
     "chat": chat,
     "export": export,

@@ -46,8 +46,6 @@ OWN = {
     "quantize_embeddings": "whether its embedding and head are quantized too",
     "param_dtype": "of the params as they are loaded: `float32` (the default) or `bfloat16`",
     "run_dir": "where the run is written (default `runs/` and the name of the file); null: nowhere",
-    "launch": "what `grpo-jax launch` needs beside the run: a mapping of `hosts`, `accelerator`, `storage` and others; "
-    "`train` does not look at it",
     "folder": "what files and modules are named from (default: the folder of RUN.yaml)",
 }
 """Key of a run that is no field of its config → its meaning."""

@@ -18,7 +18,6 @@ from grpo_jax.cli.heaps import few_heaps
 from grpo_jax.cli.keys import FIELDS, GROUPS, OWN, choices, explain
 from grpo_jax.messages import nearest
 
-PLATFORMS = ("slurm", "jobset", "kubeflow", "ray", "tpu-vm")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 _KEY = "key of RUN.yaml: "  # before the name of a key in a namespace, where a command has arguments of its own
 _MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
@@ -105,7 +104,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     _add_running(commands)
-    _add_launch(commands)
     _add_using(commands)
     _add_pictures(commands)
     return parser
@@ -166,24 +164,6 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, …")
     plan.add_argument("--verbose", action="store_true", help="name every program that will be compiled")
     plan.add_argument("--memory", type=float, metavar="GB", help="of one device; the plan then says what fits")
-
-
-def _add_launch(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the command that hands a run to a cluster."""
-    launch = _add_command(
-        commands,
-        "launch",
-        "RUN.yaml --on PLATFORM [OPTIONS]",
-        "Hand the run to a cluster as `launch` in RUN.yaml describes it, or print what would be handed to it.",
-        [*GROUPS],
-    )
-    launch.add_argument("run", metavar="RUN.yaml", help="the run; see docs/launch.md")
-    launch.add_argument("--on", required=True, choices=PLATFORMS, metavar="PLATFORM", help=", ".join(PLATFORMS))
-    launch.add_argument("--hosts", type=int, metavar="N", help="in the place of that of launch")
-    launch.add_argument(
-        "--accelerator", metavar="NAME", help="likewise: cpu, H100-8 (GPUs of a host), v5e-16 (a slice), …"
-    )
-    launch.add_argument("--print", action="store_true", help="print it, and hand nothing over")
 
 
 def _add_using(commands: argparse._SubParsersAction[_Parser]) -> None:
