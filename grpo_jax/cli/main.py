@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from grpo_jax.cli.heaps import few_heaps
 from grpo_jax.cli.keys import FIELDS, GROUPS, OWN, choices, explain
 from grpo_jax.messages import nearest
 
@@ -317,7 +316,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Run the command that was asked for."""
-    few_heaps()
     from grpo_jax.cli.commands import COMMANDS
     from grpo_jax.devices import distributed
 
