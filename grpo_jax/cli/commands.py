@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
-from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
@@ -38,6 +38,7 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.sft import sft
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
+from grpo_jax.watch.page import write_pictures
 from grpo_jax.watch.writer import RunWriter, plain, read_settings
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
@@ -124,54 +125,40 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         raise ValueError("--dry-run: it rehearses GRPO, and stages has none; leave it out")
     policy = load_policy(run)
     if dry_run:
-        rehearse(
-            policy,
-            run.rows,
-            run.rewards,
-            run.config,
-            eval_dataset=run.eval_rows,
-            tools=run.tools,
-            environment_factory=run.environment_factory,
-            sampler=run.sampler,
-            advantage_fn=run.advantage_fn,
-            surrogate=run.surrogate,
-            teacher=load_teacher(run),
-            teacher_prompt=run.teacher_prompt,
-            donate=True,
-        )
-        return
-    with _kept(run) as keep, _said_how_to_go_on(run):
+        return _call(rehearse, run, policy)
+    with _kept(run) as keep, _resume_command(run):
         policy, resume = _first_stage(run, policy, resume, keep)
         if "grpo" in run.stages:
-            train_policy(
-                policy,
-                run.rows,
-                run.rewards,
-                run.config,
-                eval_dataset=run.eval_rows,
-                run_dir=run.run_dir,
-                resume=resume,
-                callbacks=[keep],
-                tools=run.tools,
-                environment_factory=run.environment_factory,
-                sampler=run.sampler,
-                advantage_fn=run.advantage_fn,
-                surrogate=run.surrogate,
-                teacher=load_teacher(run),
-                teacher_prompt=run.teacher_prompt,
-                donate=True,
-            )
-    if (into := run.run_dir) is not None:
-        where = last_dir(run.stages, into)
-        print(f"{where}: report.html shows the run; grpo-jax export {into} OUT writes the model")
+            _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
+    if run.run_dir is not None:
+        where = last_dir(run.stages, run.run_dir)
+        print(f"{where}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+
+
+def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
+    """Call `train` or `rehearse` with the arguments of a run."""
+    function(
+        policy,
+        run.rows,
+        run.rewards,
+        run.config,
+        eval_dataset=run.eval_rows,
+        tools=run.tools,
+        environment_factory=run.environment_factory,
+        sampler=run.sampler,
+        advantage_fn=run.advantage_fn,
+        surrogate=run.surrogate,
+        teacher=load_teacher(run),
+        donate=True,
+    )
 
 
 def _first_stage(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Make or end the stage of SFT: the policy that GRPO begins with, and how that resumes.
+    """Run or resume the SFT stage; return the policy that GRPO starts from, and its `resume`.
 
-    Once GRPO has a checkpoint of its own there is nothing to do: it goes on from there.
+    Nothing to do once GRPO has a checkpoint: it resumes from there.
     """
     if run.sft is None or (run.run_dir is not None and has_checkpoints(run.run_dir)):
         return policy, resume
@@ -189,12 +176,12 @@ def _first_stage(
 
 
 @contextlib.contextmanager
-def _said_how_to_go_on(run: RunFile) -> Iterator[None]:
-    """Name the command that goes on with a run that a signal ends."""
+def _resume_command(run: RunFile) -> Iterator[None]:
+    """Print the command that resumes a run which a signal ends."""
     try:
         yield
     except SystemExit:
-        print(f"to go on: grpo-jax resume {run.run_dir}", file=sys.stderr)
+        print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
         raise
 
 
@@ -325,6 +312,15 @@ def chat(arguments: Namespace) -> None:
     talk(policy, run.config, arguments.say or typed(), samples=arguments.samples, echo=echo)
 
 
+def report(arguments: Namespace) -> None:
+    """`grpo-jax report`."""
+    run_dir = Path(arguments.run_dir).expanduser()
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; give the directory of a run")
+    write_pictures(RunWriter(run_dir))
+    print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
+
+
 def from_trl(arguments: Namespace) -> None:
     """`grpo-jax from-trl`; the exit status is 1 where something cannot be said here."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
@@ -345,8 +341,7 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "evaluate": evaluate,
     "chat": chat,
     "export": export,
-    "from-trl": from_trl,
     "report": report,
-    "compare": compare,
+    "from-trl": from_trl,
 }
 """Name of a command → its function, which takes the parsed arguments."""

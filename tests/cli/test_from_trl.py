@@ -79,16 +79,10 @@ def test_what_is_not_here_is_said_and_is_the_exit_status(script, tmp_path):
 
 
 @pytest.mark.quick
-def test_all_names_of_neither_are_said_at_once(script):
+def test_all_unknown_names_are_reported_at_once(script):
     script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\ncosine_max_len: 9\n")
-    with pytest.raises(SystemExit, match="3 errors") as ended:
+    with pytest.raises(
+        SystemExit, match=r"3 errors:\n  learning_rat: no such field; did you mean learning_rate\?"
+    ) as ended:
         run("from-trl", script)
-    names = ("learning_rat", "system_prompt", "cosine_max_len")
-    assert all(f"  {name}: no such field; " in str(ended.value) for name in names)
-
-
-@pytest.mark.quick
-def test_a_name_of_neither_is_an_error(script):
-    script.write_text("learning_rat: 1\n")
-    with pytest.raises(SystemExit, match=r"GRPOConfig \(of TRL .*\n  learning_rat: .*did you mean learning_rate\?"):
-        run("from-trl", script)
+    assert all(f"  {name}: no such field; " in str(ended.value) for name in ("system_prompt", "cosine_max_len"))

@@ -46,9 +46,10 @@ def test_a_server_teaches_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_pat
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     teacher = {"vllm": {"base_url": server.url, "top_k": 5}}
     top = {"distillation_coef": 1.0, "distillation_mode": "topk_logits", "distillation_topk": 5}
-    printed = run("train", write_run(tmp_path, rewards=[], eval_data=None, teacher=teacher, **top))
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert all(line["teacher/share"] == 1.0 for line in lines)
+    printed = run("train", write_run(tmp_path, rewards=[], eval_data=None, teacher=teacher, max_steps=1, **top))
+    (line,) = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert line["teacher/share"] == 1.0
+    assert line["distillation"] > 0
     assert {body["prompt_logprobs"] for _, body in server.drawn} == {5}
     assert KEY not in printed + "".join(capsys.readouterr())
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
