@@ -1,4 +1,4 @@
-"""The commands: each reads its run and calls the Python API."""
+"""The commands of `cli.main`, each a function of the parsed arguments that reads its run and calls the Python API."""
 
 from __future__ import annotations
 
@@ -331,17 +331,3 @@ def from_trl(arguments: Namespace) -> None:
         Path(arguments.out).write_text(text, encoding="utf-8")
     if moved.missing:
         raise SystemExit(1)
-
-
-COMMANDS: dict[str, Callable[[Namespace], None]] = {
-    "init": init,
-    "train": train,
-    "resume": resume,
-    "plan": plan,
-    "evaluate": evaluate,
-    "chat": chat,
-    "export": export,
-    "report": report,
-    "from-trl": from_trl,
-}
-"""Name of a command → its function, which takes the parsed arguments."""

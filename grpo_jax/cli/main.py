@@ -110,7 +110,7 @@ COMMANDS = {
         },
     ),
 }
-"""Name of a command → its description, arguments and keys; `cli.commands` has its function."""
+"""Name of a command → its description, arguments and keys; `cli.commands` has a function of that name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -267,11 +267,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Run the function of a command."""
-    from grpo_jax.cli.commands import COMMANDS as FUNCTIONS
+    from grpo_jax.cli import commands
     from grpo_jax.devices import distributed
 
     try:
-        FUNCTIONS[arguments.command](arguments)
+        getattr(commands, arguments.command.replace("-", "_"))(arguments)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,13 +21,7 @@ from grpo_jax.text.sources import is_hub_name
 from grpo_jax.types import RewardFn
 
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
-    "accuracy_reward": rewards.accuracy_reward,
-    "number_reward": rewards.number_reward,
-    "formula_reward": rewards.formula_reward,
-    "format_reward": rewards.format_reward,
-    "tag_reward": rewards.tag_reward,
-    "get_repetition_penalty_reward": rewards.get_repetition_penalty_reward,
-    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment,
+    name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
 """Factories of the package, each of which returns a reward function for its arguments."""
 
@@ -112,34 +106,21 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
       >>> reward_function({"number_reward": "solution"}, Path())(completions=["4", "5"], solution=["4", "4"])
       [1.0, 0.0]
     """
-    if isinstance(entry, dict):
-        if len(entry) != 1:
-            raise ValueError("names more than one function; write each as a list entry of its own")
-        ((name, given),) = entry.items()
-        made = _call(_function(name, folder), name, given)
-    elif isinstance(entry, str) and entry in SHIPPED:
-        try:
-            made = SHIPPED[entry]()
-        except TypeError as error:
-            raise ValueError(f"{error}; write its arguments after it, as {{{entry}: ...}}") from error
-    else:
-        made = _function(entry, folder)
+    if isinstance(entry, dict) and len(entry) != 1:
+        raise ValueError("names more than one function; write each as a list entry of its own")
+    name, given = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+    shipped = SHIPPED.get(str(name))
+    if shipped is None and not is_reference(name):
+        close = nearest(name, SHIPPED)
+        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
+        raise ValueError(f"no such reward function; {hint}")
+    made: Any = shipped or find(name, folder)
+    if shipped or isinstance(entry, dict):
+        made = _call(made, name, given)
     if not callable(made):
         raise ValueError(f"is a {type(made).__name__}, not a function")
     function: RewardFn = made
     return function
-
-
-def _function(name: object, folder: Path) -> Callable[..., object]:
-    """Return a shipped function, or the one that a reference names."""
-    if isinstance(name, str) and name in SHIPPED:
-        return SHIPPED[name]
-    if not is_reference(name):
-        close = nearest(name, SHIPPED)
-        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
-        raise ValueError(f"no such reward function; {hint}")
-    found: Callable[..., object] = find(name, folder)
-    return found
 
 
 def _call(factory: Callable[..., object], name: object, given: object) -> object:
@@ -210,16 +191,7 @@ def teacher_model(given: object) -> tuple[object, str | None]:
 
 
 def source_of(source: object, folder: Path, argument: str) -> Any:
-    """Return a source of rows for `load_rows` and `load_examples`: paths made absolute, references and suites loaded.
-
-    Args:
-      source: the value of `data` or `eval_data`.
-      folder: as in `find`.
-      argument: the key, for messages.
-
-    Raises:
-      ValueError: a reference cannot be loaded, or the suite is described wrongly.
-    """
+    """Return the value of a key such as `data` for `load_rows`: paths made absolute, references and suites loaded."""
     if is_suite(source):
         return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:

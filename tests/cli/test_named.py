@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import SHIPPED, find, reward_function, sampler_of, source_of
+from grpo_jax.cli.named import find, reward_function, sampler_of, source_of
 from grpo_jax.text.rows import load_rows
 
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+SERVER = "http://127.0.0.1:8000"
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
 
@@ -42,19 +43,14 @@ def test_a_function_of_a_module_and_of_a_file(folder):
 
 
 @pytest.mark.quick
-def test_reward_functions_are_called_with_the_arguments_that_follow_them(folder):
+def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow_them(folder):
     made = reward_function({"accuracy_reward": {"column": "truth", "extract": "<a>(.*?)</a>"}}, folder)
     assert made(completions=["<a>4</a>", "4"], truth=["4", "4"]) == [1.0, 0.0]
     assert reward_function({"tag_reward": ["think", "answer"]}, folder)(completions=["<think></think>"]) == [0.5]
     assert reward_function("number_reward", folder)(completions=["it is 4"], answer=["4"]) == [1.0]
     assert reward_function("my_own_judges:right", folder)(["a"], ["b"]) == [0.0]
-    from grpo_jax.rewards import shipped
-
-    factories = {name for name in vars(shipped) if name.endswith(("_reward", "_punishment"))}
-    assert set(SHIPPED) == factories | {"number_reward", "formula_reward"}
-
-
-SERVER = "http://127.0.0.1:8000"
+    made = sampler_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, folder)
+    assert repr(made) == repr(sampler_of({"vllm": SERVER}, folder))
 
 
 @pytest.mark.quick
@@ -68,7 +64,7 @@ SERVER = "http://127.0.0.1:8000"
         (find, "broken_judges:right", r"broken_judges cannot be imported \(ZeroDivisionError: division by zero\)"),
         (reward_function, "nubmer_reward", r"no such reward function; did you mean number_reward\?"),
         (reward_function, "tag_reward", "tags is empty"),
-        (reward_function, "get_soft_overlong_punishment", "missing 2 required .*write its arguments after it"),
+        (reward_function, "get_soft_overlong_punishment", r"refuses its arguments \(.*missing 2 required"),
         (reward_function, {"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
         (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),
         (reward_function, "os:sep", "is a str, not a function"),
@@ -83,12 +79,6 @@ SERVER = "http://127.0.0.1:8000"
 def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):
     with pytest.raises(ValueError, match=said):
         read(entry, folder)
-
-
-@pytest.mark.quick
-def test_a_sampler_is_a_server_by_its_address_or_its_arguments(folder):
-    made = sampler_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, folder)
-    assert repr(made) == repr(sampler_of({"vllm": SERVER}, folder))
 
 
 def rows_of(source, folder: Path, **columns):

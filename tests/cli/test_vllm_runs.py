@@ -18,7 +18,13 @@ def server():
         yield one
 
 
-@pytest.mark.quick
+def assert_no_key(folder, printed):
+    kept = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"run.yaml", "run.json", "metrics.jsonl"} <= {path.name for path in kept}
+    assert KEY not in printed
+    assert not [path for path in kept if KEY.encode() in path.read_bytes()]
+
+
 def test_a_server_samples_for_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     file = write_run(tmp_path, sampler={"vllm": {"base_url": server.url}}, save_steps=1)
@@ -27,11 +33,7 @@ def test_a_server_samples_for_a_run_in_a_file_and_its_key_is_nowhere(server, tmp
     assert len(lines) == 2
     assert all(line["sampler/log_prob_difference_max"] < 1e-4 for line in lines)
     assert len([body for _, body in server.drawn if body["max_tokens"] == 4]) == 2 * 2
-    seen = printed + "".join(capsys.readouterr())
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert KEY not in seen
-    assert {"run.yaml", "run.json", "metrics.jsonl"} <= {path.name for path in kept}
-    assert not [path for path in kept if KEY.encode() in path.read_bytes()]
+    assert_no_key(tmp_path, printed + "".join(capsys.readouterr()))
 
     greedy = ["evaluate", file, "--temperature_eval", "0"]
     asked = len(server.drawn)
@@ -51,10 +53,10 @@ def test_a_server_teaches_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_pat
     assert line["teacher/share"] == 1.0
     assert line["distillation"] > 0
     assert {body["prompt_logprobs"] for _, body in server.drawn} == {5}
-    assert KEY not in printed + "".join(capsys.readouterr())
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert_no_key(tmp_path, printed + "".join(capsys.readouterr()))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("key", ["sampler", "teacher"])
 def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path, key):
     for engine in ({"base_url": server.url, "api_key": KEY}, {"base_url": f"http://me:{KEY}@127.0.0.1:1"}):
