@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from grpo_jax.cli.keys import FIELDS, GROUPS, OWN, choices, explain
 from grpo_jax.messages import nearest
@@ -116,8 +116,10 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest command or option."""
 
-    def __init__(self, prog: str, **settings: Any):
-        super().__init__(prog, formatter_class=_formatter, add_help=False, allow_abbrev=False, **settings)
+    def __init__(self, prog: str, usage: str, description: str, epilog: str = ""):
+        super().__init__(
+            prog, usage, description, epilog, formatter_class=_formatter, add_help=False, allow_abbrev=False
+        )
         self._negative_number_matcher = re.compile(r"-[\d.]+(?:[eE][-+]?\d+)?$")  # argparse's does not match -1e-5
         self._positionals.title, self._optionals = "arguments", self._positionals  # one list fits a screen
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this, or what a key is")

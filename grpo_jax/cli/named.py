@@ -190,7 +190,7 @@ def teacher_model(given: object) -> tuple[object, str | None]:
     return given["model"], given.get("quantize")
 
 
-def source_of(source: object, folder: Path, argument: str) -> Any:
+def resolve_source(source: object, folder: Path, argument: str) -> Any:
     """Return the value of a key such as `data` for `load_rows`: paths made absolute, references and suites loaded."""
     if is_suite(source):
         return suite_of(source, argument).rows
@@ -201,7 +201,7 @@ def source_of(source: object, folder: Path, argument: str) -> Any:
     return _located(source, folder, argument)
 
 
-def _located(source: Any, folder: Path, argument: str) -> Any:
+def _located(source: object, folder: Path, argument: str) -> object:
     """Return the rows that a reference names, or the path of a file; anything else unchanged."""
     if is_reference(source):
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, reward_function, sampler_of, scorer_of, source_of, teacher_model
+from grpo_jax.cli.named import find, is_reference, resolve_source, reward_function, sampler_of, scorer_of, teacher_model
 from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, pick_fields, read_file
 from grpo_jax.config.config import GRPOConfig
@@ -216,7 +216,7 @@ def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
         columns, prompt = None, "any"  # so that errors of the data itself are reported together with the template's
 
     def read_rows(source: object, key: str) -> list[Row]:
-        return load_rows(source_of(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
+        return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
 
     sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
     sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
@@ -224,7 +224,7 @@ def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(given: object) -> list[object]:
     """Return one or several as a list."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
@@ -253,7 +253,7 @@ def _config(values: Json) -> GRPOConfig:
     return GRPOConfig.from_dict(pick_fields(values, FIELDS))
 
 
-def _environments(given: Any, folder: Path) -> Environments:
+def _environments(given: object, folder: Path) -> Environments:
     """Return one factory, or several by name."""
     if isinstance(given, dict):
         return {name: find(one, folder) for name, one in given.items()}
@@ -277,7 +277,8 @@ def read_lora(given: object) -> Lora | None:
     found = {name: read(kinds[name], value) for name, value in stated.items()}
     raise_all("lora", [f"{name} = {show(value)}: {fault}" for name, (value, fault) in found.items() if fault])
     values: dict[str, Any] = {name: value for name, (value, _) in found.items()}
-    return Lora()._replace(**({"alpha": 2.0 * values.get("rank", Lora().rank)} | values))
+    alpha = 2.0 * values.get("rank", Lora().rank)
+    return Lora._make({**Lora()._asdict(), "alpha": alpha, **values}.values())
 
 
 def _check_model(given: object, folder: Path) -> None:
@@ -325,7 +326,7 @@ def in_folder(name: str, folder: Path) -> str:
     return str(path) if path.exists() else name
 
 
-def _from_here(name: str, value: Any) -> Any:
+def _from_here(name: str, value: object) -> object:
     """Return a value of the command line, whose files are relative to the current directory."""
     if isinstance(value, list):
         return [_from_here(name, item) for item in value]

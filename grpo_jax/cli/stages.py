@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_jax.cli.named import source_of
+from grpo_jax.cli.named import resolve_source
 from grpo_jax.cli.yaml12 import pick_fields
 from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.sft import SFTConfig
@@ -66,7 +66,7 @@ def read_sft(stated: Json, folder: Path) -> SFTStage:
         try:
             if own.get(name) is not None:
                 rows[name] = load_examples(
-                    source_of(own[name], folder, f"sft.{name}"),
+                    resolve_source(own[name], folder, f"sft.{name}"),
                     text_field=config.dataset_text_field,
                     columns=own.get("columns"),
                     prompt=own.get("prompt"),

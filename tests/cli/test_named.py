@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import find, reward_function, sampler_of, source_of
+from grpo_jax.cli.named import find, resolve_source, reward_function, sampler_of
 from grpo_jax.text.rows import load_rows
 
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
@@ -82,7 +82,7 @@ def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):
 
 
 def rows_of(source, folder: Path, **columns):
-    return load_rows(source_of(source, folder, "data"), argument="data", **columns)
+    return load_rows(resolve_source(source, folder, "data"), argument="data", **columns)
 
 
 @pytest.mark.quick

@@ -14,7 +14,11 @@ from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.lora import LoraModel
 
 RECIPES = Path(__file__).parents[2] / "experiments" / "recipes"
-REWARDS = {"agent": [], "countdown": ["accuracy", "follows_rules"], "gsm8k": ["accuracy", "format"]}
+REWARDS = {
+    "agent": ["few_guesses", "found"],
+    "countdown": ["accuracy", "follows_rules"],
+    "gsm8k": ["accuracy", "format"],
+}
 REWARDS |= {"instruct": ["score", "right"], "stories": ["uses_word"]}
 
 

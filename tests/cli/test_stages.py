@@ -26,7 +26,7 @@ def write(folder, **changes):
 
 
 def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path):
-    run("train", write(tmp_path))
+    run("train", write(tmp_path, max_steps=1, eval_data=None))
     kept = tmp_path / "run"
     taught = load_params(kept / "sft", tiny_policy().params)[1]
     first = next(line for line in read_lines(kept / "metrics.jsonl") if "kl" in line)
@@ -43,8 +43,9 @@ def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path):
     (kept / "metrics.jsonl").unlink()
     run("resume", kept)
     chex.assert_trees_all_equal(load_params(kept, tiny_policy().params)[1], final)
-    shutil.rmtree(kept / "sft" / "checkpoints")  # no longer needed
-    run("resume", kept)
+    shutil.rmtree(kept / "sft" / "checkpoints")  # not needed once GRPO has a checkpoint
+    run("resume", kept, "--max_steps", 2)
+    assert [line["step"] for line in read_lines(kept / "metrics.jsonl") if "loss" in line] == [1, 2]
 
 
 @pytest.mark.quick
