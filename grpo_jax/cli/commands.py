@@ -45,14 +45,14 @@ _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
 _OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
 _OF_SFT = ["chat_template_kwargs", "seed", "compute_dtype"]
-"""Settings of a run that hold for what is sampled from it: of SFT, whose batches have no groups, a few."""
+"""Settings that `chat`, `evaluate` and `export` take from the run.json of a run that Python started."""
 
 
 def init(arguments: Namespace) -> None:
     """`grpo-jax init`."""
     files = write_start(arguments.dir, arguments.model)
     print("\n".join(map(str, files)))
-    print(f"begin: grpo-jax train {files[0]}")
+    print(f"start: grpo-jax train {files[0]}")
 
 
 def train(arguments: Namespace) -> None:
@@ -67,15 +67,15 @@ def resume(arguments: Namespace) -> None:
     if not (run_dir / NAME).is_file() and (run_dir / "run.json").is_file():
         program = " ".join(read_settings(run_dir).get("argv") or ["the program"])
         raise ValueError(
-            f"{run_dir} was begun from Python, and its data and reward functions are there: run {program!r} again, and"
-            " train(..., run_dir=...) goes on where it stopped"
+            f"{run_dir} was started from Python, which has its data and reward functions: run {program!r} again, and"
+            " train(..., run_dir=...) resumes it"
         )
     run = _read(arguments, _kept_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Read the run of a file, in this process or as one of several; only the first of them prints."""
+    """Read the run of a file, in this process or as one of several, of which only the first prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
@@ -89,19 +89,19 @@ def _kept_file(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         runs = [str(path.parent) for path in sorted(run_dir.parent.glob("*/run.json"))]
         raise FileNotFoundError(
-            f"{run_dir} is no directory; give that of a run" + (f": there are {some(runs)}" if runs else "")
+            f"{run_dir} is not a directory; give the directory of a run" + (f", such as {some(runs)}" if runs else "")
         )
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"{run_dir} was begun from Python, and its files do not hold the whole policy (of adapters the base is"
-            " elsewhere): load that in Python, and give it the params of"
+            f"{run_dir} was started from Python, and its files do not contain the whole policy (adapters are saved"
+            " without their base): load the policy in Python, with the params of"
             " grpo_jax.keep.stored.load_params(run_dir, policy.params)"
         )
-    raise FileNotFoundError(f"{run_dir} holds no run: neither {NAME}, of grpo-jax train, nor run.json, of train")
+    raise FileNotFoundError(f"{run_dir} holds no run: it has neither {NAME} nor run.json")
 
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) -> RunFile:
-    """Read the run of a directory: by its RUN.yaml, or by what `train` in Python has left there."""
+    """Read the run of a directory: its RUN.yaml, or the settings and policy that `train` in Python saved."""
     kept = run_dir / POLICY
     if (run_dir / NAME).is_file() or not (kept / "config.json").is_file():
         return read_run(_kept_file(run_dir), keys, wanted=wanted)
@@ -187,10 +187,10 @@ def _resume_command(run: RunFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Keep the RUN.yaml in the run directory, for `resume` and `export`; yields a callback.
+    """Write the RUN.yaml into the run directory, for `resume` and `export`; yields a callback.
 
-    A file that is there already is that of the run there, which may refuse to go on as this one asks: it is replaced
-    when the run has. One that is new goes again if no run begins.
+    An existing file is replaced after the first step, since the run may refuse to resume with other settings. A new
+    file is removed if no run starts.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
@@ -248,17 +248,25 @@ def plan(arguments: Namespace) -> None:
         print(found.describe(verbose=True) if arguments.verbose else found)
 
 
+def _trained(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
+    """Load the policy of a checkpoint, with its step; None: the newest one."""
+    policy = load_policy(run)
+    step, params = load_params(last_dir(run.stages, run_dir), policy.params, checkpoint)
+    return step, policy.replace(params=params)
+
+
 def evaluate(arguments: Namespace) -> None:
     """`grpo-jax evaluate`."""
     target = Path(arguments.run).expanduser()
-    is_run = target.is_dir()
-    run = _run_at(target, arguments.keys, _ALL) if is_run else read_run(target, arguments.keys, wanted=_ALL)
-    policy, step = load_policy(run), None
+    where = dict[str, int]()
     if target.is_dir():
-        step, params = load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)
-        policy = policy.replace(params=params)
-    elif arguments.checkpoint is not None:
-        raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+        run = _run_at(target, arguments.keys, _ALL)
+        where["step"], policy = _trained(run, target, arguments.checkpoint)
+    else:
+        run = read_run(target, arguments.keys, wanted=_ALL)
+        if arguments.checkpoint is not None:
+            raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+        policy = load_policy(run)
     rows = run.rows if run.eval_rows is None else run.eval_rows
     metrics, found = evaluate_rows(
         policy,
@@ -272,7 +280,6 @@ def evaluate(arguments: Namespace) -> None:
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
-    where = {} if step is None else {"step": step}
     print(json.dumps(plain({**where, "rows": len(rows), **metrics})))
 
 
@@ -280,11 +287,9 @@ def export(arguments: Namespace) -> None:
     """`grpo-jax export`."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
-    policy = load_policy(run)
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
-    step, params = load_params(last_dir(run.stages, run_dir), policy.params, arguments.checkpoint)
-    policy = policy.replace(params=params)
+    step, policy = _trained(run, run_dir, arguments.checkpoint)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
@@ -299,10 +304,7 @@ def chat(arguments: Namespace) -> None:
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, arguments.keys, ("model",))
-        policy = load_policy(run)
-        policy = policy.replace(
-            params=load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)[1]
-        )
+        _, policy = _trained(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
     else:

@@ -74,7 +74,7 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
     with pytest.raises(SystemExit, match="max_completion_length = 400"):
         run("train", write_run(folder, run_dir=str(folder / "new"), max_completion_length=400))
     assert not (folder / "new").exists()
-    with pytest.raises(SystemExit, match=r"was begun from Python, and its data and reward functions are there: run "):
+    with pytest.raises(SystemExit, match=r"was started from Python, which has its data and reward functions: run "):
         run("resume", folder / "by_api")
 
 
@@ -125,19 +125,19 @@ def test_the_report_is_drawn_again(trained):
 
 @pytest.mark.quick
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    neither = r"holds no run: neither run.yaml, of grpo-jax train, nor run.json, of train"
+    neither = r"holds no run: it has neither run.yaml nor run.json"
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
             run(*command)
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "run.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"sum is no directory; give that of a run: there are .*sums$"):
+    with pytest.raises(SystemExit, match=r"sum is not a directory; give the directory of a run, such as .*sums$"):
         run("resume", tmp_path / "sum")
     with pytest.raises(SystemExit, match=r"has no metrics.jsonl; give the directory of a run"):
         run("report", tmp_path)
     # Of adapters of the API no base is kept.
     for command in (["export", tmp_path / "sums", "out"], ["chat", tmp_path / "sums", "--say", "ab"]):
-        with pytest.raises(SystemExit, match=r"do not hold the whole policy .of adapters the base is elsewhere"):
+        with pytest.raises(SystemExit, match=r"do not contain the whole policy .adapters are saved without their base"):
             run(*command)
 
 

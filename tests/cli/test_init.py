@@ -14,7 +14,7 @@ from grpo_jax.watch.writer import read_lines
 def test_a_first_run_works_at_once_without_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run("init", "first").splitlines()[-1] == f"begin: grpo-jax train {Path('first/my_run.yaml')}"
+    assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
     run("train", "first/my_run.yaml", "--max_steps", "2", "--logging_steps", "1", "--run_dir", "runs/a")
     lines = list(read_lines(tmp_path / "runs/a/metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2]
