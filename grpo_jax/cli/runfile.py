@@ -34,18 +34,8 @@ NAME = "run.yaml"
 SUITE = "suite"
 """Entry of `rewards` that stands for the reward functions of the suite under `data`."""
 
-_FILES_IN = {
-    "model": ("config", "tokenizer"),
-    "data": ("path",),
-    "eval_data": ("path",),
-    "rewards": (),
-    "tools": (),
-    "environment_factory": (),
-    "advantage_fn": (),
-    "surrogate": (),
-    "teacher": ("model",),
-}
-# Keys whose value may name a file, and the keys of a mapping under them that may; () for all.
+_PATHS = ("model", "data", "eval_data", "teacher", "path", "tokenizer", "config")
+# Keys, of a run or of a mapping in it, whose text may be a path.
 _KINDS = {
     "run_dir": str,
     "param_dtype": Literal["float32", "bfloat16"],
@@ -142,8 +132,7 @@ def read_run(
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    set_here = {name: parse_value(name, text) for name, text in (overrides or {}).items()}
-    values |= {name: _from_here(name, value) if name in _FILES_IN else value for name, value in set_here.items()}
+    values |= {name: _from_here(parse_value(name, text), name) for name, text in (overrides or {}).items()}
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.of("", read_stages, stated) or ("grpo",)
@@ -326,21 +315,16 @@ def in_folder(name: str, folder: Path) -> str:
     return str(path) if path.exists() else name
 
 
-def _from_here(name: str, value: object) -> object:
-    """Return a value of the command line, whose files are relative to the current directory."""
+def _from_here(value: object, name: str = "") -> object:
+    """Return a value of the command line with the files that exist in the current directory as absolute paths."""
     if isinstance(value, list):
-        return [_from_here(name, item) for item in value]
-    if isinstance(value, dict) and name == "rewards":
-        return {_here(function): arguments for function, arguments in value.items()}
+        return [_from_here(item, name) for item in value]
     if isinstance(value, dict):
-        return {key: _here(inner) if key in (_FILES_IN[name] or value) else inner for key, inner in value.items()}
-    return _here(value)
-
-
-def _here(text: object) -> object:
-    """Return the absolute path of an existing file or `file.py:name`; anything else unchanged."""
-    if not isinstance(text, str):
-        return text
-    file, colon, rest = text.partition(".py:")
-    path = Path(file + ".py" if colon else text).expanduser()
-    return str(path.resolve()) + (f":{rest}" if colon else "") if path.exists() else text
+        return {_from_here(key): _from_here(inner, str(key)) for key, inner in value.items()}
+    file, reference, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
+    if not isinstance(file, str) or not (file.endswith(".py") if reference else name in _PATHS):
+        return value
+    path = Path(file).expanduser()
+    if not path.exists() or (name == "config" and path.is_dir()):  # the config of a dataset is a name
+        return value
+    return f"{path.resolve()}{reference}{attribute}"

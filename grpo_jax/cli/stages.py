@@ -15,8 +15,6 @@ from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.text.examples import load_examples
 from grpo_jax.types import Json, Row
 
-NAMES = ("sft", "grpo")
-
 _OWN = ("data", "eval_data", "columns", "prompt")
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
 """Settings of the run that its SFT stage has too, unless `sft` says otherwise."""

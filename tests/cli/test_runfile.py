@@ -63,8 +63,10 @@ def test_files_of_the_command_line_are_relative_to_the_current_directory(folder)
     assert [fn.__name__ for fn in run.environment_factory.values()] == ["judge"]
     assert (run.advantage_fn.__name__, run.surrogate.__name__) == ("judge", "made")
     assert run.model == {"config": str(folder / "config.json"), "tokenizer": "model"}
-    hub = read_run(path, {"data": "{name: squad, split: test}"}).values["data"]
-    assert hub == {"name": "squad", "split": "test"}, "a name on the hub is not a file"
+    hub = {"name": "squad", "config": "squad", "split": "a"}
+    found = read_run(path, {"data": str(hub), "columns": "{a: a}", "run_name": "a"})
+    assert (found.values["data"], found.values["columns"]) == (hub, {"a": "a"}), "names that are not paths"
+    assert found.config.run_name == "a"
 
 
 @pytest.mark.quick
