@@ -263,11 +263,10 @@ def read_lora(given: object) -> Lora | None:
     if not isinstance(stated, dict) or not stated.keys() <= set(Lora._fields):
         raise ValueError(f"give a rank, or a mapping of {', '.join(Lora._fields)}")
     kinds = get_type_hints(Lora, include_extras=True)
-    found = {name: read(kinds[name], value) for name, value in stated.items()}
-    raise_all("lora", [f"{name} = {show(value)}: {fault}" for name, (value, fault) in found.items() if fault])
-    values: dict[str, Any] = {name: value for name, (value, _) in found.items()}
-    alpha = 2.0 * values.get("rank", Lora().rank)
-    return Lora._make({**Lora()._asdict(), "alpha": alpha, **values}.values())
+    faults = {name: read(kinds[name], value)[1] for name, value in stated.items()}
+    raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
+    alpha = 2.0 * stated.get("rank", Lora().rank)
+    return Lora._make({**Lora()._asdict(), "alpha": alpha, **stated}.values())
 
 
 def _check_model(given: object, folder: Path) -> None:
