@@ -81,20 +81,15 @@ def test_every_command_has_a_function_and_its_help_on_the_page():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (["train", "--help", "learning-rate"], "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."),
-        (["--help", "run_dir"], explain("run_dir")),
-        (["--help", "report"], help_of("report")),
-    ],
-)
-def test_help_of_a_key_or_a_command(argv, shown, capsys, monkeypatch):
+def test_help_of_a_key_or_a_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == shown.strip()
+    learning_rate = "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
+    asked = {"run_dir": explain("run_dir"), "report": help_of("report"), "learning-rate": learning_rate}
+    for name, shown in asked.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["--help", name])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.strip() == shown.strip()
 
 
 @pytest.mark.quick
@@ -146,24 +141,16 @@ def test_several_processes_have_the_flags_of_the_api():
 
 @pytest.mark.quick
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="there is no bash")
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        (["ex"], ["export"]),
-        (["train", "--loss_"], ["--loss_type"]),
-        (["train", "--loss_type", "dr"], ["dr_grpo"]),
-        (["resume", "--use_b"], ["--use_bias_correction_kl"]),
-    ],
-)
-def test_bash_completes(words, completed, tmp_path):
+def test_bash_completes(tmp_path):
+    wanted = {"ex": "export", "train --loss_": "--loss_type", "train --loss_type dr": "dr_grpo"}
+    wanted |= {"resume --use_b": "--use_bias_correction_kl", "chat --temp": "--temperature"}
     (tmp_path / "script").write_text(run("--print-completion", "bash"))
-    line = ["grpo-jax", *words]
-    code = (
-        f"source {tmp_path / 'script'}; COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}; "
-        'f=$(complete -p grpo-jax | sed "s/.*-F \\([^ ]*\\).*/\\1/"); $f; echo "${COMPREPLY[@]}"'
-    )
+    code = f"source {tmp_path / 'script'}\n" + 'f=$(complete -p grpo-jax | sed "s/.*-F \\([^ ]*\\).*/\\1/")\n'
+    for words in wanted:
+        code += f"COMP_WORDS=(grpo-jax {words}); COMP_CWORD={len(words.split())}; COMPREPLY=(); $f\n"
+        code += 'echo "${COMPREPLY[@]}"\n'
     done = subprocess.run(["/bin/bash", "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == completed, done.stderr
+    assert done.stdout.splitlines() == [*wanted.values()], done.stderr
 
 
 @pytest.mark.quick
