@@ -192,7 +192,6 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(seen[1][1]["content"] + "\n")
 
 
-@pytest.mark.quick
 def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_path):
     path = write_run(tmp_path, lora=2, quantize="int8")
     policy = commands.load_policy(read_run(path, wanted=("model",)))
